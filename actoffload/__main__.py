@@ -1,5 +1,5 @@
 """``python -m actoffload``: the same as the console script."""
 
-from .cli import main
+from .tools import main
 
 main()

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 import actoffload
-from actoffload.analysis.process_usage import peak_rss_bytes, rss_bytes
+from actoffload.tools.process import peak_rss_bytes, rss_bytes
 from benchmarks import harness
 from benchmarks.harness import Bound, Row, Sample, Samples, middle
 from benchmarks.worker import say

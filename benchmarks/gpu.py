@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from actoffload.analysis.workers import stream_worker
 from actoffload.testing import simulated_device
+from actoffload.tools.workers import stream_worker
 from benchmarks import gpu_report, harness
 from benchmarks.gpu_cases import GOALS, GpuCase, cases
 from benchmarks.modes import MODES

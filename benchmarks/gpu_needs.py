@@ -1,6 +1,6 @@
 """What each case of the GPU suite needs of a device, counted on meta tensors: ``python -m benchmarks.gpu_needs``.
 
-Weights, gradients and the states of AdamW are there all the time; to these comes what `actoffload.analysis.saved_bytes`
+Weights, gradients and the states of AdamW are there all the time; to these comes what `actoffload.tools.saved_bytes`
 counts in a forward (with checkpoints: every block's input, one block and the rest), and twice the largest saved tensor,
 which is what a loss makes in backward; or else what AdamW makes on its way, twice the gradients.
 """
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from actoffload.analysis.estimate import RESERVED_BYTES
-from actoffload.analysis.saved_bytes import WatchedStep
-from actoffload.cli.models import unpacked_sequences
+from actoffload.tools.models import unpacked_sequences
+from actoffload.tools.on_paper import RESERVED_BYTES
+from actoffload.tools.saved_bytes import WatchedStep
 from benchmarks.gpu_cases import GpuCase, cases
 from benchmarks.harness import markdown_table
 from benchmarks.workloads import build

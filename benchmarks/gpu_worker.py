@@ -22,8 +22,8 @@ from typing import Any
 import psutil
 import torch
 
-from actoffload.analysis.process_usage import rss_bytes
 from actoffload.errors import ActOffloadError, BudgetError
+from actoffload.tools.process import rss_bytes
 from benchmarks.modes import MODES
 from benchmarks.peers import Unavailable
 from benchmarks.worker import Run, out_of_memory, read_spec, say

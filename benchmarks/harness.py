@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from actoffload.analysis.environment import describe_environment, without_paths, write_json
-from actoffload.analysis.workers import run_worker
+from actoffload.tools.environment import describe_environment, without_paths, write_json
+from actoffload.tools.workers import run_worker
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -40,7 +40,7 @@ def make_parser(description: str | None, *, rounds: int | None = None, tiny: boo
 
 
 def run_sample(module: str, spec: dict[str, Any], *, timeout_s: float) -> Sample:
-    """One sample in a process of its own; see `actoffload.analysis.environment.run_worker`."""
+    """One sample in a process of its own; see `actoffload.tools.environment.run_worker`."""
     return run_worker(module, spec, limit_s=timeout_s, cwd=ROOT)
 
 

@@ -8,8 +8,8 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 
-from actoffload.analysis.bench import DIRECTIONS, Direction, Rig
 from actoffload.errors import ActOffloadError
+from actoffload.tools.bench import DIRECTIONS, Direction, Rig
 from benchmarks.harness import Sample
 
 ENGINES = ("posix", "uring")
@@ -40,14 +40,13 @@ def against_fio(
         does not.
     """
     for engine in ENGINES:
-        try:
-            rig = Rig([path], engine, depth, max(blocks), region)
-        except (ActOffloadError, OSError) as error:
-            yield {"mode": engine, "error": str(error).replace(path, "PATH")}
-            continue
-        with rig:
-            for block in blocks:
-                rig.prepare(block)
+        for block in blocks:
+            try:
+                rig = Rig([path], engine, depth, block, region)
+            except (ActOffloadError, OSError) as error:
+                yield {"mode": engine, "error": str(error).replace(path, "PATH")}
+                break
+            with rig:
                 for _ in range(rounds):
                     for way in WAYS:
                         setting = {"region": region // block * block, "block": block, "depth": depth}

@@ -1,4 +1,4 @@
-"""Rounds of workers that take their training steps in turns, as `actoffload.analysis.workers` has them.
+"""Rounds of workers that take their training steps in turns, as `actoffload.tools.workers` has them.
 
 Each is a process of its own, so that its peak memory is its own as well, but a step of one mode lies seconds, not
 minutes, from the same step of another: what a noisy machine does meanwhile falls on both. Their ratio is taken turn by
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from statistics import median
 from typing import Any
 
-from actoffload.analysis.workers import spread, take_turns, turn_ratios
+from actoffload.tools.workers import spread, take_turns, turn_ratios
 from benchmarks.harness import ROOT, Sample, Samples, mib
 
 __all__ = ["Group", "line", "ratios", "spread", "take_rounds", "trace"]

@@ -24,8 +24,8 @@ from typing import Any, Literal
 import torch
 
 from actoffload import Attachment, OffloadConfig, Offloader, keep, offload_activations
-from actoffload.analysis.process_usage import block_io
 from actoffload.errors import ConfigError
+from actoffload.tools.process import block_io
 
 try:
     import deepspeed

@@ -7,7 +7,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from actoffload.cli.app import app
+from actoffload.tools.app import app
 
 runner = CliRunner()
 

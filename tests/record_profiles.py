@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 
 from actoffload import OffloadConfig, Offloader
-from actoffload.analysis.rok import Case
-from actoffload.cli.models import build
+from actoffload.tools.models import Case, build
 from benchmarks import harness
 
 CASES = (

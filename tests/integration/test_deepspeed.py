@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from actoffload.analysis.process_usage import block_io
 from actoffload.analysis.trace_file import load
 from actoffload.analysis.traced_run import look_at
 from actoffload.errors import ConfigError
+from actoffload.tools.process import block_io
 from tests.integration.evidence import assert_evidence
 from tests.integration.processes import launch
 

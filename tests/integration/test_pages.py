@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from actoffload.cli.app import app
+from actoffload.tools.app import app
 from tests import pages
 
 ELSEWHERE = {

@@ -23,9 +23,9 @@ from typer.testing import CliRunner
 
 import _actoffload_start
 from actoffload import Attachment, OffloadConfig, Offloader, attach
-from actoffload.cli.app import app
 from actoffload.errors import ConfigError
 from actoffload.integrations import switch
+from actoffload.tools.app import app
 from tests.integration import matrix
 from tests.integration.processes import launch
 

@@ -25,14 +25,13 @@ FLOORS = {
     7: "autotune autotune.* tell tell.*",
     8: "autograd autograd.*",
     9: "api",
-    10: "__init__ __main__ analysis analysis.* cli cli.* testing testing.* integrations integrations.*",
+    10: "__init__ __main__ analysis analysis.* tools tools.* testing testing.* integrations integrations.*",
 }
 """Rooms by floor: what is in a room imports its own room and lower floors, and no module imports in a circle."""
 
 TORCH_FREE = (
     "errors config events json_input locks policy sizes statistics version memory.best_fit memory.native_build "
-    "storage storage.* planning planning.* analysis.estimate analysis.estimate_* analysis.rok "
-    "analysis.bench analysis.trace_file runtime.trace_writer"
+    "storage storage.* planning planning.* analysis.trace_file runtime.trace_writer"
 )
 """Modules that never import torch, directly or through another module of the package."""
 
@@ -42,23 +41,23 @@ OPTIONAL = {
     "deepspeed": "integrations.deepspeed benchmarks.frameworks_cpu",
     "diffusers": "integrations.examples.diffusers_loop benchmarks.workloads",
     "jinja2": "analysis.report_page",
-    "kvikio": "storage.engines.gds cli.doctor",
-    "matplotlib": "analysis.plots",
+    "kvikio": "storage.engines.gds tools.doctor",
+    "matplotlib": "tools.plots",
     "megatron": "integrations.megatron integrations.megatron.* benchmarks.peers",
     "plotly": "analysis.report_page",
-    "rich": "cli.*",
+    "rich": "tools.*",
     "torch_remat": "integrations.remat",
     "torchtitan": "integrations.torchtitan",
     "torchvision": "integrations.examples.torchvision_loop",
-    "transformers": "integrations.hf integrations.examples.hf_loop cli.models benchmarks.*",
-    "typer": "cli.*",
+    "transformers": "integrations.hf integrations.examples.hf_loop tools.models benchmarks.*",
+    "typer": "tools.*",
     "tyro": "integrations.torchtitan",
 }
 """Third parties that need not be there (or are heavy), and the only modules that may import them."""
 
 PUBLIC_MODULES = (
     "__init__ errors planning.profile planning.search planning.simulator testing testing.* "
-    "analysis analysis.* integrations.* cli.models"
+    "analysis analysis.* tools.* integrations.*"
 )
 """What integrations and benchmarks may import; from the package itself only what ``__all__`` names."""
 
@@ -201,7 +200,7 @@ def public_problems(outside: Sources, sources: Sources, public: set[str]) -> lis
                 used = [alias.name for alias in node.names]
             elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "actoffload":
                 used = [node.attr]
-            open_names = public | {"testing", "analysis", "integrations"}
+            open_names = public | {"testing", "analysis", "tools", "integrations"}
             problems += [f"{module} uses actoffload.{name}" for name in used if name not in open_names]
     return problems
 

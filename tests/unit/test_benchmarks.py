@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from actoffload.cli.app import app
 from actoffload.tiers.accelerator import Accelerator
+from actoffload.tools.app import app
 from benchmarks import (
     e2e_cpu,
     gpu,

@@ -6,22 +6,24 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from actoffload.analysis.plots import has_matplotlib
-from actoffload.analysis.rok import Preset, Variant, points_of
-from actoffload.analysis.rok_run import RokRun, load_results
-from actoffload.cli import models, rok_worker
-from actoffload.cli import rok as rok_command
 from actoffload.errors import ActOffloadError, BudgetError, ConfigError
+from actoffload.tools import models, rok_worker
+from actoffload.tools import rok as rok_command
+from actoffload.tools.rok import PRESETS, Preset, RokRun, Variant, load_results, points_of
+from actoffload.tools.workers import failure
 from tests import commands
 from tests.rok_samples import CASE, MACHINE, PRESET, all_points, failed, sample
 
 invoke = partial(commands.invoke, "rok")
+TINY = {name: getattr(PRESETS["tiny"], name) for name in ("device", "threads", "warm_up", "steps")}
+TINY["variants"] = [asdict(variant) for variant in PRESETS["tiny"].variants]
 
 
 class Launcher:
@@ -42,7 +44,7 @@ class Launcher:
 
 
 def make_run(file: Path, launch: Any, preset: Preset = PRESET, **options: Any) -> RokRun:
-    return RokRun(preset, file, environment=dict(MACHINE), command="rok", launch=launch, **options)
+    return RokRun(preset, file, {"environment": dict(MACHINE), "command": "rok"}, launch, **options)
 
 
 def worker_spec(*variants: Variant, **changes: Any) -> dict[str, Any]:
@@ -87,22 +89,17 @@ def test_results_of_other_options_are_not_mixed(tmp_path: Path) -> None:
         make_run(file, Launcher())
 
 
-def test_an_interrupt_says_how_to_go_on(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "r.json", Launcher())
-    assert "Begin again" in rok_command.how_to_go_on(run)
-    next(run.run())
-    text = rok_command.how_to_go_on(run)
-    assert "3 rounds are left" in text
-    assert f"--out {run.file}" in text
-    assert f"--redraw {run.file}" in text
-
-
-def test_ctrl_c_ends_the_command_with_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_the_command_and_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(run: RokRun, *, quiet: bool) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(rok_command, "measure", interrupted)
-    assert "Interrupted." in invoke("--preset", "tiny", "--out", str(tmp_path / "r.json"), status=130)
+    monkeypatch.setattr(rok_command, "take_rounds", interrupted)
+    file = tmp_path / "r.json"
+    assert "2 rounds are left; the same command goes on." in invoke("--preset", "tiny", "--out", str(file), status=130)
+    write(file, [])
+    left = json.loads(file.read_text())
+    file.write_text(json.dumps(left | {"measured_with": TINY, "samples": [sample("keep")]}))
+    assert f"goes on; actoffload rok --redraw {file}" in invoke("--preset", "tiny", "--out", str(file), status=130)
 
 
 # -- the worker -------------------------------------------------------------------------------------------------------
@@ -164,10 +161,10 @@ def test_the_worker_turns_failures_into_results(capsys: pytest.CaptureFixture[st
     assert "model='abacus': choose one of 'gpt-small', 'gpt'" in result["error"]
     assert result["oom"] is False
     text = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 5 bytes"
-    assert rok_worker.failure(RuntimeError(text))["oom"] is True
-    assert rok_worker.failure(torch.OutOfMemoryError("CUDA out of memory"))["oom"] is True
-    assert rok_worker.failure(ActOffloadError("x"))["oom"] is False
-    assert rok_worker.failure(BudgetError(1, 2, "floor"))["below_floor"] is True
+    assert failure(RuntimeError(text))["oom"] is True
+    assert failure(torch.OutOfMemoryError("CUDA out of memory"))["oom"] is True
+    assert failure(ActOffloadError("x"))["oom"] is False
+    assert failure(BudgetError(1, 2, "floor"))["below_floor"] is True
 
 
 def test_models_need_sizes_that_fit_and_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +277,7 @@ def test_redraw_prints_what_dominates_and_draws(tmp_path: Path) -> None:
     for said in ("out of memory", "hybrid 60%", "slower", "A/A noise", "Losses and gradients are equal"):
         assert said in text
     assert "busy" not in text
-    assert (tmp_path / "r.png").exists() == has_matplotlib()
+    assert (tmp_path / "r.png").exists() == (find_spec("matplotlib") is not None)
     data = json.loads(invoke("--redraw", str(file), "--json"))
     assert [row["verdict"] for row in data["points"]] == ["A/A noise", "slower", "slower", "slower", ""]
 
@@ -300,10 +297,10 @@ def test_redraw_fails_when_bits_differ_or_a_point_failed(tmp_path: Path) -> None
 
 def test_options_select_from_the_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[RokRun] = []
-    monkeypatch.setattr(rok_command, "measure", lambda run, *, quiet: chosen.append(run))
+    monkeypatch.setattr(rok_command, "take_rounds", lambda run, *, quiet: chosen.append(run))
     monkeypatch.setattr(rok_command, "finish", lambda *_: 0)
     invoke("--out", str(tmp_path / "r.json"), "--model", "bert", "--batch", "4", "--repeats", "3")
-    assert [(job.case.model, job.case.batch, job.repeat) for job in chosen[0].missing()] == [
+    assert [(case.model, case.batch, repeat) for case, repeat in chosen[0].missing()] == [
         ("bert", 4, repeat) for repeat in range(3)
     ]
 
@@ -312,14 +309,14 @@ def test_a_model_of_ones_own_takes_the_place_of_the_presets_cases(
     own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen: list[RokRun] = []
-    monkeypatch.setattr(rok_command, "measure", lambda run, *, quiet: chosen.append(run))
+    monkeypatch.setattr(rok_command, "take_rounds", lambda run, *, quiet: chosen.append(run))
     monkeypatch.setattr(rok_command, "finish", lambda *_: 0)
     monkeypatch.chdir(tmp_path)
     invoke("--model", "mine.py:build", "--batch", "3", "--repeats", "1")
     invoke("--model", "mine.py:build", "--preset", "tiny")
     assert [run.file.name for run in chosen] == ["rok_mine.json"] * 2
-    assert [job.label for job in chosen[0].missing()] == ["mine.py:build, batch 3, round 1"]
-    assert [job.case.batch for job in chosen[1].missing()] == [1, 2, 4]
+    assert [case.name for case, _ in chosen[0].missing()] == ["mine.py:build, batch 3"]
+    assert [case.batch for case, _ in chosen[1].missing()] == [1, 2, 4]
 
 
 @pytest.mark.slow

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from actoffload.cli.doctor import gpudirect_storage
 from actoffload.errors import EngineUnavailableError, StorageReadError, StorageWriteError
 from actoffload.storage.engines import create_engine
 from actoffload.storage.engines import gds as gds_module
 from actoffload.storage.engines.base import IoKind, SpoolFile, StorageEngine
 from actoffload.storage.engines.gds import PAGE_BYTES, GdsEngine, why_compat
 from actoffload.testing.engine_suite import BLOCK, Memory, StorageEngineTests, peek_file, random_bytes
+from actoffload.tools.doctor import gpudirect_storage
 from tests.spools import move
 
 Transfer = Callable[[int, int, int, int], int]  # descriptor, address, bytes, offset

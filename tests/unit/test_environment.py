@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from actoffload.analysis.environment import commit_of, write_json
-from actoffload.analysis.workers import OthersShare, run_worker, stream_worker
+from actoffload.tools.environment import commit_of, write_json
+from actoffload.tools.workers import OthersShare, run_worker, stream_worker
 
 MIB = 1 << 20
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from actoffload.analysis.estimate import Activations, Hardware, Parallelism, estimate
-from actoffload.analysis.estimate_presets import DRIVES, GIB
 from actoffload.errors import ConfigError
 from actoffload.storage.endurance import (
     DAY_S,
@@ -19,7 +17,9 @@ from actoffload.storage.endurance import (
     render_wear,
     written_per_day,
 )
+from actoffload.tools.on_paper import DRIVES, Activations, Hardware, Parallelism, estimate
 
+GIB = 1 << 30
 ONE = Parallelism()
 DRIVE = DRIVES["980pro-1tb"]
 

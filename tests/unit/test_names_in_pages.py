@@ -16,7 +16,7 @@ import pytest
 import typer.main
 
 from actoffload import OffloadConfig
-from actoffload.cli.app import app
+from actoffload.tools.app import app
 from tests import pages
 
 ROOT = pages.ROOT

@@ -63,6 +63,7 @@ def test_the_distributions_hold_what_they_should(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     assert not (site / "tests").exists()
+    assert (site / "actoffload" / "tools" / "presets.toml").exists()
     found = python(IMPORT, tmp_path, PYTHONPATH=str(site))
     assert Path(found) == site / "actoffload" / "integrations" / "hf.py"
 

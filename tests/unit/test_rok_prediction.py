@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from actoffload.analysis.estimate_presets import GPUS
-from actoffload.analysis.rok import PRESETS, Case, Variant, points_of
-from actoffload.analysis.rok_run import load_results
-from actoffload.cli import models
-from actoffload.cli.rok_prediction import predict
+from actoffload.tools import models
+from actoffload.tools.models import Case
+from actoffload.tools.on_paper import hardware_of
+from actoffload.tools.rok import PRESETS, Variant, load_results, points_of, predict
 from tests.commands import invoke
 
 CASE = Case(model="gpt-small", hidden=2048, layers=4, batch=8, seq=512, vocab=1024, dtype="bfloat16")
@@ -31,8 +30,7 @@ def test_keep_saves_what_is_counted_and_takes_as_long_as_is_estimated() -> None:
     counted = models.count(models.build(CASE, torch.device("meta")), CASE.batch)
     saved = sum(counted.blocks.values()) + counted.small + counted.ends
     assert keep["peak_bytes"][0] == pytest.approx(saved, rel=0.001)
-    gpu = GPUS["a100-pcie"]
-    step_s = 3 * counted.flops / (gpu.peak_flops * gpu.utilisation)
+    step_s = 3 * counted.flops / hardware_of("a100-pcie").flops_per_s
     assert keep["step_s"][0] == pytest.approx(step_s, rel=0.03), "flash attention computes its scores anew in backward"
 
 

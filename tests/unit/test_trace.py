@@ -450,7 +450,7 @@ def test_the_trace_of_the_demo_is_valid_and_adds_up(tmp_path: Path) -> None:
     """A process that says nothing of a trace, run by the command; the file is read by a package of others as well."""
     chrometrace = pytest.importorskip("chrometrace")
     file = tmp_path / "run.json"
-    program = ["-m", "actoffload.cli.demo_worker", json.dumps(DEMO | {"paths": [str(tmp_path)]})]
+    program = ["-m", "actoffload.tools.demo", json.dumps(DEMO | {"paths": [str(tmp_path)]})]
     command = [sys.executable, "-m", "actoffload", "trace", "-o", str(file), "--", *program]
     run = subprocess.run(command, input="\n" * 4, capture_output=True, text=True, check=True)
     said = json.loads(run.stdout.splitlines()[-1])["end"]["statistics"]

@@ -292,7 +292,7 @@ def test_top_shows_what_is_there_and_ends_with_the_run(
         shown.append(runs[0].count)
         return ""
 
-    monkeypatch.setattr("actoffload.cli.report.render", render)
+    monkeypatch.setattr("actoffload.tools.report.render", render)
     invoke("top", str(growing))
     assert shown == [5, 5], "nothing before the first phase has ended"
     assert next(states, None) is None

@@ -1,4 +1,4 @@
-"""What the processes that train a model share."""
+"""A process that measures or trains: its threads and seed, its memory, its reads and writes, and how it reports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import json
 import os
 from typing import Any
 
+import psutil
 import torch
+
+from ..memory.process_memory import peak_rss_bytes, rss_bytes
+
+__all__ = ["block_io", "peak_rss_bytes", "prepare_process", "rss_bytes", "say", "synchronize"]
 
 
 def prepare_process(device: str, threads: int | None, seed: int) -> None:
@@ -30,3 +35,15 @@ def synchronize(device: str) -> None:
 def say(something: dict[str, Any]) -> None:
     """Print a JSON object for the parent process."""
     print(json.dumps(something), flush=True)
+
+
+def block_io() -> Any:
+    """Return the kernel's count of ``read_bytes`` and ``write_bytes`` to storage; None if it keeps none.
+
+    Direct I/O is counted when it reaches the device. Buffered writes are counted when a page becomes dirty, and
+    buffered reads that the page cache answers are not counted.
+    """
+    try:
+        return psutil.Process().io_counters()
+    except (AttributeError, NotImplementedError, OSError, psutil.Error):
+        return None

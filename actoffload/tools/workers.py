@@ -1,4 +1,4 @@
-"""Samples in processes of their own: ``python -m module SPEC`` prints JSON objects, and a failure is a result too."""
+"""Samples in processes of their own: ``python -m module SPEC`` prints JSON objects, and a failure is a result, too."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ from typing import Any
 
 import psutil
 
+from ..errors import ActOffloadError, BudgetError
 from .environment import without_paths
 
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
-_NO_MEMORY = ("MemoryError", "can't allocate memory", "Cannot allocate memory", "OutOfMemoryError")
+_NO_MEMORY = ("MemoryError", "can't allocate memory", "Cannot allocate memory", "OutOfMemoryError", "out of memory")
+FAILURES = (ActOffloadError, MemoryError, RuntimeError, OSError)
+"""Errors that are a result of a measurement."""
 
 
 def run_worker(module: str, spec: dict[str, Any], *, limit_s: float, cwd: Path | None = None) -> dict[str, Any]:
     """Run one sample as `stream_worker` does and return the last JSON object that it prints.
 
-    It has ``others_cpu_share`` as well: the share of all cores that other processes (and a hypervisor's other guests)
-    took meanwhile, 0 to 1.
+    ``others_cpu_share`` in it is the share of all cores, 0 to 1, that other processes (and a hypervisor's other guests)
+    took meanwhile.
     """
     others = OthersShare()
     result: dict[str, Any] = {"error": "status 0: no output", "oom": False}
@@ -42,18 +45,18 @@ def stream_worker(
 ) -> Generator[dict[str, Any]]:
     """Run a worker in a process of its own and yield the JSON objects that it prints.
 
-    Lines that are no JSON object are dropped; what a failed worker wrote to its standard error is passed on.
+    Lines that are no JSON object are dropped; the standard error of a failed worker is passed on.
 
     Args:
-        module: what is run.
+        module: the module to run.
         spec: its options.
-        limit_s: seconds after which it is stopped; with ``prompts``, for each object, from when it is asked for.
-        cwd: where it runs.
-        prompts: how many lines it is sent: one each time that an object after the first is asked for. Then its
-            standard input ends. None: it reads what this process reads.
+        limit_s: seconds after which it is stopped; with ``prompts``, for each object, from its request on.
+        cwd: its working directory.
+        prompts: the number of lines for its standard input: one for each object after the first. Then the input ends.
+            None: it inherits the standard input.
 
     Yields:
-        Each object when it is printed; last, when the worker failed, ran too long or out of memory,
+        Each object when it is printed; last, if the worker failed, ran too long or out of memory,
         ``{"error": ..., "oom": ...}``.
     """
     command = [sys.executable, "-m", module, json.dumps(spec)]
@@ -98,7 +101,7 @@ def stream_worker(
 def _prompt(process: subprocess.Popen[str], more: bool) -> None:
     """Send a process a line, or end its standard input."""
     if process.stdin is not None:
-        with contextlib.suppress(BrokenPipeError):  # it died, and its end is seen next
+        with contextlib.suppress(BrokenPipeError):  # it died; the caller sees its end next
             if more:
                 process.stdin.write("\n")
                 process.stdin.flush()
@@ -115,24 +118,24 @@ def take_turns(
     cwd: Path | None = None,
     on_said: Callable[[str, dict[str, Any]], object] = lambda name, said: None,
 ) -> dict[str, dict[str, Any]]:
-    """Take the steps of several workers in turns, so that what the machine does meanwhile falls on all of them alike.
+    """Take the steps of several workers in turns, so that the load of the machine is the same for all of them.
 
-    A worker prints an object with ``turn`` when it is warm, and another one after each line that it reads, for which it
-    takes a step. When its input ends it prints its result, which has no ``turn``. All are started one after the other;
-    then only one works at a time. The order is turned around after each turn: what a mode leaves to the system to do
-    does not always fall on the same other one.
+    A worker prints an object with ``turn`` when it is warm, and another one for each line that it reads, after a step.
+    When its input ends it prints its result, which has no ``turn``. They start one after the other; then only one works
+    at a time. The order is reversed after each turn: work that a mode leaves to the system does not always slow down
+    the same other mode.
 
     Args:
-        module: what is run.
-        specs: their options, by name.
-        steps: how many each takes.
-        limit_s: as `stream_worker` takes it, for each object.
-        cwd: where they run.
-        on_said: is given the name and each object or failure; what it raises ends all.
+        module: the module to run.
+        specs: the options of each worker, by name.
+        steps: the steps of each.
+        limit_s: as for `stream_worker`, for each object.
+        cwd: their working directory.
+        on_said: called with the name and each object or failure; an exception from it ends all.
 
     Returns:
         By name, the result with ``others_cpu_share`` of the whole run as in `run_worker`, or a failure as in
-        `stream_worker`: the rest goes on without it.
+        `stream_worker`: the others go on without it.
     """
     others = OthersShare()
     last: dict[str, dict[str, Any]] = {}
@@ -166,13 +169,22 @@ def turn_ratios(taken: Sequence[float], others: Sequence[float]) -> list[float]:
 
 
 def spread(found: Sequence[float]) -> str:
-    """Return ratios for a table: their median, and from where to where they go."""
+    """Return ratios for a table: their median, least and greatest."""
     text = f"{median(found):.3f}"
     return text if len(found) == 1 else f"{text} ({min(found):.2f} to {max(found):.2f})"
 
 
+def failure(error: BaseException) -> dict[str, Any]:
+    """Return an error as a result."""
+    line = next(iter(str(error).splitlines()), type(error).__name__)
+    text, below_floor = f"{type(error).__name__}: {error}", isinstance(error, BudgetError)
+    if not below_floor and any(part in text for part in _NO_MEMORY):
+        return {"error": f"out of memory: {line}", "oom": True}
+    return {"error": f"{type(error).__name__}: {line}", "oom": False, "below_floor": below_floor}
+
+
 def _failure(status: int, errors: str) -> dict[str, Any]:
-    """Return what is said of a worker that ended with ``status`` and wrote ``errors``."""
+    """Return the end of a worker with ``status``, which wrote ``errors``, as a result."""
     if status in _KILLED:
         return {"error": "out of memory: killed by the system (signal 9)", "oom": True}
     sys.stderr.write(errors)
@@ -183,7 +195,7 @@ def _failure(status: int, errors: str) -> dict[str, Any]:
 
 
 class OthersShare:
-    """Measures, from when it is made, what share of the processors works for others than this process's children."""
+    """Measures, from its creation on, the share of the processors that does not work for this process's children."""
 
     def __init__(self) -> None:
         self._begin = self._now()

@@ -1,10 +1,10 @@
-"""What a forward of any model saves for backward, counted by running it: on meta tensors, so that it costs no memory.
+"""Bytes that a forward of any model saves for backward, counted by running it on meta tensors, which take no memory.
 
-Every distinct storage that autograd saves counts once, whole, in the block that saved it first; parameters, buffers and
-inputs do not count. On meta tensors attention and dropout are taken as an accelerator runs them:
+Each distinct storage that autograd saves counts once, whole, in the block that saved it first; parameters, buffers and
+inputs do not count. On meta tensors attention and dropout count as an accelerator runs them:
 ``scaled_dot_product_attention`` keeps queries, keys, values, its output and the log-sum-exp (flash attention; with a
 mask, or values of another width than the keys, the memory-efficient kernel, which keeps the mask, too), and dropout a
-mask of one byte an element. On real tensors the device's own kernels are counted.
+mask of one byte an element. On real tensors the device's own kernels count.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..autotune.blocks import find_blocks
 
 MIN_BYTES = 1 << 20
-"""What `OffloadConfig` keeps on an accelerator by default."""
+"""On an accelerator `OffloadConfig` keeps smaller tensors by default."""
+BACKWARD_FACTOR = 3
+"""FLOPs of a step over those of its forward."""
 
 
 @dataclass
 class SavedBytes:
-    """What a forward saved, in bytes, and its FLOPs.
+    """Bytes that a forward saved, and its FLOPs.
 
     Attributes:
         blocks: bytes of each of the model's blocks, by name, in storages that are large enough to move.
         small: bytes of all blocks in storages below ``min_bytes``, which stay.
-        inputs: bytes of each block's input, which is all that recomputing the block keeps.
         ends: bytes that the rest of the model saved.
         flops: of the forward.
-        fused_attention: calls of ``scaled_dot_product_attention`` on meta tensors; 0 where the model has its own
+        fused_attention: calls of ``scaled_dot_product_attention`` on meta tensors; 0 if the model has its own
             attention, whose matrices count.
     """
 
     blocks: dict[str, int] = field(default_factory=dict)
     small: int = 0
-    inputs: dict[str, int] = field(default_factory=dict)
     ends: int = 0
     flops: int = 0
     fused_attention: int = 0
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
-    """Return what a model makes of a tensor, a tuple of positional or a dict of keyword arguments."""
+    """Call a model with a tensor, a tuple of positional or a dict of keyword arguments."""
     if isinstance(inputs, dict):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
 def count_saved(model: nn.Module, inputs: Any, *, min_bytes: int = MIN_BYTES) -> SavedBytes:
-    """Run one forward and count what autograd saves.
+    """Run one forward and count the bytes that autograd saves.
 
     Args:
         model: the model, in training mode; on ``torch.device("meta")``, or on a device where it fits.
@@ -70,8 +70,7 @@ def count_saved(model: nn.Module, inputs: Any, *, min_bytes: int = MIN_BYTES) ->
     with step.flops, step.forward():
         result = call(model, inputs)
     found = SavedBytes(flops=step.now(), fused_attention=step.kernels.attentions)
-    for block in step.blocks:
-        found.blocks[block.name], found.inputs[block.name] = 0, block.input_bytes
+    found.blocks = dict.fromkeys((block.name for block in step.blocks), 0)
     for one in step.saved.values():
         if one.block is None:
             found.ends += one.nbytes
@@ -85,7 +84,7 @@ def count_saved(model: nn.Module, inputs: Any, *, min_bytes: int = MIN_BYTES) ->
 
 @dataclass
 class SavedStorage:
-    """A storage that autograd saved: in which run of a block first, and, in FLOPs, when it was saved and needed.
+    """A storage that autograd saved: the run of a block that saved it first, and the times, in FLOPs.
 
     ``shared``: it was saved outside that block, too.
     """
@@ -110,18 +109,18 @@ class BlockRun:
 
 
 class WatchedStep:
-    """What autograd saves of a model, when backward needs it and when it lets it go, on a clock that goes by FLOPs.
+    """The storages that autograd saves of a model, with their times of use, on a clock that goes by FLOPs.
 
     Args:
         model: the model.
         blocks: its blocks, by name.
-        inputs: what it is called with; like parameters and buffers it does not count.
+        inputs: its arguments; like parameters and buffers they do not count.
 
     Attributes:
         saved: by storage, in the order in which they were saved.
         blocks: each forward of a block.
         flops: the context that counts FLOPs.
-        kernels: what runs attention and dropout.
+        kernels: runs attention and dropout.
     """
 
     def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Any) -> None:
@@ -132,7 +131,7 @@ class WatchedStep:
         static = (*model.parameters(), *model.buffers(), *tree_leaves(inputs))
         self._static = {tensor.untyped_storage()._cdata for tensor in static if isinstance(tensor, Tensor)}
         self._watched = blocks
-        self._held: list[torch.UntypedStorage] = []  # so that no storage is taken for another
+        self._held: list[torch.UntypedStorage] = []  # an address in use belongs to no other storage
         self._running: list[int] = []
 
     def now(self) -> int:
@@ -183,7 +182,7 @@ class WatchedStep:
 
 
 class _Handle:
-    """What autograd holds of a saved tensor; when it lets go, backward is done with it."""
+    """Autograd holds this for a saved tensor, and drops it when backward is done with it."""
 
     def __init__(self, step: WatchedStep, saved: SavedStorage, tensor: Tensor) -> None:
         self.step, self.saved, self.tensor = step, saved, tensor
@@ -193,12 +192,12 @@ class _Handle:
 
 
 def _grouped_mm_flops(rows: Sequence[int], weights: Sequence[int], *_: Any, **__: Any) -> int:
-    """Return those of a product of (rows, in) and (groups, in, out), each row with one group's matrix."""
+    """Return the FLOPs of a product of (rows, in) and (groups, in, out), each row with one group's matrix."""
     return 2 * rows[0] * rows[1] * weights[-1]
 
 
 FLOPS = {torch.ops.aten._grouped_mm: _grouped_mm_flops}
-"""What PyTorch's counter does not know: experts."""
+"""Operators of experts, which PyTorch's counter does not know."""
 
 
 class AsOnAccelerator(TorchFunctionMode):
@@ -209,12 +208,12 @@ class AsOnAccelerator(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Replace the two where they are given meta tensors."""
+        """Replace the two for meta tensors."""
         kwargs, functional = kwargs or {}, nn.functional
         first = args[0] if args else kwargs.get("query", kwargs.get("input"))
         if not isinstance(first, Tensor) or first.device.type != "meta":
             return function(*args, **kwargs)
-        if function is functional.multi_head_attention_forward:  # what it calls is not seen here
+        if function is functional.multi_head_attention_forward:  # its calls bypass this mode
             with patch.object(functional, "scaled_dot_product_attention", self._attend):
                 return function(*args, **kwargs)
         ours = {functional.scaled_dot_product_attention: self._attend, functional.dropout: _dropout}

@@ -1,8 +1,8 @@
-"""Measures a path through the spool (writing, reading, both at once) and says what that could hide from training.
+"""``actoffload bench``: measures a path through the spool: writing, reading and both at once.
 
-The rule is SSDTrain's (arXiv 2408.10013): what a step of ``t`` seconds saves is written in one half of it and read
-back in the other, so ``S`` bytes hide where ``S / (t/2)`` is at most what the disk sustains. As writes and reads
-overlap in a real step, the rate that counts is the slowest of writing, reading and both at once (their bytes added up).
+The rule is SSDTrain's (arXiv 2408.10013): a step of ``t`` seconds writes its saved bytes in one half and reads them
+back in the other, so ``S`` bytes hide if ``S / (t/2)`` is at most the rate that the disk sustains. As writes and reads
+overlap in a real step, that rate is the slowest of writing, reading and both at once (their bytes added up).
 """
 
 from __future__ import annotations
@@ -13,20 +13,28 @@ import queue
 import shutil
 import time
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from statistics import median
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
 
+from ..config import default_paths
 from ..errors import ActOffloadError, ChecksumError, ConfigError, SpoolFullError, SpoolPathError
 from ..memory.process_memory import map_private
-from ..sizes import format_size
+from ..sizes import format_size, parse_size
 from ..storage.engines import ENGINES
 from ..storage.engines.base import EngineCapabilities
 from ..storage.spool import Extent, Spool, Transfer
 from ..storage.spool_files import MAX_BLOCK_BYTES
+from .console import JsonOption, PathOption, explained_errors, print_json, progress_bar, strings
 
 Direction = Literal["write", "read", "mixed"]
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
@@ -35,13 +43,14 @@ DISK_ENGINES = tuple(name for name in ENGINES if name != "memory")
 NEARLY = 0.97
 """A setting that reaches this share of the best one does as well."""
 REGION_BYTES, BLOCK_BYTES, SECONDS, ROUNDS = 128 << 20, 8 << 20, 0.3, 2
-"""How a path is measured unless told otherwise: in `bench` and in `doctor` alike."""
+"""The defaults, in `bench` and in `doctor` alike."""
+SIZES = ("256KiB", "1MiB", format_size(BLOCK_BYTES))
 _RANDOM_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """How the disk is used. ``depth``: transfers at the same time, in each directory; None: the engine's own choice."""
+    """A way to use the disk. ``depth``: transfers at the same time, in each directory; None: the engine's choice."""
 
     engine: str
     block_bytes: int
@@ -69,23 +78,85 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """The medians of one setting, bytes a second; None: not measured."""
+    """The medians of one setting, bytes a second."""
 
     setting: Setting
     direct: bool
-    write: float | None
-    read: float | None
-    mixed: float | None
+    write: float
+    read: float
+    mixed: float
 
     @property
-    def sustained(self) -> float | None:
-        """The slowest of what was measured: what a step can count on. None without both ways."""
-        if self.write is None or self.read is None:
-            return None
-        return min(rate for rate in (self.write, self.read, self.mixed) if rate is not None)
+    def sustained(self) -> float:
+        """The slowest: a step can count on it."""
+        return min(self.write, self.read, self.mixed)
 
 
-# -- what the samples say ---------------------------------------------------------------------------------------------
+def command(
+    path: PathOption = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(help=f"{', '.join(ENGINES)}; repeat for several. Default: all that use the disk."),
+    ] = None,
+    size: Annotated[
+        list[str] | None, typer.Option(help=f"Block size; repeat for several. Default: {', '.join(SIZES)}.")
+    ] = None,
+    depth: Annotated[
+        list[int] | None, typer.Option(min=1, help="Transfers at once; repeat. Default: the engine's own choice.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Of each sample.")] = SECONDS,
+    rounds: Annotated[int, typer.Option(min=1, help="Samples of each kind, taken in turns; medians count.")] = ROUNDS,
+    region: Annotated[str, typer.Option(help="How much of the disk to use meanwhile.")] = format_size(REGION_BYTES),
+    as_json: JsonOption = False,
+) -> None:
+    """Measure a path: write, read and both at once, by engine, block size and depth, and what training could hide.
+
+    S bytes that a step of T seconds saves hide if S / (T/2) is at most the slowest of write, read and mixed.
+    """
+    with explained_errors():
+        settings = settings_of(engine or DISK_ENGINES, size or SIZES, depth or [None])
+        paths, region_bytes = strings(path) or list(default_paths()), parse_size("region", region)
+        results = measure_all(paths, settings, region_bytes=region_bytes, seconds=seconds, rounds=rounds)
+        samples: list[Sample] = []
+        failures: list[Failure] = []
+        each = len(DIRECTIONS) * rounds
+        with progress_bar(quiet=as_json) as progress, closing(results):
+            bar = progress.add_task("opening", total=len(settings) * each)
+            for one in results:
+                name = f"{one.setting.engine} {format_size(one.setting.block_bytes)}"
+                if isinstance(one, Failure):
+                    failures.append(one)
+                else:
+                    samples.append(one)
+                progress.update(bar, advance=each if isinstance(one, Failure) else 1, description=name)
+    rates = rates_of(samples)
+    best = best_of(rates)
+    if as_json:
+        rows = [asdict(one) | {"sustained": one.sustained} for one in rates]
+        found: dict[str, Any] = {"samples": [asdict(one) for one in samples], "rates": rows}
+        found |= {"failures": [asdict(one) for one in failures], "best": None, "training": None}
+        if best is not None:
+            found["best"] = rows[rates.index(best)]
+            found["training"] = {"step_s": 1.0, "hidden_bytes": best.sustained / 2}
+        print_json(found)
+    else:
+        show(rates, failures, best)
+    raise typer.Exit(0 if best is not None else 1)
+
+
+def settings_of(engines: Sequence[str], sizes: Sequence[str], depths: Sequence[int | None]) -> list[Setting]:
+    """Return every combination, each once.
+
+    Raises:
+        ConfigError: there is no such engine, or a size is none.
+    """
+    for name in engines:
+        if name not in ENGINES:
+            raise ConfigError("engine", name, f"choose one of {', '.join(ENGINES)}")
+    blocks = [parse_size("size", text) for text in sizes]
+    return list(
+        dict.fromkeys(Setting(engine=e, block_bytes=b, depth=d) for e, d, b in product(engines, depths, blocks))
+    )
 
 
 def rates_of(samples: Iterable[Sample]) -> list[Rates]:
@@ -96,43 +167,50 @@ def rates_of(samples: Iterable[Sample]) -> list[Rates]:
         direct[one.setting] = one.direct
         found.setdefault((one.setting, one.direction), []).append(one.bytes_per_s)
     middle = {key: median(rates) for key, rates in found.items()}
-    return [
-        Rates(setting=one, direct=direct[one], **{way: middle.get((one, way)) for way in DIRECTIONS}) for one in direct
-    ]
+    return [Rates(setting=one, direct=direct[one], **{way: middle[one, way] for way in DIRECTIONS}) for one in direct]
 
 
 def best_of(rates: Sequence[Rates]) -> Rates | None:
     """Return the setting that hides most; of those that are nearly as good, the one with the least in flight.
 
-    Rates through the page cache are also those of memory, so such a setting is chosen only where nothing else runs.
+    Rates through the page cache are also those of memory, so such a setting is chosen only if nothing else runs.
     """
-    usable = [one for one in rates if one.sustained is not None]
-    usable = [one for one in usable if one.direct] or usable
-    top = max((one.sustained or 0.0 for one in usable), default=0.0)
-    good = (one for one in usable if (one.sustained or 0.0) >= NEARLY * top)
+    usable = [one for one in rates if one.direct] or rates
+    top = max((one.sustained for one in usable), default=0.0)
+    good = (one for one in usable if one.sustained >= NEARLY * top)
     return min(good, key=lambda one: (one.setting.depth or 1) * one.setting.block_bytes, default=None)
 
 
-def training_facts(best: Rates | None, step_s: float | None, saved_bytes: int | None) -> dict[str, Any] | None:
-    """Return what the user's step could hide: bytes, seconds and bytes a second. None where nothing was measured.
+def show(rates: Sequence[Rates], failures: Sequence[Failure], best: Rates | None) -> None:
+    """Print the table, the engines that could not run with the reasons, and the advice."""
+    console = Console()
+    names = ("block", "at once", *DIRECTIONS, "both ways")
+    table = Table("engine", *(Column(name, justify="right") for name in names), title="GB/s", title_justify="left")
+    for one in rates:
+        setting = one.setting
+        name = setting.engine if one.direct else f"{setting.engine} (page cache)"
+        numbers = (f"{rate / 1e9:.2f}" for rate in (one.write, one.read, one.mixed, one.sustained))
+        cells = (name, format_size(setting.block_bytes), str(setting.depth), *numbers)
+        table.add_row(*cells, style="bold" if one == best else None)
+    if rates:
+        console.print(table)
+    lines = dict.fromkeys(f"{one.setting.engine} was not measured: {one.problem}" for one in failures)
+    for line in (*lines, *(() if best is None else advice(best))):
+        console.print(escape(line), soft_wrap=True)
 
-    Args:
-        best: the setting to use.
-        step_s: seconds of the step; None takes a step of one second.
-        saved_bytes: what it saves for backward; None: not known.
-    """
-    if best is None or not best.sustained:
-        return None
-    seconds = 1.0 if step_s is None else step_s
-    hidden = seconds / 2 * best.sustained
-    return {
-        "step_s": seconds,
-        "sustained_bytes_per_s": best.sustained,
-        "hidden_bytes": hidden,
-        "saved_bytes": saved_bytes,
-        "share_hidden": min(1.0, hidden / saved_bytes) if saved_bytes and step_s is not None else None,
-        "hiding_step_s": 2 * saved_bytes / best.sustained if saved_bytes else None,
-    }
+
+def advice(best: Rates) -> list[str]:
+    """Return sentences on the best setting, and on the bytes that a step hides with it."""
+    setting, rate = best.setting, f"{best.sustained / 1e9:.2f} GB/s"
+    lines = [
+        f"Best: {setting.engine}, blocks of {format_size(setting.block_bytes)}, {setting.depth} at once: "
+        f"{rate} both ways (the slowest of write, read and mixed).",
+        f"A step of 1 s hides {format_size(best.sustained / 2)} written and read back: "
+        f"half of the step at {rate}, as far as the disk goes.",
+    ]
+    if not best.direct:
+        lines.append("No engine went past the page cache here: these rates are also those of memory.")
+    return lines
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
@@ -141,14 +219,7 @@ def training_facts(best: Rates | None, step_s: float | None, saved_bytes: int | 
 def measure_all(
     paths: Sequence[str], settings: Iterable[Setting], *, region_bytes: int, seconds: float, rounds: int
 ) -> Generator[Sample | Failure]:
-    """Measure every setting in every direction, in turns (A B A B) where there are several rounds.
-
-    Args:
-        paths: see `Rig`.
-        settings: what to measure.
-        region_bytes: see `Rig`.
-        seconds: of each sample.
-        rounds: samples of each setting and direction.
+    """Measure every setting in every direction, in turns (A B A B) if there are several rounds.
 
     Yields:
         Each sample when it is taken. A setting whose engine cannot run here gives one `Failure`, in the first round.
@@ -157,70 +228,61 @@ def measure_all(
         ConfigError: a block size cannot work.
         StorageError: a directory cannot hold a spool, has too little room, or failed.
     """
-    blocks: dict[tuple[str, int | None], list[int]] = {}
-    for each in settings:
-        blocks.setdefault((each.engine, each.depth), []).append(each.block_bytes)
+    able = list(settings)
     for number in range(rounds):
-        for (engine, depth), sizes in list(blocks.items()):
+        for setting in list(able):
             try:
-                rig = Rig(paths, engine, depth, max(sizes), region_bytes)
+                rig = Rig(paths, setting.engine, setting.depth, setting.block_bytes, region_bytes)
             except (ConfigError, SpoolPathError, SpoolFullError):
                 raise
             except (ActOffloadError, OSError) as error:
                 if number:
                     raise
-                del blocks[engine, depth]
-                yield from (Failure(Setting(engine=engine, block_bytes=n, depth=depth), str(error)) for n in sizes)
+                able.remove(setting)
+                yield Failure(setting, str(error))
                 continue
             with rig:
-                for size in sizes:
-                    rig.prepare(size)
-                    for direction in DIRECTIONS:
-                        yield rig.measure(direction, seconds)
+                yield from (rig.measure(direction, seconds) for direction in DIRECTIONS)
 
 
 class Rig:
-    """An open spool to measure, with one engine and one depth. A context manager; leaves nothing on the disk.
+    """An open spool to measure, with one engine, depth and block size. A context manager; leaves nothing on the disk.
 
     Args:
         paths: directories; blocks go to them in turns.
         engine: one of ``ENGINES``, or ``"auto"``.
         depth: transfers at the same time, in each directory; None: the engine's own choice.
-        largest_block_bytes: the largest block that will be measured.
-        region_bytes: how much disk is used, in all directories together.
-
-    Attributes:
-        spool: what is measured.
+        block_bytes: bytes of a transfer.
+        region_bytes: disk space, in all directories together. Its blocks are dealt out to slots in turns.
 
     Raises:
         ConfigError: an argument cannot work.
         EngineUnavailableError: the engine cannot run here.
-        StorageError: the spool cannot be made, has too little room, or does not give back what was written.
+        StorageError: the spool cannot be made, has too little room, or does not give back the bytes written.
     """
 
     def __init__(
-        self, paths: Sequence[str], engine: str, depth: int | None, largest_block_bytes: int, region_bytes: int
+        self, paths: Sequence[str], engine: str, depth: int | None, block_bytes: int, region_bytes: int
     ) -> None:
-        self._region_bytes = region_bytes // len(paths)
-        _check(paths, largest_block_bytes, self._region_bytes)
-        self._slots: list[_Slot] = []
-        self.spool = Spool(
-            paths,
-            engine=engine,
-            threads=depth,
-            capacity_bytes=region_bytes,
-            grow_bytes=region_bytes,
-            request_bytes=largest_block_bytes,
-        )
+        self._block_bytes, region = block_bytes, region_bytes // len(paths)
+        _check(paths, block_bytes, region)
+        space: dict[str, Any] = {
+            "capacity_bytes": region_bytes,
+            "grow_bytes": region_bytes,
+            "request_bytes": block_bytes,
+        }
+        self.spool = Spool(paths, engine=engine, threads=depth, **space)
         try:
+            extents = [self.spool.allocate(block_bytes) for _ in range(region // block_bytes * len(paths))]
             # Twice as many slots as transfers that run, so that an engine always finds the next one waiting.
-            self._most_slots = 2 * self.capabilities.threads * len(paths)
+            count = min(2 * self.capabilities.threads * len(paths), len(extents))
             self._random = np.frombuffer(os.urandom(_RANDOM_BYTES), np.uint8)
-            pieces = -(-min(self._most_slots * largest_block_bytes, region_bytes) // _RANDOM_BYTES)
+            pieces = -(-count * block_bytes // _RANDOM_BYTES)
             memory = np.frombuffer(map_private(pieces * _RANDOM_BYTES), np.uint8)  # as the host pool's
             self._memory = memory.reshape(pieces, _RANDOM_BYTES)
             self._memory[:] = self._random
-            self.prepare(largest_block_bytes)
+            begin = self._memory.ctypes.data
+            self._slots = [_Slot(begin + i * block_bytes, extents[i::count], i % 2) for i in range(count)]
             self._run("write", None)  # the first write to reserved room is slower than any later one
             self._check_content()
         except BaseException:
@@ -237,28 +299,11 @@ class Rig:
         """A path that opens the first directory's file in another process, while the rig is open (Linux)."""
         return f"/proc/{os.getpid()}/fd/{self.spool.files[0].fd}"
 
-    def prepare(self, block_bytes: int) -> None:
-        """Measure blocks of this size from now on. They cover the whole region and are dealt out to slots in turns.
-
-        Raises:
-            ConfigError: the size cannot work.
-        """
-        _check((), block_bytes, self._region_bytes)
-        for slot in self._slots:
-            for extent in slot.extents:
-                self.spool.free(extent)
-        self._block_bytes = block_bytes
-        blocks = self._region_bytes // block_bytes * len(self.spool.engines)
-        extents = [self.spool.allocate(block_bytes) for _ in range(blocks)]
-        count = min(self._most_slots, len(extents))
-        addresses = range(self._memory.ctypes.data, self._memory.ctypes.data + count * block_bytes, block_bytes)
-        self._slots = [_Slot(address, extents[i::count], i % 2) for i, address in enumerate(addresses)]
-
     def measure(self, direction: Direction, seconds: float) -> Sample:
-        """Time one direction; reading and mixed go over what was written since `prepare`.
+        """Time one direction; reading and mixed go over the blocks written before.
 
-        An engine that works through the page cache makes one pass at most; what it wrote is forced to the disk within
-        the time, and what it reads is dropped from the cache before.
+        An engine that works through the page cache makes one pass at most; its writes are forced to the disk within
+        the time, and the blocks that it reads are dropped from the cache before.
 
         Raises:
             StorageError: a transfer failed.
@@ -279,11 +324,11 @@ class Rig:
         self.close()
 
     def _run(self, direction: Direction, seconds: float | None) -> tuple[int, float]:
-        """Move blocks for so many seconds, None: for one pass; return the bytes that moved and the seconds."""
+        """Move blocks for some seconds, None: for one pass; return the bytes that moved and the seconds."""
         cached = self.capabilities.needs_file and not self.capabilities.direct
         files = [file.fd for file in self.spool.files] if cached else []
         for fd in files:
-            os.fdatasync(fd)  # what is dirty cannot be dropped
+            os.fdatasync(fd)  # dirty pages cannot be dropped
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         begin_s = time.perf_counter()
@@ -342,10 +387,10 @@ class _Slot:
         self.address, self.extents, self.parity = address, extents, parity
         self.turn = 0
         self.written = 0
-        """How many of its extents, from the first on, hold something to read."""
+        """The number of its extents, from the first on, that hold something to read."""
 
     def length(self, direction: Direction) -> int:
-        """Return how many extents there are to go through."""
+        """Return the number of extents to go through."""
         return len(self.extents) if direction == "write" else self.written
 
     def next(self, direction: Direction) -> tuple[Extent, bool]:
@@ -356,17 +401,17 @@ class _Slot:
             self.written = max(self.written, turn % count + 1)
         if direction != "mixed":
             return self.extents[turn % count], direction == "write"
-        reads = (turn + self.parity) % 2  # what was written a while ago
+        reads = (turn + self.parity) % 2  # a block that was written a while ago
         return self.extents[(turn + reads * count) // 2 % count], not reads
 
 
 def _check(paths: Sequence[str], block: int, region: int) -> None:
-    """Refuse blocks that cannot work and room that no disk has: to reserve that would fill the disk for a moment."""
+    """Refuse blocks that cannot work, and room that the disk lacks: to reserve it would fill the disk for a moment."""
     if block < 1 or block % MAX_BLOCK_BYTES:
         raise ConfigError("size", block, f"give a multiple of {MAX_BLOCK_BYTES} bytes, as direct transfers need it")
     if block > region:
         raise ConfigError("size", block, f"is larger than the {format_size(region)} that each directory is measured on")
-    for path in filter(os.path.isdir, paths):  # the spool refuses what is no directory
+    for path in filter(os.path.isdir, paths):  # the spool refuses other files
         if (free := shutil.disk_usage(path).free) < region:
             problem = f"too little room for {format_size(region)} ({format_size(free)} free)"
             raise SpoolFullError(errno.ENOSPC, f"{path}: {problem}; use a smaller region or another path")

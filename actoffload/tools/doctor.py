@@ -1,4 +1,4 @@
-"""``actoffload doctor``: the device, the link and the disk; what is there and what offloading would use."""
+"""``actoffload doctor``: the device, the link and the disk, and the parts of them that offloading would use."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import psutil
+import torch
 import typer
 
-from ..analysis.bench import BLOCK_BYTES, DIRECTIONS, REGION_BYTES, ROUNDS, SECONDS, Rig, rates_of
-from ..analysis.environment import find_device
 from ..autograd import native
 from ..config import default_paths
 from ..errors import ActOffloadError
@@ -25,14 +24,27 @@ from ..sizes import format_size
 from ..storage.engines.gds import why_compat
 from ..storage.spool import Spool
 from ..storage.spool_files import filesystem_type
-from .console import print_facts
+from .bench import BLOCK_BYTES, DIRECTIONS, REGION_BYTES, ROUNDS, SECONDS, Rig, rates_of
+from .console import JsonOption, PathOption, check_paths, print_json, print_rows, strings
+from .environment import find_device
 
 LINK_BYTES = 256 << 20
 LINK_WAYS = ("host_to_device", "device_to_host")
 
 
+def command(path: PathOption = None, as_json: JsonOption = False) -> None:
+    """Look at the device, the link and the disk, and say what offloading could use here."""
+    check_paths(path)
+    findings = examine(strings(path))
+    if as_json:
+        print_json(findings)
+    else:
+        show(findings)
+    raise typer.Exit(0 if healthy(findings) else 1)
+
+
 def examine(paths: Sequence[str] | None) -> dict[str, Any]:
-    """Return everything that `doctor` finds, ready for JSON. Sizes in bytes, rates in bytes a second."""
+    """Return all findings, ready for JSON. Sizes in bytes, rates in bytes a second."""
     found_device, found_paths = device(), [examine_path(path) for path in paths or default_paths()]
     return {
         "device": found_device,
@@ -97,7 +109,7 @@ def examine_path(path: str) -> dict[str, Any]:
 
 
 def verdict(device: dict[str, Any], path: dict[str, Any]) -> str:
-    """Return what a path is good for, and what to do next.
+    """Return the bytes that a path hides, and the next command.
 
     Half of a step is there to write and the other half to read, at the slowest of the disk's rates and the link's.
     """
@@ -125,9 +137,7 @@ def memory() -> dict[str, Any]:
 
 
 def device() -> dict[str, Any]:
-    """Return what torch sees: the accelerator or the CPU, and whether host memory can be pinned for it."""
-    import torch
-
+    """Return the accelerator or the CPU, as torch sees it, and whether host memory can be pinned for it."""
     kind = find_device()
     facts: dict[str, Any] = {
         "torch": torch.__version__,
@@ -150,8 +160,6 @@ def device() -> dict[str, Any]:
 
 def _link(kind: str) -> dict[str, float]:
     """Time one large copy each way between pinned host memory and the device; bytes a second."""
-    import torch
-
     host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(LINK_BYTES, dtype=torch.uint8, device=kind)
     rates = {}
@@ -166,10 +174,10 @@ def _link(kind: str) -> dict[str, float]:
 
 
 def show(findings: dict[str, Any]) -> None:
-    """Print what was found, one table for the machine and one for each path, and what follows from it."""
-    print_facts("machine", _machine_rows(findings))
+    """Print a table for the machine and one for each path, and the verdicts."""
+    print_rows(_machine_rows(findings), title="machine")
     for path in findings["paths"]:
-        print_facts(path["path"], _path_rows(path))
+        print_rows(_path_rows(path), title=path["path"])
     for line in findings["verdict"]:
         typer.echo(line)
 

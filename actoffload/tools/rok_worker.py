@@ -1,14 +1,14 @@
-"""One round of a case of the recompute-offload-keep curve, in a process of its own; prints one JSON object.
+"""One round of a case of `rok`, in a process of its own; prints one JSON object.
 
 The options come as one JSON argument: ``case`` (the fields of `Case`), ``variants`` (the fields of `Variant`),
 ``device``, ``threads``, ``warm_up``, ``steps`` and ``path``.
 
-All variants live in this one process and take their steps in turns, so that what the machine does meanwhile, the
-allocator and where memory lies are the same for all. Each has modules of its own that share the parameters. The
-optimizer's learning rate is 0: every step starts from the same weights and seed and must give the same bits.
+All variants live in this one process and take their steps in turns, so that the load of the machine, the allocator and
+the place of memory are the same for all. Each has modules of its own that share the parameters. The optimizer's
+learning rate is 0: every step starts from the same weights and seed and must give the same bits.
 
-The peak: on an accelerator what its allocator says, less what was there before the step; on the CPU what the offloader
-counts, for ``keep`` and ``recompute`` in a step of their own in which it counts and moves nothing.
+The peak: on an accelerator its allocator's, less the bytes that were there before the step; on the CPU the offloader's
+count, for ``keep`` and ``recompute`` in a step of their own in which it counts and moves nothing.
 """
 
 from __future__ import annotations
@@ -29,19 +29,17 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from .. import OffloadConfig, Offloader
-from ..analysis.process_usage import peak_rss_bytes
-from ..analysis.rok import BACKWARD_FACTOR, SERIES, SIMULATED, Case, Variant
-from ..errors import ActOffloadError, BudgetError
+from ..errors import ActOffloadError
 from ..memory import cpu_allocator
 from ..testing import simulated_device
 from ..tiers.accelerator import Accelerator
-from .models import Workload, build
-from .training import prepare_process, say, synchronize
+from .models import Case, Workload, build
+from .process import peak_rss_bytes, prepare_process, say, synchronize
+from .rok import NO_BLOCKS, OFFLOAD_READS_AHEAD, SIMULATED, Variant, budget_of
+from .saved_bytes import BACKWARD_FACTOR
+from .workers import FAILURES, failure
 
-OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "Cannot allocate memory")
-NO_BLOCKS = "there are no blocks to recompute: layers of one class in a ModuleList or Sequential"
 SEED = 0
-FAILURES = (ActOffloadError, MemoryError, RuntimeError, OSError)
 SIMULATED_GPU = {
     "flops": 250e12 / 96,
     "memory_bytes_per_s": 1.5e12,
@@ -50,15 +48,12 @@ SIMULATED_GPU = {
     "latency_s": 2e-6,
 }
 """An A100 on PCIe 4 (80 % of its FLOP/s in bfloat16) that computes 96 times as slowly: a model of width 256 in float32
-has so many fewer FLOPs for each byte that it saves than one of width 12288 in bfloat16, as SSDTrain measured."""
-OFFLOAD_READS_AHEAD = 1 << 20
-"""Bytes that the series ``offload`` reads ahead; the library makes that twice the largest tensor (SSDTrain reads one
-module ahead). Its default, a quarter of what a forward saves, is a whole block of four, which is recompute's peak."""
+has 96 times fewer FLOPs for each byte that it saves than one of width 12288 in bfloat16, as SSDTrain measured."""
 
 
 @dataclass
 class Mode:
-    """One variant: how its steps run, and what they gave."""
+    """One variant: how its steps run, and their results."""
 
     variant: Variant
     workload: Workload
@@ -73,10 +68,20 @@ class Mode:
     failure: dict[str, Any] = field(default_factory=dict)
 
     def sample(self) -> dict[str, Any]:
-        """Return what a results file holds of it."""
+        """Return its entry in a results file."""
         names = ("device_budget", "counted_peak_bytes", "process_peak_bytes", "step_s", "peak_bytes", "ratios")
         found = {name: getattr(self, name) for name in (*names, "identical")}
         return {"series": self.variant.series, "level": self.variant.level} | found | self.failure
+
+    def attempt(self, action: Callable[[Mode], Any]) -> Any:
+        """Do something with a mode that has not failed; a failure is its result."""
+        if self.failure:
+            return None
+        try:
+            return action(self)
+        except FAILURES as error:
+            self.failure = failure(error)
+            return None
 
 
 class Round:
@@ -84,14 +89,14 @@ class Round:
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self.spec = spec
-        if spec["device"] == SIMULATED:
-            simulated_device.install()  # PyTorch knows its name from now on
-        self.device = torch.device(spec["device"])
-        self.on_cpu = self.device.type == "cpu"
         self.accelerator: Accelerator | None = None
         self.now: Callable[[], float] = time.perf_counter
-        if self.device.type == SIMULATED:
-            self.accelerator, self.now = simulated_device.SimulatedAccelerator(), self._simulate()
+        if spec["device"] == SIMULATED:
+            simulated = simulated_device.install()  # PyTorch knows its name from now on
+            simulated.model(**SIMULATED_GPU)
+            self.accelerator, self.now = simulated_device.SimulatedAccelerator(), lambda: simulated.clock_s
+        self.device = torch.device(spec["device"])
+        self.on_cpu = self.device.type == "cpu"
         case = Case(**spec["case"])
         self.workload = build(case, self.device)
         self.inputs = self.workload.batch(case.batch)
@@ -105,46 +110,44 @@ class Round:
         self.modes: dict[Variant, Mode] = {}
         self.expected: tuple[Any, ...] | None = None
 
-    def _simulate(self) -> Callable[[], float]:
-        """Make the simulated device a small A100; return its clock."""
-        simulated = simulated_device.install()
-        simulated.model(**SIMULATED_GPU)
-        return lambda: simulated.clock_s
-
     def run(self) -> list[dict[str, Any]]:
         """Warm every mode up, let them take their turns, and return their samples."""
-        for variant in self.spec["variants"]:
-            self._begin(Variant(**variant))
+        for variant in (Variant(**one) for one in self.spec["variants"]):
+            mode = self.modes[variant] = Mode(variant, self.workload.twin())
+            mode.attempt(self._begin)
+            for _ in range(self.spec["warm_up"]):
+                mode.attempt(self._step)
         order = [*self.modes.values(), self.modes[Variant(series="keep")]]
         for _ in range(self.spec["steps"]):
             self._take_turn(order)
             order.reverse()
         for mode in self.modes.values():
-            self._attempt(mode, self._measure_process)
+            mode.attempt(self._measure_process)
         return [mode.sample() | {"flops": self.flops} for mode in self.modes.values()]
 
-    def _begin(self, variant: Variant) -> None:
-        mode = self.modes[variant] = Mode(variant, self.workload.twin())
-        if variant.series in ("keep", "recompute"):
-            self._attempt(mode, self._count)
-        if variant.series == "recompute":
+    def _begin(self, mode: Mode) -> None:
+        """Make a mode ready: count its peak, checkpoint its blocks or give it an offloader.
+
+        Raises:
+            ActOffloadError: it has no blocks, or its budget is not known.
+        """
+        series = mode.variant.series
+        if series in ("keep", "recompute"):
+            self._count(mode)
+        if series == "recompute":
             if not mode.workload.blocks:
-                mode.failure = {"error": NO_BLOCKS, "oom": False}
-                return
+                raise ActOffloadError(NO_BLOCKS)
             self._checkpoint(mode.workload)
-        elif variant.series == "offload":
+        elif series == "offload":
             mode.offloader = self._offloader(mode, policy="all", prefetch_bytes=OFFLOAD_READS_AHEAD)
-        elif variant.series == "hybrid":
-            if variant.level:
-                mode.device_budget = self._budget(variant.level)
-                if mode.device_budget is None:
-                    mode.failure = {"error": f"no budget: the peak for {variant.level} is not known", "oom": False}
-                    return
-            budget = mode.device_budget  # without one nothing is to run again
-            blocks = budget is not None and mode.workload.blocks
+        elif series == "hybrid":
+            peaks = {v.series: known.counted_peak_bytes for v, known in self.modes.items() if not v.level}
+            whole = peaks["keep"]
+            if whole is None and (moved := self.modes.get(Variant(series="offload"))) and moved.offloader:
+                whole = moved.offloader.statistics().baseline_peak_bytes or None  # keep ran out of memory
+            budget = mode.device_budget = budget_of(mode.variant.level, whole, peaks)
+            blocks = budget is not None and mode.workload.blocks  # without a budget nothing is to run again
             mode.offloader = self._offloader(mode, policy="auto", device_budget=budget, recompute=blocks)
-        for _ in range(self.spec["warm_up"]):
-            self._attempt(mode, self._step)
 
     @staticmethod
     def _checkpoint(workload: Workload) -> None:
@@ -157,32 +160,12 @@ class Round:
         config = OffloadConfig(path=self.spec["path"], **options)
         return Offloader(config, accelerator=self.accelerator).use(mode.workload.model)
 
-    def _budget(self, level: str) -> int | None:
-        """Return the bytes of a level: saved bytes, as counted."""
-        if level in SERIES:
-            return self.modes[Variant(series=level)].counted_peak_bytes
-        whole = self.modes[Variant(series="keep")].counted_peak_bytes
-        offloader = self.modes[Variant(series="offload")].offloader
-        if whole is None and offloader is not None:  # keep ran out of memory
-            whole = offloader.statistics().baseline_peak_bytes or None
-        return None if whole is None else int(float(level) * whole)
-
-    def _attempt(self, mode: Mode, what: Any) -> Any:
-        """Do it with a mode that has not failed; a failure is its result."""
-        if mode.failure:
-            return None
-        try:
-            return what(mode)
-        except FAILURES as error:
-            mode.failure = failure(error)
-            return None
-
     def _take_turn(self, order: list[Mode]) -> None:
         """Let each take a step; its ratio is to keep's two, the first and the last of the turn.
 
         Keep's own ratios are those of its two steps both ways round: the A/A noise lies evenly around 1.
         """
-        taken = [self._attempt(mode, self._timed_step) for mode in order]
+        taken = [mode.attempt(self._timed_step) for mode in order]
         first, *others, last = taken
         if first is None or last is None:
             return
@@ -221,7 +204,7 @@ class Round:
             peak = torch.accelerator.max_memory_allocated() - static
         elif mode.offloader is not None:
             step_s = self._step(mode)
-            mode.offloader.statistics()  # counts what finalizers have noted
+            mode.offloader.statistics()  # counts the notes of finalizers
             peak = mode.counted_peak_bytes = mode.offloader.store.shared.accounts.step_peak_bytes
         else:
             step_s, peak = self._step(mode), mode.counted_peak_bytes or 0
@@ -240,7 +223,7 @@ class Round:
         counter.close()
 
     def _measure_process(self, mode: Mode) -> None:
-        """Run a step whose peak of resident memory is this mode's; nothing on an accelerator or where none is told."""
+        """Run a step whose peak of resident memory is this mode's; on the CPU, if the kernel can count it anew."""
         if not self.on_cpu:
             return
         cpu_allocator.give_back()
@@ -270,17 +253,8 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     return {"samples": samples}
 
 
-def failure(error: BaseException) -> dict[str, Any]:
-    """Return a failure as a result."""
-    line = next(iter(str(error).splitlines()), type(error).__name__)
-    said = isinstance(error, (RuntimeError, OSError)) and any(text in str(error) for text in OUT_OF_MEMORY)
-    if said or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return {"error": f"out of memory: {line}", "oom": True}
-    return {"error": f"{type(error).__name__}: {line}", "oom": False, "below_floor": isinstance(error, BudgetError)}
-
-
 def main(argument: str) -> int:
-    """Measure and print; what cannot be measured is a result as well."""
+    """Measure and print; a failure is a result as well."""
     try:
         result = measure(json.loads(argument))
     except FAILURES as error:

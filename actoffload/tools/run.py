@@ -15,7 +15,7 @@ from ..config import SWITCH, OffloadConfig
 from .console import PathOption, explained_errors, strings
 
 SETTINGS = {"allow_interspersed_args": False}
-"""Of the command: what follows the first word that is no option is the program's."""
+"""Of the command: the first word that is no option and all words after it belong to the program."""
 NOT_FOUND = 127
 """The exit status of a shell that finds no such program."""
 

@@ -1,4 +1,4 @@
-"""What a measurement records: the machine, the software and the commit, in files that are written whole."""
+"""The facts of a measurement: the machine, the software and the commit, in files that are written whole."""
 
 from __future__ import annotations
 
@@ -10,29 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from ..autograd import native
 from ..version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
-"""The checkout, where the package is used from one."""
+"""The checkout, if the package is used from one."""
 CODE = ("actoffload", "integrations", "benchmarks/*.py")
-"""What a measurement depends on, below the checkout."""
+"""The files below the checkout that a measurement depends on."""
 BUSY_SHARE = 0.15
 """A machine on which others take more of the processors than this is called busy."""
 
 
 def describe_environment(root: Path = ROOT) -> dict[str, Any]:
-    """Describe the machine, how busy it is, and the software. No host name, no path.
+    """Describe the machine, its load, and the software, in plain values. No host name, no path.
 
-    Args:
-        root: the checkout whose commit is recorded.
-
-    Returns:
-        Plain values; sizes in bytes, ``cpu_busy_share`` from 0 to 1 over all cores, measured while this process waits.
+    Sizes in bytes; ``cpu_busy_share`` from 0 to 1 over all cores, measured while this process waits.
     """
-    import torch
-
     share = psutil.cpu_percent(interval=0.2) / 100
     facts: dict[str, Any] = {
         "cpu": cpu_model(),
@@ -58,9 +53,7 @@ def describe_environment(root: Path = ROOT) -> dict[str, Any]:
 
 
 def find_device() -> str:
-    """Return the accelerator's type where there is one, else ``"cpu"``."""
-    import torch
-
+    """Return the accelerator's type if there is one, else ``"cpu"``."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if accelerator is None else accelerator.type
 
@@ -77,10 +70,9 @@ def cpu_model() -> str:
 
 
 def commit_of(root: Path = ROOT) -> str | None:
-    """Return the commit that was measured, with ``+changes`` when the code differs from it.
+    """Return the commit that was measured, with ``+changes`` if the code differs from it.
 
-    Returns:
-        None without git, and where the package is installed: a repository around it is somebody else's.
+    None without git, and if the package is installed: a repository around it is another project's.
     """
     try:
         _git(root, "ls-files", "--error-unmatch", "actoffload/version.py")

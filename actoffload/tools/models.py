@@ -1,10 +1,10 @@
 """Models that the commands run or count: a user's own, the built-in GPT, and those of Transformers by configuration.
 
 A user's own is named ``FILE.py:FUNCTION``. The function takes nothing and returns a model in training mode and a
-function ``make_batch(size)`` that returns the model's arguments for so many samples, 1 or more: a tensor, a tuple of
-positional or a dict of keyword arguments. What the model returns is its loss, or has it as ``loss`` (`estimate` asks
-for none). Both functions are called with PyTorch's default device set to the one that is used; what they make elsewhere
-is moved there. It is the meta device for ``estimate``.
+function ``make_batch(size)`` that returns the model's arguments for ``size`` samples: a tensor, a tuple of positional
+or a dict of keyword arguments. The model returns its loss, or an object or dict that has it as ``loss`` (`estimate`
+does not need a loss). Both functions run with PyTorch's default device set to the one that is used; tensors that they
+make elsewhere are moved there. It is the meta device for ``estimate``.
 """
 
 from __future__ import annotations
@@ -24,11 +24,54 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..analysis.rok import Case
-from ..analysis.saved_bytes import MIN_BYTES, SavedBytes, call, count_saved
 from ..autotune.blocks import find_blocks
 from ..errors import ConfigError
 from ..testing.gpt import GPT, GPTConfig
+from .saved_bytes import MIN_BYTES, SavedBytes, call, count_saved
+
+TRANSFORMERS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
+    # The activation is one kernel, as Megatron's; "gelu_new" saves five more tensors.
+    "gpt": (
+        *("gpt2", "GPT2Block", 50304),
+        {"activation_function": "gelu_pytorch_tanh", "bos_token_id": 0, "eos_token_id": 0}
+        | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    ),
+    "bert": ("bert", "BertLayer", 30592, dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)),
+    "t5": (
+        *("t5", "T5Block", 32128),
+        {"feed_forward_proj": "gelu", "decoder_start_token_id": 0, "pad_token_id": 0, "dropout_rate": 0.0},
+    ),
+}
+"""By a case's model: the type, the class of a layer, SSDTrain's vocabulary and the rest of the configuration."""
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Case:
+    """A model and its batch. ``hidden`` elements, ``seq`` tokens, ``batch`` sequences, ``vocab`` rows of the head.
+
+    A user's own model (``FILE.py:FUNCTION``) sets its sizes itself.
+    """
+
+    model: str
+    batch: int
+    hidden: int = 0
+    layers: int = 0
+    seq: int = 0
+    vocab: int = 0
+    head_width: int = 64
+    dtype: str = "float32"
+
+    @property
+    def panel(self) -> str:
+        """The cases with the same text share a panel of the picture."""
+        if not self.hidden:
+            return self.model
+        return f"{self.model}, hidden {self.hidden} × {self.layers} layers, {self.seq} tokens"
+
+    @property
+    def name(self) -> str:
+        """The panel and the batch."""
+        return f"{self.panel}, batch {self.batch}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +80,9 @@ class Workload:
 
     Attributes:
         model: the model.
-        make_batch: the model's arguments for so many samples.
+        make_batch: returns the model's arguments for a number of samples.
         blocks: names of the layers, which the series ``recompute`` of `rok` checkpoints one by one.
-        device: where the model is.
+        device: the model's device.
     """
 
     model: nn.Module
@@ -67,21 +110,18 @@ class Workload:
         return loss
 
     def twin(self) -> Workload:
-        """Return it with modules of its own, whose parameters and buffers are these."""
+        """Return a copy with modules of its own, which share the parameters and buffers."""
         shared = itertools.chain(self.model.parameters(), self.model.buffers())
         return replace(self, model=copy.deepcopy(self.model, {id(tensor): tensor for tensor in shared}))
 
 
-# -- a user's own -----------------------------------------------------------------------------------------------------
-
-
 def is_own(source: str) -> bool:
-    """Return whether this names a function of a user's file, rather than a preset or a configuration."""
+    """Return whether this names a function in a user's file, rather than a preset or a configuration."""
     return ".py:" in source
 
 
 def import_function(field: str, source: str) -> Callable[[], Any]:
-    """Return the function that ``FILE.py:FUNCTION`` names; its file may import what lies beside it.
+    """Return the function that ``FILE.py:FUNCTION`` names; its file may import files beside it.
 
     Raises:
         ConfigError: there is no such file or function; names the option ``field``.
@@ -94,7 +134,7 @@ def import_function(field: str, source: str) -> Callable[[], Any]:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there for what their annotations name
+    sys.modules[spec.name] = module  # dataclasses look up the names in their annotations there
     if (folder := str(path.resolve().parent)) not in sys.path:
         sys.path.insert(0, folder)
     spec.loader.exec_module(module)
@@ -117,11 +157,7 @@ def build_own(field: str, source: str, device: torch.device) -> Workload:
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
         remedy = "the function must return a model and a function make_batch(size) that returns the model's arguments"
         raise ConfigError(field, source, remedy)
-    model = made[0].to(device)
-    return Workload(model=model, make_batch=made[1], blocks=tuple(find_blocks(model)), device=device)
-
-
-# -- the built-in GPT, and Transformers' models -----------------------------------------------------------------------
+    return _workload(made[0].to(device), made[1], device)
 
 
 def build_gpt(sizes: GPTConfig, *, dtype: torch.dtype, device: torch.device) -> Workload:
@@ -133,18 +169,11 @@ def build_gpt(sizes: GPTConfig, *, dtype: torch.dtype, device: torch.device) -> 
         tokens = _tokens(sizes.vocab, size, sizes.seq + 1)
         return tokens[:, :-1], tokens[:, 1:]
 
-    return Workload(model=model, make_batch=make_batch, blocks=tuple(find_blocks(model)), device=device)
+    return _workload(model, make_batch, device)
 
 
 def build_transformers(config: Any, *, sequence: int, dtype: torch.dtype, device: torch.device) -> Workload:
-    """Return a model of Transformers in training, with its head and loss where its type has one.
-
-    Args:
-        config: its configuration.
-        sequence: tokens of a sample.
-        dtype: of its parameters.
-        device: where it is made.
-    """
+    """Return a model of Transformers in training, with its head and loss if its type has one."""
     transformers = import_transformers(config.model_type)
     transformers.logging.set_verbosity_error()
     config.use_cache = False
@@ -157,6 +186,10 @@ def build_transformers(config: Any, *, sequence: int, dtype: torch.dtype, device
         tokens = _tokens(config.vocab_size, size, sequence)
         return {"input_ids": tokens} | ({"labels": tokens.clone()} if head else {})
 
+    return _workload(model, make_batch, device)
+
+
+def _workload(model: nn.Module, make_batch: Callable[[int], Any], device: torch.device) -> Workload:
     return Workload(model=model, make_batch=make_batch, blocks=tuple(find_blocks(model)), device=device)
 
 
@@ -165,51 +198,38 @@ def _tokens(vocab: int, size: int, sequence: int) -> Tensor:
     return torch.randint(1, vocab, (size, sequence), device="cpu")
 
 
-def import_transformers(asked_for: str) -> Any:
+def import_transformers(model: str) -> Any:
     """Return the package.
 
     Raises:
-        ConfigError: it is not installed; names what was asked for.
+        ConfigError: it is not installed; names the model.
     """
     try:
         import transformers
     except ImportError as error:
-        raise ConfigError("model", asked_for, "needs Transformers: pip install actoffload[hf]") from error
+        raise ConfigError("model", model, "needs Transformers: pip install actoffload[hf]") from error
     library: Any = transformers
     return library
 
 
-def read_configuration(source: str) -> Any:
-    """Return the configuration in a ``config.json`` (or in a directory that has one), or a type's default one.
+def configuration(source: str, **changes: Any) -> Any:
+    """Return the configuration in a ``config.json`` (or in a directory that has one), or a type's with some changes.
 
     Raises:
         ConfigError: it is neither, or Transformers is not installed.
     """
     auto = import_transformers(source).AutoConfig
-    if Path(source).exists():
-        try:
-            return auto.from_pretrained(source, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise ConfigError("from_model", source, f"holds no configuration of a model: {error}") from error
     try:
-        return auto.for_model(source)
-    except ValueError as error:
+        if not changes and Path(source).exists():
+            return auto.from_pretrained(source, local_files_only=True)
+        return auto.for_model(source, **changes)
+    except (OSError, ValueError) as error:
         remedy = "give FILE.py:FUNCTION, a config.json, or a model type of Transformers, such as 'llama'"
-        raise ConfigError("from_model", source, remedy) from error
-
-
-def configuration(model_type: str, changes: Mapping[str, Any]) -> Any:
-    """Return the default configuration of a type of model with some fields changed.
-
-    Raises:
-        ConfigError: Transformers is not installed.
-        ValueError: it has no such type.
-    """
-    return import_transformers(model_type).AutoConfig.for_model(model_type, **changes)
+        raise ConfigError("from_model", source, f"{remedy} ({error})" if Path(source).exists() else remedy) from error
 
 
 def count(workload: Workload, size: int, *, min_bytes: int = MIN_BYTES) -> SavedBytes:
-    """Count what ``size`` samples save in a workload on the meta device; smaller tensors than ``min_bytes`` stay."""
+    """Count the bytes that ``size`` samples save on the meta device; tensors below ``min_bytes`` stay."""
     with unpacked_sequences():
         return count_saved(workload.model, workload.batch(size), min_bytes=min_bytes)
 
@@ -217,21 +237,14 @@ def count(workload: Workload, size: int, *, min_bytes: int = MIN_BYTES) -> Saved
 def unpacked_sequences() -> AbstractContextManager[Any]:
     """Return a context in which Transformers takes the sequences of meta tensors as not packed.
 
-    It asks the positions' values, and meta tensors have none.
+    Transformers reads the values of the positions, and meta tensors have none.
     """
     masks = sys.modules.get("transformers.masking_utils")
     return patch.object(masks, "find_packed_sequence_indices", return_value=None) if masks else nullcontext()
 
 
-# -- the cases of `rok` -----------------------------------------------------------------------------------------------
-
-
 def build(case: Case, device: torch.device | None = None) -> Workload:
-    """Return the model of a case in its type; its weights by torch's seed.
-
-    Args:
-        case: what is built.
-        device: where; None for PyTorch's default device.
+    """Return the model of a case in its type, with weights by torch's seed; on PyTorch's default device by default.
 
     Raises:
         ConfigError: the model is unknown, its sizes do not fit together, or Transformers is not installed.
@@ -243,52 +256,25 @@ def build(case: Case, device: torch.device | None = None) -> Workload:
         raise ConfigError("hidden", case.hidden, f"must be a multiple of head_width={case.head_width}")
     dtype = getattr(torch, case.dtype)
     if case.model == "gpt-small":
-        sizes = GPTConfig(
-            layers=case.layers, width=case.hidden, seq=case.seq, head_width=case.head_width, vocab=case.vocab
-        )
-        return build_gpt(sizes, dtype=dtype, device=device)
+        sizes = {"layers": case.layers, "width": case.hidden, "seq": case.seq, "head_width": case.head_width}
+        return build_gpt(GPTConfig(**sizes, vocab=case.vocab), dtype=dtype, device=device)  # type: ignore[arg-type]
     if case.model not in TRANSFORMERS:
         raise ConfigError("model", case.model, f"choose one of 'gpt-small', {', '.join(map(repr, TRANSFORMERS))}")
-    model_type, block, configure = TRANSFORMERS[case.model]
-    config = configuration(model_type, configure(case))
+    model_type, block, _, changes = TRANSFORMERS[case.model]
+    config = configuration(model_type, **_shape(case), **changes)
     built = build_transformers(config, sequence=case.seq, dtype=dtype, device=device)
-    # A decoder of one layer is no container of equals.
+    # `find_blocks` does not see a decoder of one layer: it is no container of equals.
     names = (name for name, module in built.model.named_modules() if type(module).__name__ == block)
     return replace(built, blocks=tuple(names))
 
 
-def _gpt(case: Case) -> dict[str, Any]:
-    return {
-        **{"n_embd": case.hidden, "n_layer": case.layers, "n_head": case.hidden // case.head_width},
-        **{"vocab_size": case.vocab, "n_positions": case.seq, "bos_token_id": 0, "eos_token_id": 0},
-        "activation_function": "gelu_pytorch_tanh",  # one kernel, as Megatron's; "gelu_new" saves five tensors more
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-    }
-
-
-def _bert(case: Case) -> dict[str, Any]:
-    return {
-        **{"hidden_size": case.hidden, "num_hidden_layers": case.layers, "intermediate_size": 4 * case.hidden},
-        "num_attention_heads": case.hidden // case.head_width,
-        **{"vocab_size": case.vocab, "max_position_embeddings": case.seq},
-        **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
-    }
-
-
-def _t5(case: Case) -> dict[str, Any]:
-    """Put half of the layers (rounded down) in the decoder, as in SSDTrain's runs."""
-    decoder = max(1, case.layers // 2)
-    return {
-        **{"d_model": case.hidden, "d_kv": case.head_width, "num_heads": case.hidden // case.head_width},
-        **{"d_ff": 4 * case.hidden, "num_layers": max(1, case.layers - decoder), "num_decoder_layers": decoder},
-        "feed_forward_proj": "gelu",  # as Megatron's
-        **{"vocab_size": case.vocab, "decoder_start_token_id": 0, "pad_token_id": 0, "dropout_rate": 0.0},
-    }
-
-
-TRANSFORMERS = {
-    "gpt": ("gpt2", "GPT2Block", _gpt),
-    "bert": ("bert", "BertLayer", _bert),
-    "t5": ("t5", "T5Block", _t5),
-}
-"""The type, the class of a layer and the configuration."""
+def _shape(case: Case) -> dict[str, Any]:
+    """Return the fields that the types of Transformers have under one name (``attribute_map``), and T5's own."""
+    shape = {"hidden_size": case.hidden, "num_hidden_layers": case.layers, "vocab_size": case.vocab}
+    shape["num_attention_heads"] = case.hidden // case.head_width
+    if case.model != "t5":
+        wide = {"intermediate_size": 4 * case.hidden} if case.model == "bert" else {}
+        return shape | wide | {"max_position_embeddings": case.seq}
+    decoder = max(1, case.layers // 2)  # half of the layers, rounded down, as in SSDTrain's runs
+    halves = {"num_hidden_layers": max(1, case.layers - decoder), "num_decoder_layers": decoder}
+    return shape | halves | {"d_kv": case.head_width, "d_ff": 4 * case.hidden}

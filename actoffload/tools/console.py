@@ -1,0 +1,164 @@
+"""Shared by the commands: options, errors, tables, a progress bar and JSON."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, get_type_hints
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from ..config import OffloadConfig
+from ..errors import ActOffloadError, ConfigError, SpoolPathError, printable
+
+PathOption = Annotated[
+    list[Path] | None,
+    typer.Option(help="Directory of the spool; repeat to stripe. Default: $ACTOFFLOAD_PATH, else the temporary one."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+PictureOption = Annotated[Path | None, typer.Option(help="Draw it here (PNG, SVG).")]
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command take dataclasses in place of many parameters: their fields with an option become its options.
+
+    A parameter of type ``D``, a dataclass, gets an object. One of type ``Annotated[dict[str, Any], D]`` gets a dict of
+    the options that the user gave; a preset has the other values.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, tuple[Any, list[str]]] = {}
+
+    def add(name: str, hint: Any, default: Any) -> None:
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint))
+
+    for name, parameter in inspect.signature(command).parameters.items():
+        hint = hints[name]
+        kind: Any = next((part for part in (hint, *getattr(hint, "__metadata__", ())) if is_dataclass(part)), None)
+        if kind is None:
+            add(name, hint, parameter.default)
+            continue
+        options = get_type_hints(kind, include_extras=True).items()
+        inner: dict[str, Any] = {field: option for field, option in options if hasattr(option, "__metadata__")}
+        groups[name] = (kind if kind is hint else None, list(inner))
+        for field, option in inner.items():
+            if kind is hint:
+                add(field, option, getattr(kind, field))
+            else:
+                add(field, Annotated[option.__origin__ | None, *option.__metadata__], None)
+
+    @wraps(command)
+    def flat(**options: Any) -> None:
+        for name, (kind, fields) in groups.items():
+            values = {field: options.pop(field) for field in fields}
+            options[name] = kind(**values) if kind else {k: v for k, v in values.items() if v is not None}
+        command(**options)
+
+    flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    flat.__annotations__ = {each.name: each.annotation for each in parameters}
+    return flat
+
+
+@contextmanager
+def explained_errors() -> Iterator[None]:
+    """Print an error as one line instead of a traceback.
+
+    Exit status 2 for an option that cannot work, 1 for anything else that this library or the system refuses.
+    """
+    try:
+        yield
+    except (ConfigError, SpoolPathError) as error:
+        raise typer.BadParameter(str(error)) from error
+    except (ActOffloadError, OSError) as error:
+        fail(str(error), error)
+
+
+def fail(message: str, cause: BaseException | None = None) -> NoReturn:
+    """Print an error and leave with exit status 1."""
+    typer.echo(f"Error: {message}", err=True)
+    raise typer.Exit(1) from cause
+
+
+@contextmanager
+def written() -> Iterator[None]:
+    """Exit with status 1 and the reason if a file inside cannot be written, or matplotlib is not installed."""
+    try:
+        yield
+    except ImportError as error:
+        fail("--picture needs matplotlib: pip install actoffload[plots]", error)
+    except (OSError, ValueError) as error:
+        fail(f"nothing could be written: {error}", error)
+
+
+def check_paths(paths: list[Path] | None, target: str = "auto") -> None:
+    """Refuse options that cannot work before anything is measured."""
+    with explained_errors():
+        OffloadConfig(target=target, path=paths)  # type: ignore[arg-type]
+    for directory in paths or ():
+        if not directory.is_dir():
+            problem = "is a file" if directory.exists() else "does not exist"
+            raise typer.BadParameter(f"path={str(directory)!r}: {problem}; give a directory on a local disk")
+
+
+def strings(paths: list[Path] | None) -> list[str] | None:
+    """Return paths as text; None stays None."""
+    return None if paths is None else [str(path) for path in paths]
+
+
+def plain(text: str) -> str:
+    """Return a text, perhaps from elsewhere, that rich prints as it is and that no terminal obeys."""
+    return escape(printable(text))
+
+
+def print_json(payload: object) -> None:
+    """Print plain values as JSON."""
+    typer.echo(json.dumps(payload, indent=2))
+
+
+def print_rows(rows: Iterable[Iterable[str]], *head: str, title: str | None = None) -> None:
+    """Print a table; without a head, of names and values."""
+    table = Table(*head, title=title and plain(title), show_header=bool(head), title_justify="left")
+    for row in rows:
+        table.add_row(*map(plain, row))
+    Console().print(table)
+
+
+class _LinesOrBar(Progress):
+    """A progress bar; if standard error is no terminal, a line at most every second instead."""
+
+    _line_s = 0.0
+
+    def update(self, task_id: TaskID, **changes: Any) -> None:
+        """Update the bar, or print the progress."""
+        super().update(task_id, **changes)
+        task = self.tasks[task_id]
+        late = task.finished or time.monotonic() >= self._line_s + 1
+        if late and not (self.disable or self.console.is_terminal):
+            self._line_s = time.monotonic()
+            self.console.print(f"{task.description}: {task.completed:g} of {task.total:g}", markup=False)
+
+
+def progress_bar(*columns: ProgressColumn, quiet: bool = False) -> Progress:
+    """Return a progress bar on stderr: description, bar, count, ``columns`` and the time that is left."""
+    console = Console(stderr=True)
+    shown: tuple[Any, ...] = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *columns)
+    options: dict[str, Any] = {"console": console, "disable": quiet, "transient": not console.is_terminal}
+    return _LinesOrBar(*shown, TimeRemainingColumn(), **options)

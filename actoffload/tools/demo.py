@@ -1,0 +1,261 @@
+"""``actoffload demo``: the same training run in several modes, each in its own process, step by step in turn.
+
+Run as a module, it is the worker of one mode: a process of its own, so that its peak memory is its own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import sysconfig
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import TextColumn
+from rich.table import Column, Table
+from torch import Tensor
+
+from .. import OffloadConfig, Offloader, errors
+from ..sizes import format_size
+from ..testing.gpt import GPT, GPTConfig
+from .console import JsonOption, PathOption, check_paths, fail, grouped, print_json, progress_bar, strings
+from .environment import BUSY_SHARE, find_device
+from .process import block_io, peak_rss_bytes, prepare_process, say, synchronize
+from .workers import spread, take_turns, turn_ratios
+
+WORKER = "actoffload.tools.demo"
+STEP_LIMIT_S = 3600.0
+"""A step that takes longer counts as a hang."""
+PLANNING_STEPS = 3
+"""The first steps, in which the planner records and plans; the times leave them out."""
+TEXT_BYTES = 4 << 20
+"""Bytes of the standard library's text: enough that a short run sees no byte twice."""
+
+Mode = dict[str, Any]
+"""The results of one mode's worker, and their ratios to the first mode's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """The training run of every mode."""
+
+    steps: Annotated[int, typer.Option(min=1, help="Training steps in each mode.")] = 10
+    layers: Annotated[int, typer.Option(min=1, help="Blocks of the GPT.")] = 8
+    width: Annotated[int, typer.Option(min=1, help="Width of the GPT, a multiple of 64.")] = 256
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per step.")] = 8
+    seq: Annotated[int, typer.Option(min=2, help="Bytes per sequence.")] = 256
+    seed: Annotated[int, typer.Option(help="Seed of the weights and the batches.")] = 0
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of PyTorch. Default: PyTorch's own.")] = None
+
+    def model(self) -> GPTConfig:
+        """Return the sizes of the GPT.
+
+        Raises:
+            ValueError: they do not fit together.
+        """
+        return GPTConfig(layers=self.layers, width=self.width, seq=self.seq)
+
+
+@grouped
+def command(
+    training: Training,
+    path: PathOption = None,
+    target: Annotated[str, typer.Option(help="host, nvme, tiered or auto.")] = "nvme",
+    profile: Annotated[Path | None, typer.Option(help="Write the recorded step here, for `actoffload plan`.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a byte-level GPT on Python's own source text, with and without offloading, and compare."""
+    check_paths(path, target)
+    if profile is not None and not profile.parent.is_dir():
+        raise typer.BadParameter(f"profile={str(profile)!r}: its directory does not exist")
+    try:
+        training.model()
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    spec = asdict(training) | {"paths": strings(path), "profile": None if profile is None else str(profile)}
+    modes = run_demo(spec, target, quiet=as_json)
+    equal = all(mode["losses_hex"] == modes[0]["losses_hex"] for mode in modes)
+    if as_json:
+        falls = all(mode["losses"][-1] < mode["losses"][0] for mode in modes)
+        print_json({"spec": spec, "identical": equal, "loss_falls": falls, "modes": modes})
+    else:
+        show(spec, modes, equal)
+    raise typer.Exit(0 if equal else 1)
+
+
+def run_demo(spec: dict[str, Any], target: str, *, quiet: bool) -> list[Mode]:
+    """Run every mode, step by step in turn, behind a progress bar; return them, ``keep`` first.
+
+    Raises:
+        BadParameter: an option that only the worker could refuse, such as a directory on tmpfs.
+        Exit: a mode failed; its error is printed.
+    """
+    names = dict.fromkeys(["keep", *(["host"] if find_device() != "cpu" else []), target])
+    with progress_bar(TextColumn("{task.fields[loss]}"), quiet=quiet) as progress:
+        bars = {name: progress.add_task(name, total=spec["steps"], loss="") for name in names}
+
+        def on_said(name: str, said: dict[str, Any]) -> None:
+            if said.get("kind") == "option":
+                raise typer.BadParameter(said["error"])
+            if "error" in said:
+                fail(f"mode {name}: {said['error']}")
+            if said.get("turn"):
+                progress.update(bars[name], advance=1, loss=f"loss {said['loss']:.3f}")
+
+        specs = {name: spec | {"mode": name} for name in names}
+        results = take_turns(WORKER, specs, spec["steps"], limit_s=STEP_LIMIT_S, on_said=on_said)
+    for name, result in results.items():
+        on_said(name, result)
+    return compare(results)
+
+
+def compare(results: dict[str, dict[str, Any]]) -> list[Mode]:
+    """Return each mode's result with its median step time, and its ratios to the first mode's, turn by turn."""
+    times = {name: r["step_s"][min(PLANNING_STEPS, len(r["step_s"]) - 1) :] for name, r in results.items()}
+    first = next(iter(times.values()))
+    return [
+        {"mode": name, **result}
+        | {
+            "median_step_s": median(times[name]),
+            "ratio_to_keep": median(ratios := turn_ratios(times[name], first)),
+            "ratios_to_keep": ratios,
+            "losses_hex": [loss.hex() for loss in result["losses"]],
+        }
+        for name, result in results.items()
+    ]
+
+
+def show(spec: dict[str, Any], modes: Sequence[Mode], equal: bool) -> None:
+    """Print the table and its meaning."""
+    console = Console()
+    console.print(
+        f"GPT of {spec['layers']} layers, width {spec['width']}, on {spec['batch']} × {spec['seq']} bytes of Python's "
+        f"standard library, {spec['steps']} steps on {modes[0]['device']}"
+    )
+    console.print(_table(modes))
+    console.print(
+        f"The modes took their steps in turns. Times are of the steps after the first {PLANNING_STEPS}, in which the "
+        "planner looks and plans. Written and read: what the storage engine counted, and in brackets the kernel.",
+        style="dim",
+    )
+    if (share := modes[0]["others_cpu_share"]) > BUSY_SHARE:
+        console.print(f"The machine was busy: others took {share:.0%} of the processors. Times are rough.", style="red")
+    for mode in modes:
+        if "report" in mode["end"]:
+            console.print(f"\n{escape(mode['mode'])}: {escape(mode['end']['report'])}\n", highlight=False)
+    if equal:
+        console.print("Losses are equal bit for bit in every step of every mode.", style="green")
+    else:
+        console.print("LOSSES DIFFER between the modes: this is a bug; please report it.", style="bold red")
+
+
+def _table(modes: Sequence[Mode]) -> Table:
+    """Give each mode a column, so that it fits a terminal of 80 columns."""
+    moved = [mode["end"]["statistics"] for mode in modes if "statistics" in mode["end"]]
+    unmoved = {"resident_peak_bytes": moved[0]["baseline_peak_bytes"]} if moved else {}
+    columns = [_column(mode, mode["end"].get("statistics", unmoved)) for mode in modes]
+    table = Table("", *(Column(escape(mode["mode"]), justify="right") for mode in modes))
+    for name in columns[0]:
+        table.add_row(name, *(column[name] for column in columns))
+    return table
+
+
+def _column(mode: Mode, counted: dict[str, int]) -> dict[str, str]:
+    losses, end = mode["losses"], mode["end"]
+    owner, key = ("process", "peak_rss_bytes") if mode["device"] == "cpu" else ("device", "peak_device_bytes")
+    return {
+        "loss, first → last step": f"{losses[0]:.4f} → {losses[-1]:.4f}",
+        "step time (median)": f"{mode['median_step_s']:.2f} s",
+        "step time / keep's": "1" if mode["mode"] == "keep" else spread(mode["ratios_to_keep"]),
+        "saved activations, peak": _size(counted.get("resident_peak_bytes")),
+        f"{owner} memory, peak": _size(end[key]),
+        "written": f"{_size(counted.get('nvme_written_bytes'))} ({_size(end.get('kernel_written_bytes'))})",
+        "read": f"{_size(counted.get('nvme_read_bytes'))} ({_size(end.get('kernel_read_bytes'))})",
+    }
+
+
+def _size(nbytes: int | None) -> str:
+    return "-" if nbytes is None else format_size(nbytes)
+
+
+# -- the worker -------------------------------------------------------------------------------------------------------
+
+
+def train(spec: dict[str, Any]) -> None:
+    """Take a training step for every line of standard input; print a line for each, and at the end the result."""
+    device = find_device()
+    training = Training(**{name: spec[name] for name in Training.__dataclass_fields__ if name in spec})
+    prepare_process(device, training.threads, training.seed)
+    library = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    text = torch.frombuffer(bytearray(b"".join(map(Path.read_bytes, library))[:TEXT_BYTES]), dtype=torch.uint8)
+    model = GPT(training.model()).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    choice = torch.Generator().manual_seed(training.seed)
+    length = training.seq + 1
+    offloader = None
+    if spec["mode"] != "keep":
+        offloader = Offloader(OffloadConfig(target=spec["mode"], path=spec["paths"])).use(model)
+
+    def forward() -> Tensor:
+        starts = torch.randint(0, len(text) - length, (training.batch,), generator=choice)
+        tokens = torch.stack([text[start : start + length] for start in starts.tolist()]).long().to(device)
+        loss: Tensor = model(tokens[:, :-1], tokens[:, 1:])
+        return loss
+
+    before = block_io()
+    losses: list[float] = []
+    step_s: list[float] = []
+    say({"turn": 0})
+    for _ in sys.stdin:
+        synchronize(device)
+        begin_s = time.perf_counter()
+        with offloader or nullcontext():
+            loss = forward()
+        torch.autograd.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        del loss
+        synchronize(device)
+        step_s.append(time.perf_counter() - begin_s)
+        say({"turn": len(losses), "loss": losses[-1]})
+    end: dict[str, Any] = {
+        "peak_rss_bytes": peak_rss_bytes(),
+        "peak_device_bytes": None if device == "cpu" else int(torch.accelerator.max_memory_allocated()),
+    }
+    if offloader is not None:
+        end |= {"statistics": offloader.statistics().as_dict(), "report": offloader.report()}
+        if spec["profile"] is not None:
+            if offloader.profile is None:
+                raise errors.ConfigError("steps", len(losses), "give 3 or more: the first two are recorded")
+            offloader.profile.save(spec["profile"])
+        offloader.close()
+    after = block_io()
+    if before is not None and after is not None:
+        end["kernel_written_bytes"] = after.write_bytes - before.write_bytes
+        end["kernel_read_bytes"] = after.read_bytes - before.read_bytes
+    say({"device": device, "losses": losses, "step_s": step_s, "end": end})
+
+
+def main(argument: str) -> int:
+    """Run the mode that ``argument`` describes; 0, or 2 for an option that cannot work, or 1."""
+    try:
+        train(json.loads(argument))
+    except Exception as error:
+        wrong = isinstance(error, (errors.ConfigError, errors.SpoolPathError, errors.EngineUnavailableError))
+        say({"error": str(error) if wrong else f"{type(error).__name__}: {error}", "kind": "option" if wrong else ""})
+        return 2 if wrong else 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1]))

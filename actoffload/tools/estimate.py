@@ -1,0 +1,287 @@
+"""``actoffload estimate``: the needs of offloading a model, on paper: memory, links, drives, cost."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from torch import nn
+
+from ..errors import ConfigError
+from ..sizes import format_size
+from ..storage.endurance import format_decimal, format_duration
+from ..testing.gpt import GPTConfig
+from .console import JsonOption, PictureOption, explained_errors, grouped, print_json, print_rows, written
+from .models import (
+    Workload,
+    build_gpt,
+    build_own,
+    build_transformers,
+    configuration,
+    count,
+    is_own,
+)
+from .on_paper import (
+    BUILT_IN,
+    DRIVES,
+    GPUS,
+    MODELS,
+    PUBLISHED,
+    SOURCES,
+    SPLIT,
+    Activations,
+    Estimate,
+    Hardware,
+    Memory,
+    ModelPreset,
+    Parallelism,
+    estimate,
+    hardware_of,
+    preset,
+)
+from .plots import Look, draw_estimate
+
+COUNTED: dict[str, Any] = {"sequence": 2048, "micro_batch": 1, "gpu": "h100-sxm"}
+"""The preset for ``--from-model``."""
+UNITS = {"s": 1.0, "GB": 1e9, "GB/s": 1e9, "GiB": float(1 << 30)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """The model and the machine that the user asks about; None for the preset's."""
+
+    model: Annotated[str, typer.Option(help="Preset to start from; --presets lists them.")] = "gpt3-175b"
+    from_model: Annotated[
+        str | None, typer.Option(help="Count this: FILE.py:FUNCTION, a config.json, or a model type of Transformers.")
+    ] = None
+    gpu: Annotated[str | None, typer.Option(help="Preset of the GPU. Default: the model's.")] = None
+    drive: Annotated[str, typer.Option(help="Preset of the SSD.")] = "980pro-1tb"
+    step_s: Annotated[float | None, typer.Option(help="Seconds of a measured step. Default: from FLOPs.")] = None
+    sequence: Annotated[int | None, typer.Option(min=1, rich_help_panel=SPLIT)] = None
+    micro_batch: Annotated[int | None, typer.Option(min=1, rich_help_panel=SPLIT)] = None
+    optimizer_bytes: Annotated[
+        float | None,
+        typer.Option(min=0, help="Per trained parameter. Default: AdamW's 12, 8 in float32.", rich_help_panel=SPLIT),
+    ] = None
+
+    @property
+    def start(self) -> ModelPreset:
+        """The preset whose values hold unless the user gave others."""
+        if self.from_model is not None:
+            return ModelPreset(kind="", config={}, **COUNTED)
+        return preset("model", self.model, MODELS)
+
+
+@grouped
+def command(
+    question: Question,
+    split: Annotated[dict[str, Any], Parallelism],
+    machine: Annotated[dict[str, Any], Hardware],
+    look: Look,
+    picture: PictureOption = None,
+    presets: Annotated[bool, typer.Option("--presets", help="List the presets and leave.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Set published figures beside ours and leave.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Say on paper what offloading needs: memory, bandwidth, the share that hides, the SSDs' life on rated TBW, cost.
+
+    FUNCTION returns a model and make_batch(size), which returns the model's arguments for that many samples.
+    """
+    if presets or check:
+        rows = list_presets() if presets else list_published()
+        if as_json:
+            print_json(rows)
+        else:
+            print_rows(map(_cells, rows), *(rows[0] if presets else _PUBLISHED_HEAD))
+        return
+    with explained_errors():
+        answer = Answer(question, split, machine)
+    title = f"{question.from_model or question.model} on {answer.hardware.name}, per GPU of {answer.split.gpus}"
+    if picture is not None:
+        with written():
+            draw_estimate(answer.result.memory, picture, f"{title} (on paper)", look)
+    if as_json:
+        parts = {name: asdict(getattr(answer, name)) for name in ("activations", "split", "hardware")}
+        print_json({**parts, "estimate": answer.result.as_dict()})
+    else:
+        show(title, answer)
+
+
+class Answer:
+    """The presets with the user's options over them, and the estimate that follows.
+
+    Raises:
+        ConfigError: an option has a value that cannot work.
+    """
+
+    def __init__(self, question: Question, split: dict[str, Any], machine: dict[str, Any]) -> None:
+        start = question.start
+        self.split = replace(start.split, **split)
+        gpu = question.gpu or start.gpu
+        if gpu == start.gpu and start.utilisation is not None:
+            machine = {"utilisation": start.utilisation} | machine
+        self.hardware = hardware_of(gpu, question.drive, **machine)
+        self.activations = activations_of(question, self.split)  # takes long: after everything that may be refused
+        self.result = estimate(self.activations, self.split, self.hardware, step_s=question.step_s)
+
+
+def activations_of(question: Question, split: Parallelism) -> Activations:
+    """Count the bytes that the model saves on one tensor-parallel rank.
+
+    Raises:
+        ConfigError: the model is not known, cannot be split so, or has nothing that repeats.
+    """
+    start = question.start
+    sequence, micro_batch = question.sequence or start.sequence, question.micro_batch or start.micro_batch
+    rank_only = start.kind == BUILT_IN and not split.sequence_parallel
+    workload, label = _build(question, sequence, split.tensor if rank_only else 1)
+    if split.tensor > 1 and not (rank_only or split.sequence_parallel):
+        remedy = "a model other than Megatron's needs --sequence-parallel, under which every tensor is split"
+        raise ConfigError("tensor", split.tensor, remedy)
+    saved = count(workload, micro_batch)
+    if not saved.blocks:
+        raise ConfigError(
+            "from_model", question.from_model, "no layers found: some of one class must be in a ModuleList"
+        )
+    ranks = 1 if rank_only else split.tensor
+    runs = [(len(list(run)), size) for size, run in groupby(map(format_size, saved.blocks.values()))]
+    kinds = ", ".join(f"{number} × {size}" for number, size in runs[:4]) + (", …" if len(runs) > 4 else "")
+    attention = "flash attention" if saved.fused_attention else "the model's own attention, whose matrices are kept"
+    return Activations(
+        label=f"{label}, micro-batch {micro_batch}: {kinds}",
+        micro_batch=micro_batch,
+        blocks=tuple(nbytes / ranks for nbytes in saved.blocks.values()),
+        small_bytes=saved.small / ranks,
+        ends_bytes=saved.ends / ranks,
+        flops=3 * saved.flops * split.tensor / ranks,
+        source=f"counting on meta tensors, with {attention}",
+        **{name: nbytes / ranks for name, nbytes in states_of(workload.model, question.optimizer_bytes).items()},
+    )
+
+
+def _build(question: Question, sequence: int, tensor: int) -> tuple[Workload, str]:
+    """Return the model on the meta device and its name; of the built-in GPT one of ``tensor`` ranks' share."""
+    start, source, meta = question.start, question.from_model, torch.device("meta")
+    if source is not None and is_own(source):
+        if question.sequence is not None:
+            raise ConfigError("sequence", sequence, "your own make_batch(size) says it; leave it out")
+        return build_own("from_model", source, meta), source
+    if start.kind == BUILT_IN:
+        try:
+            sizes = GPTConfig(**start.config, seq=sequence, tensor=tensor)
+        except ValueError as error:
+            raise ConfigError("tensor", tensor, str(error).partition(": ")[2]) from error
+        label = f"GPT of {sizes.layers} layers × {sizes.width}, sequence {sequence}"
+        return build_gpt(sizes, dtype=torch.bfloat16, device=meta), label
+    config = configuration(source or start.kind, **start.config)
+    label = f"{config.model_type}, sequence {sequence}"
+    return build_transformers(config, sequence=sequence, dtype=torch.bfloat16, device=meta), label
+
+
+def states_of(model: nn.Module, optimizer_bytes: float | None) -> dict[str, float]:
+    """Return the bytes of parameters, gradients and optimizer states.
+
+    Args:
+        model: the model.
+        optimizer_bytes: for each parameter that is trained; None for AdamW's: two moments in float32, and a float32
+            copy of narrower parameters.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    default = sum(parameter.numel() * (8 if parameter.itemsize >= 4 else 12) for parameter in trained)
+    elements = sum(parameter.numel() for parameter in trained)
+    return {
+        "parameter_bytes": sum(parameter.nbytes for parameter in model.parameters()),
+        "gradient_bytes": sum(parameter.nbytes for parameter in trained),
+        "optimizer_bytes": default if optimizer_bytes is None else optimizer_bytes * elements,
+    }
+
+
+# -- as text ----------------------------------------------------------------------------------------------------------
+
+
+def show(title: str, answer: Answer) -> None:
+    """Print the answer: the activations, the memory, the bandwidth, the SSDs, and notes for a reader."""
+    print_rows(_activation_rows(answer), title=title)
+    print_rows(_memory_rows(answer.result.memory), title="memory of a GPU at its peak")
+    print_rows(_machine_rows(answer.hardware, answer.result), title="links and SSDs")
+    for note in answer.result.notes:
+        Console().print(f"- {escape(note)}")
+
+
+def _activation_rows(answer: Answer) -> list[tuple[str, str]]:
+    split, result = answer.split, answer.result
+    tensor = f"tensor {split.tensor}{' + sequence' if split.sequence_parallel else ''}"
+    small = f", {format_size(result.small_bytes)} of it too small to move" if result.small_bytes else ""
+    return [
+        ("model", answer.activations.label),
+        ("split", f"{tensor}, pipeline {split.pipeline}, data {split.data}, {split.micro_batches} micro-batches"),
+        ("activations of a step", f"{format_size(result.activation_bytes_per_step)} (S)"),
+        ("in flight with all kept", f"{format_size(result.activation_bytes_in_flight)}{small}"),
+        ("ends (stay)", f"{format_size(result.ends_bytes)} of embedding, last norm and loss"),
+        ("step time", f"{result.step_s:.3g} s ({result.step_flops / result.step_s / 1e12:.0f} TFLOP/s)"),
+    ]
+
+
+def _memory_rows(memory: Memory) -> list[tuple[str, str]]:
+    parts = [f"{format_size(memory.parameter_bytes)} parameters", f"{format_size(memory.gradient_bytes)} gradients"]
+    states = ", ".join([*parts, f"{format_size(memory.optimizer_bytes)} optimizer"])
+    rows = [
+        ("there is", f"{format_size(memory.capacity_bytes)} for tensors"),
+        ("model states", f"{format_size(memory.states_bytes)}: {states}"),
+    ]
+    for name, peak in {"all kept": memory.kept, "what hides moves": memory.hidden, "all moves": memory.moved}.items():
+        needed = memory.states_bytes + peak.saved_bytes
+        fits = "fits" if needed <= memory.capacity_bytes else "does NOT fit"
+        rows.append((name, f"{format_size(needed)}, {format_size(peak.saved_bytes)} of it saved: {fits}"))
+        rows.append(("", f"the largest micro-batch that fits: {peak.micro_batch or 'none'}"))
+    return rows
+
+
+def _machine_rows(hardware: Hardware, result: Estimate) -> list[tuple[str, str]]:
+    rated = hardware.drive.rated_written_bytes * hardware.drives
+    rates = f"{result.write_bytes_per_s / 1e9:.1f} GB/s to write, {result.read_bytes_per_s / 1e9:.1f} to read"
+    rows = [
+        ("needed, each way", f"{result.required_bytes_per_s / 1e9:.1f} GB/s (S / (t/2))"),
+        ("there is", rates),
+        ("share that hides", f"{result.share_hidden:.0%}, {format_size(result.moved_bytes_per_step)} a step"),
+        ("drives", f"{hardware.drives} × {hardware.drive.name}, rated {format_decimal(rated)} written"),
+        ("written", f"{format_decimal(result.written_bytes_per_day)} a day"),
+        ("life on rated TBW", format_duration(result.rated_life_s)),
+    ]
+    return rows if result.ssd_price_usd is None else [*rows, ("price", f"${result.ssd_price_usd:,.0f}")]
+
+
+def list_presets() -> list[dict[str, Any]]:
+    """Return the presets and their sources."""
+    sources: dict[str, dict[str, str]] = {
+        "model": {name: SOURCES[entry.source] for name, entry in MODELS.items()},
+        "gpu": {name: SOURCES[entry["source"]] for name, entry in GPUS.items()},
+        "drive": {name: entry.source for name, entry in DRIVES.items()},
+    }
+    return [
+        {"option": f"--{kind}", "name": name, "source": source}
+        for kind, entries in sources.items()
+        for name, source in entries.items()
+    ]
+
+
+_PUBLISHED_HEAD = ("model", "figure", "published", "ours", "difference", "source")
+
+
+def list_published() -> list[dict[str, Any]]:
+    """Return published figures, with the estimates of the same runs as ``ours``."""
+    found = {name: Answer(Question(model=name), {}, {}).result for name in {row["model"] for row in PUBLISHED}}
+    return [row | {"ours": getattr(found[row["model"]], row["figure"]) / UNITS[row["unit"]]} for row in PUBLISHED]
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    """Return a row of one of the two lists as text."""
+    if "ours" not in row:
+        return list(row.values())
+    figures = [f"{row[name]:.4g} {row['unit']}" for name in ("value", "ours")]
+    return [row["model"], row["figure"], *figures, f"{row['ours'] / row['value'] - 1:+.1%}", row["source"]]

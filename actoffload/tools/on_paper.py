@@ -1,0 +1,431 @@
+"""The needs and costs of offloading, on paper: memory, bandwidth, the share that hides, an SSD's life, dollars.
+
+The model is SSDTrain's (arXiv 2408.10013, its section on modelling): a step of ``t`` seconds that saves ``S`` bytes on
+a GPU writes them in one half and reads them in the other, so it needs ``S / (t/2)`` each way; a drive lives
+``endurance · t / S``, by its rated endurance. The presets are in ``presets.toml``.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from importlib.resources import files
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import torch
+import typer
+
+from ..errors import ConfigError
+from ..planning.profile import Link, Profile, Region, Storage
+from ..planning.regions import run_again
+from ..policy import KeepReason
+from ..sizes import parse_size
+from ..storage.endurance import Drive, check_counts, check_positive, lifetime_s, written_per_day
+from .models import Workload, unpacked_sequences
+from .saved_bytes import BACKWARD_FACTOR, MIN_BYTES, WatchedStep
+
+RESERVED_BYTES = 1 << 30
+"""GPU memory besides tensors: the CUDA context and libraries' workspaces (a round figure, recalled)."""
+LAYERS_IN_TRANSIT = 2
+"""Layers on the device at once when all move: one is in use, one is being copied."""
+SPLIT, MACHINE = "Split; default: the model preset's", "Machine, per GPU; default: the preset's"
+T = TypeVar("T")
+
+
+def _parsed(flag: str, unit: str, convert: Callable[[str], float], help: str = "As measured.") -> Any:
+    """Return an option of the machine whose text is converted."""
+
+    def parse(text: str) -> float:
+        try:
+            return convert(text)
+        except ValueError as error:  # click would show the text alone
+            raise typer.BadParameter(str(error)) from error
+
+    return typer.Option(flag, help=help, metavar=unit, parser=parse, rich_help_panel=MACHINE)
+
+
+def _giga(text: str) -> float:
+    return 1e9 * float(text)
+
+
+def _count(help: str | None = None) -> Any:
+    return typer.Option(min=1, help=help, rich_help_panel=SPLIT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallelism:
+    """How a step is split over GPUs. Fields with an option are flags of ``actoffload estimate``."""
+
+    tensor: Annotated[int, _count()] = 1
+    sequence_parallel: Annotated[bool, typer.Option(rich_help_panel=SPLIT)] = False
+    """Norms and dropout are split over the tensor-parallel ranks too (Korthikanti et al. 2022)."""
+    pipeline: Annotated[int, _count()] = 1
+    interleave: int = 1
+    """Model chunks of a pipeline stage."""
+    data: Annotated[int, _count()] = 1
+    micro_batches: Annotated[int, _count("Of a step and data-parallel rank.")] = 1
+    zero: Annotated[int, typer.Option(help="Stage of ZeRO over --data ranks; FSDP is 3.", rich_help_panel=SPLIT)] = 0
+    """1 splits optimizer states over the data-parallel ranks, 2 gradients too, 3 parameters too."""
+
+    def __post_init__(self) -> None:
+        check_counts(self, "tensor", "pipeline", "interleave", "data", "micro_batches")
+        if self.zero not in range(4):
+            raise ConfigError("zero", self.zero, "is a stage, 0 to 3")
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the job."""
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def microbatches_in_flight(self) -> float:
+        """Micro-batches that the first stage holds at once under 1F1B, in whole stages' worth.
+
+        ``p``, and ``p·(1 + (p-1)/(p·v))`` with ``v`` chunks per stage (Korthikanti et al. 2022, section 4.2.3); never
+        more than there are.
+        """
+        chunks = (self.pipeline - 1) / (self.pipeline * self.interleave) if self.interleave > 1 else 0.0
+        return min(self.micro_batches, self.pipeline * (1 + chunks))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """One GPU's share of a machine. Rates in FLOP/s and bytes a second, one way."""
+
+    name: str
+    peak_flops: Annotated[float, _parsed("--peak-tflops", "TFLOP/S", lambda text: 1e12 * float(text), "Dense.")]
+    """Dense peak in the type that the model computes in."""
+    utilisation: Annotated[float, typer.Option(help="MFU, 0 to 1.", rich_help_panel=MACHINE)]
+    """Share of the peak that a whole step achieves, bubbles, communication and optimizer included."""
+    link_bytes_per_s: Annotated[float, _parsed("--link", "GB/S", _giga)]
+    """Between device and host."""
+    memory_bytes: Annotated[int, _parsed("--memory", "SIZE", partial(parse_size, "memory"), 'Of the GPU: "24GiB".')]
+    drive: Drive
+    drives: Annotated[int, typer.Option(min=1, help="SSDs per GPU. Default: 4.", rich_help_panel=MACHINE)] = 4
+    """SSDTrain's paper assumes four."""
+    ssd_write_bytes_per_s: Annotated[float | None, _parsed("--ssd-write", "GB/S", _giga)] = None
+    """Host to SSDs, all of this GPU's together, as measured. Default: the drives' rated rates added up."""
+    ssd_read_bytes_per_s: Annotated[float | None, _parsed("--ssd-read", "GB/S", _giga)] = None
+    """SSDs to host, likewise."""
+    source: str = ""
+    """The origin of the numbers."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, "peak_flops", "utilisation", "link_bytes_per_s", "memory_bytes")
+        check_positive(self, "ssd_write_bytes_per_s", "ssd_read_bytes_per_s")
+        check_counts(self, "drives")
+        if self.utilisation > 1:
+            raise ConfigError("utilisation", self.utilisation, "is a share of the peak, above 0 and at most 1")
+
+    @property
+    def flops_per_s(self) -> float:
+        """FLOP/s that a step reaches."""
+        return self.peak_flops * self.utilisation
+
+    @property
+    def write_bytes_per_s(self) -> float:
+        """Device to SSD: the slower of the link and the drives."""
+        drives = self.drive.write_bytes_per_s * self.drives
+        return min(self.link_bytes_per_s, self.ssd_write_bytes_per_s or drives)
+
+    @property
+    def read_bytes_per_s(self) -> float:
+        """SSD to device: the slower of the drives and the link."""
+        drives = self.drive.read_bytes_per_s * self.drives
+        return min(self.link_bytes_per_s, self.ssd_read_bytes_per_s or drives)
+
+
+# -- presets ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPreset:
+    """A model, its micro-batch, its split, the GPU that it ran on or that suits it, and published MFU if there is."""
+
+    kind: str
+    config: dict[str, Any]
+    sequence: int
+    micro_batch: int = 1
+    split: Parallelism = field(default_factory=Parallelism)
+    gpu: str = "h100-sxm"
+    utilisation: float | None = None
+    source: str = "transformers"
+
+
+BUILT_IN = "gpt"
+"""The kind of the built-in GPT; all others are model types of Transformers."""
+TABLES: dict[str, Any] = tomllib.loads(files(__package__).joinpath("presets.toml").read_text(encoding="utf-8"))
+SOURCES: dict[str, str] = TABLES["source"]
+GPUS: dict[str, dict[str, Any]] = TABLES["gpu"]
+DRIVES = msgspec.convert(TABLES["drive"], dict[str, Drive])
+MODELS = msgspec.convert(TABLES["model"], dict[str, ModelPreset])
+PUBLISHED: list[dict[str, Any]] = [row | {"source": SOURCES[row["source"]]} for row in TABLES["published"]["rows"]]
+"""Published figures of model presets: attributes of `Estimate`, in units of ``unit``."""
+
+
+def preset(option: str, name: str, known: dict[str, T]) -> T:
+    """Return the preset of that name.
+
+    Raises:
+        ConfigError: there is none; lists those that exist.
+    """
+    if name not in known:
+        raise ConfigError(option, name, f"no such preset; there are {', '.join(known)}")
+    return known[name]
+
+
+def hardware_of(gpu: str, drive: str = "980pro-1tb", **changes: Any) -> Hardware:
+    """Return the machine of a GPU preset and a drive preset, with some fields changed.
+
+    Raises:
+        ConfigError: there is no such preset, or a value cannot work.
+    """
+    row = preset("gpu", gpu, GPUS)
+    source = SOURCES[row["source"]].partition("; the link" if "link_bytes_per_s" in changes else "\n")[0]
+    return Hardware(**{"name": gpu, "drive": preset("drive", drive, DRIVES), **row, "source": source, **changes})
+
+
+# -- the estimate -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """Bytes of one micro-batch of a model on one GPU if it had all layers, and the whole model's FLOPs for it."""
+
+    label: str
+    micro_batch: int = 1
+    blocks: tuple[float, ...]
+    """Saved bytes of each layer."""
+    small_bytes: float = 0.0
+    """Of all layers in tensors that are too small to move."""
+    ends_bytes: float = 0.0
+    """Saved by the rest of the model: embedding, last norm and loss. Backward follows at once, so they stay."""
+    flops: float
+    """Forward and backward."""
+    parameter_bytes: float = 0.0
+    gradient_bytes: float = 0.0
+    optimizer_bytes: float = 0.0
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Saved bytes on the fullest GPU at its peak, and samples of the largest micro-batch that fits so; 0 for none."""
+
+    saved_bytes: float
+    micro_batch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on the fullest GPU at its peak. Temporary buffers of operators are not in it."""
+
+    capacity_bytes: float
+    """The GPU's memory for tensors."""
+    parameter_bytes: float
+    gradient_bytes: float
+    optimizer_bytes: float
+    kept: Peak
+    """With everything kept."""
+    hidden: Peak
+    """After moving the share that hides, so that the step is not longer."""
+    moved: Peak
+    """After moving everything."""
+
+    @property
+    def states_bytes(self) -> float:
+        """Parameters, gradients and optimizer states."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """The answer, per GPU. Bytes, seconds, bytes a second and US dollars; None if a price is not known."""
+
+    activation_bytes_per_step: float
+    """S: bytes that a stage's layers save in tensors that can move, over all micro-batches."""
+    activation_bytes_in_flight: float
+    """The peak of the fullest stage with everything kept; ``small_bytes`` of it are in tensors too small to move."""
+    small_bytes: float
+    ends_bytes: float
+    step_flops: float
+    step_s: float
+    required_bytes_per_s: float
+    """S / (t/2), to write and, in the other half of the step, to read."""
+    write_bytes_per_s: float
+    read_bytes_per_s: float
+    share_hidden: float
+    """The share of S that moves without making the step longer, at most 1."""
+    moved_bytes_per_step: float
+    """That share in bytes; the rest is kept."""
+    written_bytes_per_day: float
+    rated_life_s: float
+    """Of all of the GPU's drives, on rated TBW."""
+    ssd_price_usd: float | None
+    memory: Memory
+    notes: tuple[str, ...] = ()
+    """For a reader to know before quoting a number."""
+
+    def as_dict(self) -> dict[str, object]:
+        """Return every field, ready for JSON (an endless life is None there)."""
+        return {name: None if value == math.inf else value for name, value in asdict(self).items()}
+
+
+def estimate(
+    activations: Activations, split: Parallelism, hardware: Hardware, *, step_s: float | None = None
+) -> Estimate:
+    """Estimate what offloading a model's activations needs, per GPU.
+
+    Args:
+        activations: the model and its micro-batch on one tensor-parallel rank.
+        split: how a step is split over GPUs; the stages of a pipeline are taken as equal.
+        hardware: one GPU's share of a machine.
+        step_s: seconds of a step as measured. Default: the step's FLOPs over the rate that the GPU achieves.
+
+    Raises:
+        ConfigError: the layers cannot be split so.
+    """
+    layers = len(activations.blocks)
+    if layers % (split.pipeline * split.interleave):
+        stages = "pipeline × interleave" if split.interleave > 1 else "it"
+        raise ConfigError("pipeline", split.pipeline, f"{stages} must divide layers={layers}")
+    flops = activations.flops * split.micro_batches * split.data / split.gpus
+    seconds = flops / hardware.flops_per_s if step_s is None else step_s
+    if not 0 < seconds < math.inf:
+        raise ConfigError("step_s", step_s, "must be a number of seconds above 0")
+    per_microbatch = sum(activations.blocks) / split.pipeline
+    per_step = per_microbatch * split.micro_batches
+    required = per_step / (seconds / 2)
+    share = min(1.0, min(hardware.write_bytes_per_s, hardware.read_bytes_per_s) / max(1.0, required))
+    moved, drive = share * per_step, hardware.drive
+    in_flight = per_microbatch * split.microbatches_in_flight
+    small = activations.small_bytes / split.pipeline * split.microbatches_in_flight
+    return Estimate(
+        activation_bytes_per_step=per_step,
+        activation_bytes_in_flight=in_flight + small,
+        small_bytes=small,
+        ends_bytes=activations.ends_bytes,
+        step_flops=flops,
+        step_s=seconds,
+        required_bytes_per_s=required,
+        write_bytes_per_s=hardware.write_bytes_per_s,
+        read_bytes_per_s=hardware.read_bytes_per_s,
+        share_hidden=share,
+        moved_bytes_per_step=moved,
+        written_bytes_per_day=written_per_day(moved, seconds),
+        rated_life_s=lifetime_s(drive.rated_written_bytes * hardware.drives, seconds, moved),
+        ssd_price_usd=None if drive.price_usd is None else drive.price_usd * hardware.drives,
+        memory=_memory_of(activations, split, hardware, in_flight=in_flight, small=small, share=share),
+        notes=tuple(_notes(activations, hardware, share, share * in_flight)),
+    )
+
+
+def _memory_of(
+    activations: Activations, split: Parallelism, hardware: Hardware, *, in_flight: float, small: float, share: float
+) -> Memory:
+    """Return the bytes on the fullest GPU: the first stage of a pipeline, which does not compute the loss."""
+    shards = [split.pipeline * (split.data if split.zero >= stage else 1) for stage in (3, 2, 1)]
+    parts = (activations.parameter_bytes, activations.gradient_bytes, activations.optimizer_bytes)
+    parameters, gradients, optimizer = (nbytes / ranks for nbytes, ranks in zip(parts, shards, strict=True))
+    capacity = hardware.memory_bytes - RESERVED_BYTES
+    free = max(0.0, capacity - parameters - gradients - optimizer)
+    rest = small + (activations.ends_bytes if split.pipeline == 1 else 0.0)
+
+    def peak(moves: float) -> Peak:
+        in_transit = min(moves * in_flight, LAYERS_IN_TRANSIT * max(activations.blocks))
+        saved = rest + (1 - moves) * in_flight + in_transit
+        return Peak(saved, int(free * activations.micro_batch / max(1.0, saved)))
+
+    return Memory(
+        capacity_bytes=capacity,
+        parameter_bytes=parameters,
+        gradient_bytes=gradients,
+        optimizer_bytes=optimizer,
+        kept=peak(0.0),
+        hidden=peak(share),
+        moved=peak(1.0),
+    )
+
+
+def _notes(activations: Activations, hardware: Hardware, share: float, spool: float) -> list[str]:
+    notes = []
+    if share < 1.0:
+        notes.append(f"{share:.0%} hides; moving more would make the step longer, so the rest is kept.")
+    if hardware.drive.nand and hardware.ssd_write_bytes_per_s is None:
+        notes.append("The drives' rated write rate is for a fresh cache; a measured, sustained one may be much lower.")
+    if spool > hardware.drive.capacity_bytes * hardware.drives:
+        notes.append("What is in flight does not fit on the drives: more drives, or fewer micro-batches in flight.")
+    if activations.source:
+        notes.append(f"Bytes by {activations.source}.")
+    sources = (hardware.source, hardware.drive.source)
+    return notes + [f"Check before quoting: {source}." for source in sources if "recalled" in source]
+
+
+# -- a step, predicted ------------------------------------------------------------------------------------------------
+
+
+def profile_of(workload: Workload, batch: int, hardware: Hardware) -> tuple[Profile, int]:
+    """Predict a step: run forward and backward of ``batch`` samples on meta tensors, on a clock that goes by FLOPs.
+
+    Bytes go between the GPU and its SSDs directly, as in SSDTrain.
+
+    Returns:
+        The step in which every block is checkpointed and runs again, and the FLOPs of the model.
+    """
+    model, inputs = workload.model, workload.batch(batch)
+    step = WatchedStep(model, {name: model.get_submodule(name) for name in workload.blocks}, inputs)
+    with unpacked_sequences(), step.flops:
+        with step.forward():
+            loss = workload.loss(inputs)
+        forward = step.now()
+        torch.autograd.backward(loss)
+    end, rate = step.now(), hardware.flops_per_s
+    saved, sources = list(step.saved.values()), _sources(step)
+    storages = [
+        Storage(
+            index=number,
+            nbytes=one.nbytes,
+            birth_s=one.birth / rate,
+            need_s=None if one.need is None else one.need / rate,
+            last_need_s=(end if one.last_need is None else one.last_need) / rate,
+            module=None if one.block is None else step.blocks[one.block].name,
+            kept="" if one.nbytes >= MIN_BYTES else KeepReason.SMALL.value,
+            region=None if one.shared or number in sources.values() else one.block,
+        )
+        for number, one in enumerate(saved)
+    ]
+    for place, block in enumerate(step.blocks):
+        if place in sources:
+            continue
+        sources[place] = index = len(storages)
+        last_s = max((s.last_need_s for s in storages if s.region == place), default=block.end / rate)
+        common: dict[str, Any] = {"nbytes": block.input_bytes, "module": block.name}
+        storages.append(Storage(index=index, birth_s=block.begin / rate, need_s=None, last_need_s=last_s, **common))
+    plain = Profile(
+        storages=tuple(storages),
+        regions=tuple(
+            Region(place=place, name=block.name, begin_s=block.begin / rate, end_s=block.end / rate)
+            for place, block in enumerate(step.blocks)
+        ),
+        disk=Link(write_bytes_per_s=hardware.write_bytes_per_s, read_bytes_per_s=hardware.read_bytes_per_s),
+        forward_s=forward / rate,
+        backward_s=(end - forward) / rate,
+        device=hardware.name,
+    )
+    return run_again(plain, sources), BACKWARD_FACTOR * forward
+
+
+def _sources(step: WatchedStep) -> dict[int, int]:
+    """Return, by block, the storage that a checkpoint of it saves as its input, if a plain run saves that, too."""
+    numbers: dict[int | None, int] = {key: number for number, key in enumerate(step.saved)}
+    saved = list(step.saved.values())
+    found: dict[int, int] = {}
+    for place, block in enumerate(step.blocks):
+        source = numbers.get(block.source)
+        if source is not None and (saved[source].shared or saved[source].block in (None, place)):
+            found[place] = source
+    return found

@@ -1,0 +1,181 @@
+"""``actoffload plan``: the plan for a recorded step, by part of the model, with reasons, time and peak."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from .. import OffloadConfig, Offloader
+from ..errors import ConfigError
+from ..planning.constants import GIB
+from ..planning.plan import Plan
+from ..planning.profile import Link, Profile
+from ..planning.search import Limits, best, bounded
+from ..sizes import parse_share, parse_size
+from ..tell.parts import Analysis, BudgetRow, analyse, budget_table, one_more
+from ..tell.plans import render_budgets, render_plan
+from .console import JsonOption, PathOption, PictureOption, explained_errors, grouped, print_json, strings, written
+from .environment import find_device
+from .models import build_own, is_own
+from .plots import Look, draw_plan
+from .process import prepare_process
+
+RECORDED_STEPS = 3
+"""The second is recorded; the profile is there in the third."""
+TARGETS = {"host": ("host",), "nvme": ("nvme",), "tiered": ("host", "nvme"), "auto": ("host", "nvme")}
+_LINKS = "Links; default: as the profile measured"
+Rate = Annotated[float | None, typer.Option(help="GB/s.", min=1e-6, rich_help_panel=_LINKS)]
+Bytes = Annotated[str | None, typer.Option(help='Bytes, or text such as "8GiB".')]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """Rates of links in place of the profile's, GB/s."""
+
+    host_write: Rate = None
+    host_read: Rate = None
+    disk_write: Rate = None
+    disk_read: Rate = None
+
+    def of(self, profile: Profile) -> Profile:
+        """Return the profile with these links; a new one is as fast both ways unless two rates are given."""
+        changed = {}
+        for name, write, read in (("host", self.host_write, self.host_read), ("disk", self.disk_write, self.disk_read)):
+            known = getattr(profile, name)
+            first, second = write or read, read or write
+            if known is None and first and second:
+                changed[name] = Link(write_bytes_per_s=1e9 * first, read_bytes_per_s=1e9 * second)
+            elif known is not None and first:
+                given = {"write_bytes_per_s": write, "read_bytes_per_s": read}
+                changed[name] = replace(known, **{way: 1e9 * rate for way, rate in given.items() if rate is not None})
+        return profile.with_links(**changed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """The limits of a plan, as text."""
+
+    device_budget: Annotated[
+        str | None, typer.Option(help='Most saved bytes on the device: "8GiB", or "40%" of the peak with all kept.')
+    ] = None
+    host_budget: Bytes = None
+    nvme_budget: Bytes = None
+    max_slowdown: Annotated[float | None, typer.Option(help="As a share: 0.02 is 2 %.")] = None
+    target: Annotated[str, typer.Option(help="Where bytes may go: host, nvme, tiered or auto.")] = "auto"
+
+    def of(self, profile: Profile) -> Limits:
+        """Return the limits for a step.
+
+        Raises:
+            ConfigError: a value cannot work.
+        """
+        if self.target not in TARGETS:
+            raise ConfigError("target", self.target, f"choose one of {', '.join(map(repr, TARGETS))}")
+        sizes: dict[str, Any] = {}
+        for name in ("device_budget", "host_budget", "nvme_budget"):
+            text = getattr(self, name)
+            share = parse_share(name, text) if name == "device_budget" and text is not None else None
+            if text is not None:
+                sizes[name] = parse_size(name, text) if share is None else int(share * profile.baseline_peak_bytes)
+        return bounded(profile, Limits(**sizes, max_slowdown=self.max_slowdown, tiers=TARGETS[self.target]))
+
+
+@grouped
+def command(
+    profile: Annotated[
+        Path,
+        typer.Argument(help="A recorded step, as `actoffload demo --profile FILE` writes it; or FILE.py:FUNCTION."),
+    ],
+    budget: Budget,
+    links: Links,
+    look: Look,
+    batch: Annotated[int, typer.Option(min=1, help="Samples of FUNCTION's batch.")] = 1,
+    path: PathOption = None,
+    plan_out: Annotated[Path | None, typer.Option(help="Write the plan here; Plan.from_json reads it.")] = None,
+    picture: PictureOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Plan a recorded step: which checkpointed regions run once, what stays and leaves, why, its time and its peak.
+
+    FUNCTION returns a model and make_batch(size), which returns the model's arguments; the model returns its loss.
+    """
+    with explained_errors():
+        recorded = record(str(profile), batch, strings(path)) if is_own(str(profile)) else read_profile(profile)
+        recorded = links.of(recorded)
+        limits = budget.of(recorded)
+        budgets = budget_table(recorded, limits)
+        step, plan = best(recorded, limits)
+        analysis = analyse(step, plan, limits, more=one_more(recorded, plan, limits, GIB))
+    with written():
+        if plan_out is not None:
+            plan_out.write_text(plan.to_json() + "\n", encoding="utf-8")
+        if picture is not None:
+            title = f"plan of {plan.planner} on {step.device}, as predicted" + (" (declined)" if plan.declined else "")
+            options: dict[str, Any] = {"forward_s": step.forward_s, "device_budget": limits.device_budget}
+            draw_plan(analysis.keep, analysis.prediction, picture, title, look=look, **options)
+    if as_json:
+        print_json(as_dict(step, plan, analysis, budgets))
+    else:
+        typer.echo(f"{render_plan(step, plan, limits, analysis=analysis)}\n\n{render_budgets(budgets)}")
+
+
+def read_profile(path: Path) -> Profile:
+    """Return the profile of a file.
+
+    Raises:
+        ConfigError: the file cannot be read or holds no profile; it names the commands that write one.
+    """
+    try:
+        return Profile.load(path)
+    except (OSError, ConfigError) as error:
+        problem = getattr(error, "strerror", None) or getattr(error, "remedy", "").partition(";")[0]
+        remedy = "`actoffload demo --profile FILE` writes one, and so does offloader.profile.save(FILE) after 3 steps"
+        raise ConfigError("profile", str(path), f"{problem}; give a recorded step: {remedy}") from error
+
+
+def record(source: str, batch: int, path: list[str] | None) -> Profile:
+    """Return the profile of a user's own model: three steps without an optimizer, each of the same batch.
+
+    Raises:
+        ConfigError: the function or what it returns is not as `models` asks for, or no saved tensor may move.
+    """
+    device = find_device()
+    prepare_process(device, None, seed=0)
+    workload = build_own("profile", source, torch.device(device))
+    inputs = workload.batch(batch)
+    config = OffloadConfig(path=path, target="nvme" if device == "cpu" else "auto")
+    with closing(Offloader(config).use(workload.model)) as offloader:
+        for step in range(RECORDED_STEPS):
+            with offloader:
+                loss = workload.loss(inputs)
+            if not step:  # backward of a short step takes everything before it has left, and no link would be known
+                offloader.synchronize()
+            torch.autograd.backward(loss)
+            workload.model.zero_grad()
+        if offloader.profile is None:
+            raise ConfigError("batch", batch, "nothing that its step saves may move; give a larger one")
+        return offloader.profile
+
+
+def as_dict(profile: Profile, plan: Plan, analysis: Analysis, budgets: Sequence[BudgetRow]) -> dict[str, Any]:
+    """Return everything, ready for JSON; ``plan`` is for `Plan.from_json`."""
+    return {
+        "profile": {
+            "device": profile.device,
+            "storages": len(profile.storages),
+            "saved_bytes": profile.saved_bytes,
+            "movable_bytes": profile.movable_bytes,
+            "baseline_peak_bytes": profile.baseline_peak_bytes,
+            "step_s": profile.step_s,
+        },
+        **analysis.as_dict(),
+        "budgets": [asdict(row) for row in budgets],
+        "plan": json.loads(plan.to_json()),
+    }

@@ -1,0 +1,573 @@
+"""``actoffload rok``: throughput over activation memory for keep, recompute, offload and the planner's hybrid.
+
+Each round of a case runs in a process of its own (`rok_worker`), and is written to the results file at once. x is the
+peak of saved activations in bytes, y the throughput in algorithmic TFLOP/s (recomputation is not counted).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Annotated, Any
+
+import msgspec
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import TimeElapsedColumn
+from rich.table import Table
+
+from ..errors import ActOffloadError, ConfigError
+from ..planning.profile import Profile
+from ..planning.regions import choosable, with_regions
+from ..planning.search import Limits, best
+from ..planning.simulator import Conditions, Prediction, run, simulate
+from ..planning.workload import KEEP, NVME, Choice, Workload
+from ..sizes import format_size
+from .console import JsonOption, PathOption, explained_errors, grouped, print_json, progress_bar, strings
+from .environment import BUSY_SHARE, describe_environment, find_device, write_json
+from .models import TRANSFORMERS, Case, build, import_function, is_own
+from .on_paper import TABLES, hardware_of, profile_of
+from .plots import Look, draw_rok
+from .workers import FAILURES, failure, run_worker
+
+SERIES = ("keep", "recompute", "offload", "hybrid")
+SIMULATED, PREDICTED = "sim", "predicted"
+"""The type of the simulated device of `actoffload.testing.simulated_device`; and, in place of a device, no run."""
+OWN = "own"
+"""The preset of a user's own model."""
+OWN_BATCHES = (1, 2, 4)
+LEAST_NOISE = 0.01
+"""Two steps of keep are taken to differ by this share at least."""
+WORKER, VERSION = "actoffload.tools.rok_worker", 2
+LIMIT_S = 3600.0
+"""The longest time of a round."""
+INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
+NO_BLOCKS = "there are no blocks to recompute: layers of one class in a ModuleList or Sequential"
+OFFLOAD_READS_AHEAD = 1 << 20
+"""Bytes that the series ``offload`` reads ahead; the library makes that twice the largest tensor (SSDTrain reads one
+module ahead). Its default, a quarter of the bytes that a forward saves, is a whole block of four: recompute's peak."""
+
+Sample = Mapping[str, Any]
+Job = tuple[Case, int]
+"""A round of a case."""
+Launch = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A series and, for ``hybrid``, its budget: a share of the peak with all kept, or ``"recompute"`` for its peak."""
+
+    series: str
+    level: str = ""
+
+    @property
+    def label(self) -> str:
+        """``"hybrid 40%"``, ``"hybrid = recompute"``, ``"hybrid"``, ``"keep"``."""
+        if not self.level:
+            return self.series
+        return f"{self.series} = {self.level}" if self.level in SERIES else f"{self.series} {float(self.level):.0%}"
+
+    @property
+    def in_words(self) -> str:
+        """The label for a legend."""
+        if not self.level:
+            return self.series
+        budget = f"{self.level}'s peak" if self.level in SERIES else f"{float(self.level):.0%} of keep"
+        return f"{self.series} at {budget}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """Cases, and how they are measured.
+
+    ``keep`` is the first series, and takes the first and the last step of each turn.
+    """
+
+    cases: tuple[Case, ...]
+    series: tuple[str, ...] = SERIES
+    levels: tuple[str, ...] = ("recompute", "0.4")
+    """Budgets of the hybrid; it always runs without one, too."""
+    warm_up: int = 4
+    """Steps of each variant before the timed ones, enough for a plan to settle."""
+    steps: int = 10
+    """Timed turns of each round."""
+    repeats: int = 2
+    """Rounds, each in a process of its own."""
+    threads: int | None = None
+    """CPU threads of PyTorch; None for its own choice."""
+    device: str = ""
+    """``"cpu"`` or the accelerator's type; empty for the accelerator if there is one."""
+    gpu: str = ""
+    """The GPU of `estimate` that steps are predicted for; empty if they are run."""
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """The variants of each case; a variant follows those whose peaks it needs."""
+        plain = [Variant(series=name) for name in self.series]
+        return (*plain, *(Variant(series="hybrid", level=level) for level in self.levels))
+
+
+def _preset(row: dict[str, Any]) -> Preset:
+    """Return a preset of ``presets.toml``: every model in every shape and batch of its grid."""
+    cases = []
+    for shape in row["grid"]:
+        sizes = {name: size for name, size in shape.items() if name not in ("models", "batches")}
+        for model in shape["models"]:
+            vocab = {} if "vocab" in sizes else {"vocab": TRANSFORMERS[model][2]}
+            cases += [{"model": model, "batch": batch, **sizes, **vocab} for batch in shape["batches"]]
+    return msgspec.convert({"cases": cases, **row}, Preset)
+
+
+PRESETS = {name: _preset(row) for name, row in TABLES["rok"].items()}
+
+
+# -- points -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median with the middle half of the values around it."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Return that of one or more values."""
+        low, _, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+        return cls(median(values), low, high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """All samples of one variant of one case. None, or 0 bytes: nothing was measured."""
+
+    case: Case
+    variant: Variant
+    device_budget: int | None = None
+    peak_bytes: int = 0
+    """Peak of saved activations on the device in a step: its median over the timed steps."""
+    worst_peak_bytes: int = 0
+    process_peak_bytes: int | None = None
+    """Peak resident memory of the process in a step; None on an accelerator."""
+    step_s: Spread | None = None
+    tflops: Spread | None = None
+    """Throughput, 10¹² FLOP/s: keep's at its median step, over the ratio; without a ratio that of the steps."""
+    ratio: Spread | None = None
+    """Step time over that of keep in the same turn; of keep itself, one of its two steps over the other: A/A noise."""
+    verdict: str = ""
+    identical: bool | None = None
+    """Whether losses and gradients are those of ``keep``, bit for bit; None if nothing was compared."""
+    oom: bool = False
+    below_floor: bool = False
+    """Whether its budget is below the floor of every plan."""
+    error: str = ""
+
+    @property
+    def label(self) -> str:
+        """The variant and the batch."""
+        return f"{self.variant.label}, batch {self.case.batch}"
+
+    @property
+    def failed(self) -> bool:
+        """Whether it went wrong otherwise than by running out of memory or by a budget below the floor."""
+        return bool(self.error) and not self.oom and not self.below_floor
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return one row, ready for JSON."""
+        row = asdict(self)
+        return {**row.pop("case"), **row.pop("variant"), **row}
+
+
+def points_of(samples: Sequence[Sample]) -> list[Point]:
+    """Return points from the samples of a results file."""
+    groups: dict[tuple[Case, Variant], list[Sample]] = {}
+    for sample in samples:
+        key = Case(**sample["case"]), Variant(series=sample["series"], level=sample["level"])
+        groups.setdefault(key, []).append(sample)
+    points = [_point(case, variant, mine) for (case, variant), mine in groups.items()]
+    keeps = {point.case: point for point in points if point.variant.series == "keep"}
+    return [_against(keeps.get(point.case), point) for point in points]
+
+
+def _against(keep: Point | None, point: Point) -> Point:
+    """Return a point with its verdict, and with the throughput that its turns show: keep's, over the ratio."""
+    if keep is None or keep.ratio is None or keep.tflops is None or point.ratio is None:
+        return point
+    top, ratio = keep.tflops.median, point.ratio
+    tflops = Spread(top / ratio.median, top / ratio.high, top / ratio.low)
+    said = "A/A noise" if point.variant.series == "keep" else verdict(ratio, keep.ratio)
+    return replace(point, tflops=tflops, verdict=said)
+
+
+def _point(case: Case, variant: Variant, samples: Sequence[Sample]) -> Point:
+    budget = next((s["device_budget"] for s in samples if s.get("device_budget") is not None), None)
+    point = Point(case=case, variant=variant, device_budget=budget)
+    bad = [sample for sample in samples if "error" in sample]
+    if bad:  # a point that fails now and then is a failed one
+        oom, below_floor = any(s.get("oom") for s in bad), any(s.get("below_floor") for s in bad)
+        return replace(point, oom=oom, below_floor=below_floor, error=bad[0]["error"])
+    step_s = Spread.of([s for sample in samples for s in sample["step_s"]])
+    teraflop = samples[0]["flops"] / 1e12
+    peaks = [peak for sample in samples for peak in sample["peak_bytes"]]
+    process = [s["process_peak_bytes"] for s in samples if s["process_peak_bytes"] is not None]
+    ratios = [ratio for sample in samples for ratio in sample["ratios"]]
+    compared = [sample["identical"] for sample in samples if sample["identical"] is not None]
+    return replace(
+        point,
+        peak_bytes=round(median(peaks)),
+        worst_peak_bytes=max(peaks),
+        process_peak_bytes=round(median(process)) if process else None,
+        step_s=step_s,
+        tflops=Spread(teraflop / step_s.median, teraflop / step_s.high, teraflop / step_s.low),
+        ratio=Spread.of(ratios) if ratios else None,
+        identical=all(compared) if compared else None,
+    )
+
+
+def verdict(ratio: Spread, noise: Spread) -> str:
+    """Compare a ratio to keep with the A/A noise: a difference needs a middle half that lies outside the noise's.
+
+    The noise counts as 1 % at least: virtual time has none, and is no more exact than that.
+
+    >>> verdict(Spread(1.3, 1.2, 1.4), Spread(1.0, 0.9, 1.1)), verdict(Spread(1.05, 1.0, 1.2), Spread(1.0, 0.9, 1.1))
+    ('slower', 'as keep')
+    """
+    if ratio.low > max(noise.high, 1 + LEAST_NOISE):
+        return "slower"
+    return "faster" if ratio.high < min(noise.low, 1 - LEAST_NOISE) else "as keep"
+
+
+# -- rounds -----------------------------------------------------------------------------------------------------------
+
+
+class RokRun:
+    """One run, or the continuation of one.
+
+    Args:
+        preset: the cases, and how they are measured.
+        file: the results (JSON); rounds in it are not taken again, unless something in them failed.
+        about: ``environment`` and ``command`` of the results.
+        launch: takes a round and returns its result; a failure is a result, too.
+        path: directories of the spool; not written to the results.
+
+    Raises:
+        ConfigError: the file holds something else, or was measured with other options.
+    """
+
+    def __init__(
+        self, preset: Preset, file: Path, about: dict[str, Any], launch: Launch, path: list[str] | None = None
+    ) -> None:
+        self.file, self._preset, self._launch, self._path = file, preset, launch, path
+        self._measured_with: dict[str, Any] = {
+            "device": preset.device or find_device(),
+            **{name: getattr(preset, name) for name in ("threads", "warm_up", "steps")},
+            "variants": [asdict(variant) for variant in preset.variants],
+            **({"gpu": preset.gpu} if preset.gpu else {}),
+        }
+        self.payload: dict[str, Any] = {"benchmark": "rok", "version": VERSION, **about}
+        self.payload |= {"measured_with": self._measured_with, "samples": []}
+        if not file.exists():
+            return
+        old = load_results(file)
+        different = [name for name, how in self._measured_with.items() if old["measured_with"].get(name) != how]
+        if different:
+            raise ConfigError("out", str(file), f"was measured with another {', '.join(different)}; name a new file")
+        failed = {_job(s) for s in old["samples"] if "error" in s and not s.get("oom") and not s.get("below_floor")}
+        self.payload["samples"] = [s for s in old["samples"] if _job(s) not in failed]
+
+    def missing(self) -> list[Job]:
+        """Return the rounds that the results do not hold yet."""
+        there = {_job(sample) for sample in self.payload["samples"]}
+        jobs = [(case, repeat) for case in self._preset.cases for repeat in range(self._preset.repeats)]
+        return [job for job in jobs if job not in there]
+
+    def run(self) -> Generator[tuple[Job, list[dict[str, Any]]]]:
+        """Take each missing round; yield it with its samples, one for each variant, when they are in the file.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        for case, repeat in self.missing():
+            result = self._launch(self._measured_with | {"case": asdict(case), "path": self._path})
+            share = result.pop("others_cpu_share", None)
+            head = {"case": asdict(case), "repeat": repeat, "commit": self.payload["environment"].get("commit")}
+            # A round that failed as a whole failed in each variant.
+            found = result.get("samples", [result | variant for variant in self._measured_with["variants"]])
+            samples = [head | {"others_cpu_share": share} | sample for sample in found]
+            self.payload["samples"] += samples
+            self.payload["environment"]["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            write_json(self.file, self.payload)
+            yield (case, repeat), samples
+
+
+def _job(sample: Sample) -> Job:
+    return Case(**sample["case"]), int(sample["repeat"])
+
+
+def load_results(file: Path) -> dict[str, Any]:
+    """Return the results in a file.
+
+    Raises:
+        ConfigError: it cannot be read, or holds no results of this version.
+    """
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        if data["benchmark"] != "rok" or data["version"] != VERSION:
+            raise ValueError("of another kind or version")
+        for sample in data["samples"]:
+            _job(sample)
+        data["measured_with"].get("device")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError("results", str(file), f"no results of `actoffload rok` ({error})") from error
+    return dict(data)
+
+
+# -- predicted rounds -------------------------------------------------------------------------------------------------
+
+
+def predict(spec: dict[str, Any]) -> dict[str, Any]:
+    """Predict a round on meta tensors, for the GPU that ``gpu`` names; return ``samples``, as a measured round does.
+
+    ``recompute`` runs no block once, ``keep`` and ``offload`` run all once, ``hybrid`` is the best mix for its budget.
+    """
+    case = Case(**spec["case"])
+    try:
+        base, flops = profile_of(build(case, torch.device("meta")), case.batch, hardware_of(spec["gpu"]))
+        plain = with_regions(base, choosable(base))
+    except FAILURES as error:
+        return failure(error)
+    peaks: dict[str, int] = {}
+    samples = []
+    for variant in (Variant(**one) for one in spec["variants"]):
+        sample: dict[str, Any] = {"series": variant.series, "level": variant.level, "flops": flops}
+        samples.append(sample)
+        try:
+            budget = budget_of(variant.level, plain.baseline_peak_bytes, peaks)
+            found = _predict_variant(base, plain, variant.series, budget)
+        except ActOffloadError as error:
+            sample |= failure(error)
+            continue
+        peaks[variant.series] = found.peak_bytes
+        ratio = found.step_s / plain.step_s
+        sample |= {"step_s": [found.step_s], "peak_bytes": [found.peak_bytes], "ratios": [ratio]}
+        sample |= {"device_budget": budget, "process_peak_bytes": None, "identical": None}
+    return {"samples": samples}
+
+
+def budget_of(level: str, whole: int | None, peaks: Mapping[str, int | None]) -> int | None:
+    """Return the bytes of a hybrid's level: a share of ``whole``, or another series' peak; None without a level.
+
+    Raises:
+        ActOffloadError: that peak is not known.
+    """
+    if not level:
+        return None
+    peak = peaks.get(level) if level in SERIES else whole
+    if peak is None:
+        raise ActOffloadError(f"no budget: the peak for {level} is not known")
+    return peak if level in SERIES else int(float(level) * peak)
+
+
+def _predict_variant(base: Profile, plain: Profile, series: str, budget: int | None) -> Prediction:
+    if series == "hybrid":
+        # Without a budget: lower the peak of a step that recomputes nothing, as far as that costs no time.
+        limits = Limits(device_budget=budget, tiers=("nvme",))
+        step, plan = best(base if budget is not None else plain, limits)
+        return simulate(step, plan, limits, detail=False)
+    if series == "recompute" and not choosable(base):
+        raise ActOffloadError(NO_BLOCKS)
+    workload = Workload(base if series == "recompute" else plain)
+    tiers = tuple(NVME if series == "offload" and item.movable else KEEP for item in workload.items)
+    return run(workload, Choice(tiers), Conditions(), window=OFFLOAD_READS_AHEAD)
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """The user's choice of cases and of how they are measured; None for the preset's."""
+
+    preset: Annotated[
+        str | None,
+        typer.Option(help=f"One of {', '.join(PRESETS)}; default: cpu. simulated is a small GPU in virtual time."),
+    ] = None
+    gpu: Annotated[
+        str | None, typer.Option(help="Run nothing: predict from shapes, for this GPU of `estimate --presets`.")
+    ] = None
+    model: Annotated[
+        str | None, typer.Option(help="Your own, FILE.py:FUNCTION; or a name: only the preset's cases of this model.")
+    ] = None
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Samples of your own model's batches; repeat. Or only the preset's cases of these."),
+    ] = None
+    steps: Annotated[int | None, typer.Option(min=1, help="Default: the preset's.")] = None
+    repeats: Annotated[int | None, typer.Option(min=1, help="Default: the preset's.")] = None
+
+    @property
+    def own(self) -> bool:
+        """Whether the model is the user's own."""
+        return self.model is not None and is_own(self.model)
+
+    def run(self, out: Path | None, path: list[str] | None) -> RokRun:
+        """Return the run that was asked for.
+
+        Raises:
+            ConfigError: an option cannot work, or the results file holds something else.
+        """
+        name = self.preset or (OWN if self.own else "cpu")
+        if name not in PRESETS:
+            raise ConfigError("preset", name, f"choose one of {', '.join(map(repr, PRESETS))}")
+        chosen = PRESETS[name]
+        chosen = replace(chosen, steps=self.steps or chosen.steps, repeats=self.repeats or chosen.repeats)
+        command = f"actoffload rok --preset {name} --steps {chosen.steps} --repeats {chosen.repeats}"
+        file = f"rok_{Path(self.model).stem if self.model and self.own else name}"
+        environment = describe_environment()
+        launch: Launch = partial(run_worker, WORKER, limit_s=LIMIT_S)
+        if self.gpu is not None:
+            machine, launch = hardware_of(self.gpu), predict
+            rates = f"{machine.write_bytes_per_s / 1e9:.0f} GB/s out, {machine.read_bytes_per_s / 1e9:.0f} back"
+            speed = f"{machine.flops_per_s / 1e12:.0f} TFLOP/s"
+            environment["gpu"] = f"{self.gpu}, {speed}; {machine.drives} SSDs, {rates}"
+            chosen = replace(chosen, gpu=self.gpu, device=PREDICTED, series=SERIES, threads=None)
+            chosen = replace(chosen, warm_up=0, steps=1, repeats=1)
+            command, file = f"actoffload rok --preset {name} --gpu {self.gpu}", f"{file}_{self.gpu}"
+        chosen = replace(chosen, cases=self._cases(chosen))
+        about = {"command": command, "environment": environment}
+        return RokRun(chosen, out or Path(f"{file}.json"), about, launch, path)
+
+    def _cases(self, preset: Preset) -> tuple[Case, ...]:
+        """Return a user's own model in each batch, or the preset's cases of a model and of some batches."""
+        if self.model is not None and self.own:
+            import_function("model", self.model)  # an error there ends the command, not every round
+            return tuple(Case(model=self.model, batch=size) for size in self.batch or OWN_BATCHES)
+        cases = preset.cases
+        for name, wanted in (("model", [self.model] if self.model else None), ("batch", self.batch)):
+            if wanted:
+                cases = tuple(case for case in cases if getattr(case, name) in wanted)
+            if not cases:
+                remedy = "the preset has no such case; your own is FILE.py:FUNCTION"
+                raise ConfigError(name, wanted and wanted[0], remedy)
+        return cases
+
+
+@grouped
+def command(
+    measured: Measured,
+    look: Look,
+    out: Annotated[
+        Path | None, typer.Option(help="Results (JSON); continued if it exists. Default: rok_NAME.json.")
+    ] = None,
+    redraw: Annotated[Path | None, typer.Option(help="Measure nothing; draw and compare these results.")] = None,
+    path: PathOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure the recompute-offload-keep curve: variants take their steps in turns, each round is kept at once.
+
+    FUNCTION returns a model and make_batch(size), which returns the model's arguments; the model returns its loss.
+    """
+    with explained_errors():
+        if redraw is not None:
+            raise typer.Exit(finish(load_results(redraw), redraw, look, as_json))
+        rok = measured.run(out, strings(path))
+        try:
+            take_rounds(rok, quiet=as_json)
+        except KeyboardInterrupt:
+            left = f"{len(rok.missing())} rounds are left; the same command goes on"
+            drawn = f"; actoffload rok --redraw {rok.file} draws the others" if rok.payload["samples"] else ""
+            typer.echo(f"Interrupted. {left}{drawn}.", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+        raise typer.Exit(finish(rok.payload, rok.file, look, as_json))
+
+
+def take_rounds(run: RokRun, *, quiet: bool) -> None:
+    """Take all missing rounds behind a progress bar."""
+    names = [f"{case.name}, round {repeat + 1}" for case, repeat in run.missing()] + ["done"]
+    with progress_bar(TimeElapsedColumn(), quiet=quiet) as progress:
+        if not quiet:
+            there = len(run.payload["samples"])
+            progress.console.print(f"{len(names) - 1} rounds to take, {there} samples there; results in {run.file}")
+        bar = progress.add_task(names[0], total=len(names) - 1)
+        for number, (_, samples) in enumerate(run.run()):
+            progress.update(bar, advance=1, description=names[number + 1])
+            for sample in (sample for sample in samples if "error" in sample):
+                text = f"{names[number]}: {sample['series']} {sample['level']}: {sample['error']}"
+                progress.console.print(text, style="yellow", markup=False)
+
+
+def finish(payload: dict[str, Any], file: Path, look: Look, as_json: bool) -> int:
+    """Draw and compare; return 1 if losses or gradients differ or a point failed.
+
+    Running out of memory and a budget below the floor are no failures.
+    """
+    points, machine = points_of(payload["samples"]), payload["environment"]
+    share = max((s.get("others_cpu_share") or 0.0 for s in payload["samples"]), default=0.0)
+    title = f"{machine.get('gpu') or machine.get('cpu')}, torch {machine.get('torch')}"
+    if payload["measured_with"].get("device") == PREDICTED:
+        title, share = f"PREDICTED from shapes, nothing was run\n{machine['gpu']}", 0.0
+    elif payload["measured_with"].get("device") == SIMULATED:
+        title, share = f"SIMULATED GPU, virtual time; torch {machine.get('torch')}", 0.0
+    share = share if share > BUSY_SHARE else 0.0
+    busy = f"the machine was busy: others took up to {share:.0%} of the processors" if share else ""
+    pictures = [look.path(file, ending) for ending in (".png", ".svg")]
+    drawn = f"written beside {file.name}: {', '.join(picture.name for picture in pictures)}"
+    try:
+        if points:
+            draw_rok(points, pictures, "\n".join(filter(None, (title, busy))), look)
+    except ImportError:
+        drawn = "a picture needs matplotlib: pip install actoffload[plots]"
+    if as_json:
+        print_json({"points": [point.as_dict() for point in points], "busy_share": share})
+    else:
+        show(points, busy)
+        typer.echo(drawn)
+    return 1 if any(p.failed or p.identical is False for p in points) else 0
+
+
+def show(points: Sequence[Point], busy: str) -> None:
+    """Print a table for each case, in 80 columns, and the warnings."""
+    console = Console()
+    for case in dict.fromkeys(point.case for point in points):
+        caption = "peak: saved activations; × keep: within the same turn (middle half)"
+        table = Table(title=escape(case.name), title_justify="left", caption=caption, caption_justify="left")
+        table.box, table.padding = None, (0, 2, 0, 0)
+        for name in ("series", "peak", "process", "step", "× keep", "verdict"):
+            table.add_column(
+                name, justify="left" if name in ("series", "verdict") else "right", no_wrap=name != "verdict"
+            )
+        mine = [point for point in points if point.case == case]
+        for point in sorted(mine, key=lambda p: (SERIES.index(p.variant.series), p.peak_bytes)):
+            table.add_row(point.variant.label, *map(escape, _cells(point)))
+        console.print(table)
+    if busy:
+        console.print(f"WARNING: {busy}; trust verdicts, not single figures.", style="bold yellow", markup=False)
+    different = [point.label for point in points if point.identical is False]
+    if different:
+        console.print(f"BITS DIFFER: {'; '.join(different)}", style="bold red", markup=False)
+    elif any(point.identical for point in points):
+        console.print("Losses and gradients are equal bit for bit in every step of every series.", style="green")
+
+
+def _cells(point: Point) -> tuple[str, ...]:
+    """Return a point's numbers as text and its verdict, or the reason why there are none."""
+    if point.step_s is None:
+        return ("-", "-", "-", "-", "out of memory" if point.oom else point.error)
+    ratio = point.ratio
+    return (
+        format_size(point.peak_bytes),
+        "-" if point.process_peak_bytes is None else format_size(point.process_peak_bytes),
+        f"{point.step_s.median:.3g} s",
+        "-" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})",
+        "BITS DIFFER" if point.identical is False else point.verdict,
+    )
