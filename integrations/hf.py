@@ -1,11 +1,12 @@
-"""Hugging Face: the forward passes of a ``transformers.Trainer``, or of any subclass, inside an offloading context.
+"""Hugging Face: runs the forwards of a ``transformers.Trainer``, or of any subclass, inside an offloading context.
 
     trainer = SFTTrainer(model, args=..., train_dataset=...)
     actoffload.integrations.hf.attach(trainer, target="nvme", path="/mnt/nvme0")
     trainer.train()
 
-The context is around ``compute_loss``: whatever wraps the model (DDP, FSDP, DeepSpeed, PEFT, ``torch.compile``) is in
-it, and so is what the loss saves (logits, log-probabilities). Evaluation and generation want no gradient: left alone.
+The context is around ``compute_loss``, so it includes every wrapper of the model (DDP, FSDP, DeepSpeed, PEFT,
+``torch.compile``) and the tensors that the loss saves (logits, log-probabilities). Evaluation and generation run
+without gradients and are left alone.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ _logger = transformers.utils.logging.get_logger("transformers.actoffload")
 
 
 def attach(trainer: Trainer, **options: Any) -> TrainerAttachment:
-    """Run every forward of a trainer's training steps inside an offloading context; rank 0 says so in one line.
+    """Run every forward of a trainer's training steps inside an offloading context; rank 0 prints one line.
 
-    What the trainer's own flags would move is moved here instead: TRL's ``activation_offloading``, ``"offload"`` in
-    ``gradient_checkpointing_kwargs`` and ``activation_checkpointing_offload`` of Accelerate's FSDP plugin. The value
-    of the first two may be a target (``"nvme"``, ...), which is taken where ``options`` have none. What an
-    ``"actoffload"`` section of a DeepSpeed configuration says holds where ``options`` do not say otherwise.
+    The trainer's own flags for this are switched off, and their tensors move here instead: TRL's
+    ``activation_offloading``, ``"offload"`` in ``gradient_checkpointing_kwargs`` and
+    ``activation_checkpointing_offload`` of Accelerate's FSDP plugin. The value of the first two may be a target
+    (``"nvme"``, ...), which applies unless ``options`` has one. An ``"actoffload"`` section of a DeepSpeed
+    configuration applies unless ``options`` overrides it.
 
     Args:
         trainer: a ``transformers.Trainer`` or any subclass of it (TRL's trainers are), before ``train()``.
@@ -48,9 +50,9 @@ def attach(trainer: Trainer, **options: Any) -> TrainerAttachment:
         The attachment, also found as ``trainer.actoffload``: ``.offloader`` and ``.detach()``.
 
     Raises:
-        ConfigError: ``trainer`` is none, is attached already, was told to offload activations in a way that cannot be
+        ConfigError: ``trainer`` is not a trainer, is attached already, offloads activations in a way that cannot be
             taken over, or runs on ``nn.DataParallel``; transformers is too old; an option or a flag cannot work; or the
-            section says ``"enabled": false``.
+            section has ``"enabled": false``.
     """
     version, kind = transformers.__version__, type(trainer).__name__
     if [int(part) for part in version.split(".")[:2]] < [4, 46]:
@@ -81,9 +83,11 @@ class TrainerAttachment(TrainerCallback):
         self._own = {name: value for name, value in vars(trainer).items() if name == self._name}
         self._inner: Callable[..., Any] = getattr(trainer, self._name)
         self._attached, self._began_at, self._runs = True, 0, 0
+        # On the instance, not on its class: other trainers of the class stay as they are.
         setattr(trainer, self._name, functools.wraps(self._inner)(functools.partial(self._run)))
         trainer.actoffload = self
-        trainer.callback_handler.callbacks.insert(0, self)  # before what reports `on_log`
+        # First in the list: callbacks run in order, and `on_log` must add its numbers before others report them.
+        trainer.callback_handler.callbacks.insert(0, self)
         self._reported, self._plans = self.offloader.statistics(), self._why_planned()
         self._undo = contextlib.ExitStack()
         self._take_over()
@@ -94,7 +98,7 @@ class TrainerAttachment(TrainerCallback):
         return self._context.offloader
 
     def detach(self) -> None:
-        """Leave the trainer as it was. What was saved so far stays usable. Idempotent."""
+        """Restore the trainer. Tensors saved so far stay usable. Idempotent."""
         if not self._attached:
             return
         self._attached = False
@@ -103,8 +107,10 @@ class TrainerAttachment(TrainerCallback):
             self.offloader.forget(self.trainer.model)
         self.trainer.remove_callback(self)
         del self.trainer.actoffload
+        # If another library has wrapped the method since, removing ours would remove its wrapper as well. Ours stays
+        # below it and does nothing: `_attached` is False.
         now = vars(self.trainer).get(self._name)
-        if getattr(now, "func", None) == self._run:  # else somebody wrapped it since, and ours does nothing
+        if getattr(now, "func", None) == self._run:
             delattr(self.trainer, self._name)
             vars(self.trainer).update(self._own)
 
@@ -112,21 +118,23 @@ class TrainerAttachment(TrainerCallback):
         if not self._attached or not torch.is_grad_enabled():  # no gradient: evaluation
             return self._inner(*args, **kwargs)
         self._runs += 1
-        self.offloader.use(self.trainer.model)  # `model_init` may have made another one
+        # At each call, not once: `model_init` may have replaced the model, and names and parameters are the model's.
+        self.offloader.use(self.trainer.model)
         with self._context:
             return self._inner(*args, **kwargs)
 
     def _take_over(self) -> None:
+        # `_undo` runs in reverse order: the value that a flag had first is the one that remains.
         for flag in _flags(self.trainer):
             self._undo.callback(flag.write, flag.value)
             flag.write(flag.off)
 
     def _why_planned(self) -> tuple[str, ...]:
-        """Why each plan was made."""
+        """The reason for each plan."""
         return () if self.offloader.autopilot is None else tuple(self.offloader.autopilot.history)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Add what was done since the last log, for all that report logs: W&B, TensorBoard, MLflow, trackio, ..."""
+        """Add the counts since the last log, for every logger: W&B, TensorBoard, MLflow, trackio, ..."""
         if logs is None or "loss" not in logs:
             return
         before, now = self._reported, self.offloader.statistics()
@@ -136,7 +144,8 @@ class TrainerAttachment(TrainerCallback):
         logs.update({**now.metrics(since=before), "actoffload/planned_anew": planned_anew})
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._take_over()  # what was switched on since
+        # Again: the program may have switched a flag on since it attached the trainer.
+        self._take_over()
         _refuse_conflicts(self.trainer)
         self._began_at, self._runs = state.global_step, 0
 
@@ -154,7 +163,7 @@ def _method_with_forward(kind: type) -> str:
             names = code.co_names if code is not None else ()
             if "compute_loss" in names:
                 return "compute_loss"
-            if "training_step" not in names:  # no call of its parent's: it does all by itself
+            if "training_step" not in names:  # it does not call its parent's, so it holds the whole step itself
                 break
     return "training_step"
 
@@ -169,7 +178,7 @@ def _refuse_conflicts(trainer: Any) -> None:
     if trainer.args.n_gpu > 1:
         remedy = "nn.DataParallel runs the model in threads, outside every context: start with torchrun or accelerate"
         raise ConfigError("n_gpu", trainer.args.n_gpu, remedy)
-    for module in trainer.model.modules() if trainer.model is not None else ():  # Ray Tune has taken it away
+    for module in trainer.model.modules() if trainer.model is not None else ():  # Ray Tune removes the model
         function = getattr(module, "_gradient_checkpointing_func", None)
         function = getattr(function, "func", function)
         if "activation_checkpointing_enable.<locals>" in getattr(function, "__qualname__", ""):
@@ -185,7 +194,7 @@ class _Switch:
     off: Any
     write: Callable[[Any], None]
     target: Any = None
-    """The target that the flag names; None where it is just on."""
+    """The target that the flag names; None if its value is just True."""
 
 
 def _flags(trainer: Any) -> Iterator[_Switch]:
@@ -208,7 +217,7 @@ def _flags(trainer: Any) -> Iterator[_Switch]:
 
 
 def _target(name: str, value: object) -> str | None:
-    """The target that the value of a flag names; None for one that is only on."""
+    """The target that the value of a flag names; None if it is a boolean."""
     if isinstance(value, bool):
         return None
     try:
@@ -218,7 +227,7 @@ def _target(name: str, value: object) -> str | None:
 
 
 def deepspeed_section(trainer: Any) -> dict[str, Any] | None:
-    """The options in the DeepSpeed configuration of a trainer; None where it says ``"enabled": false``."""
+    """The options in the DeepSpeed configuration of a trainer; None if that has ``"enabled": false``."""
     config = getattr(getattr(trainer.args, "hf_deepspeed_config", None), "config", None)
     if not config:
         return {}
@@ -232,13 +241,13 @@ def _flag(default: Any, text: str) -> Any:
 
 
 def _several(text: str) -> dict[str, str]:
-    """Of a flag that takes several values, and may be given again for more."""
+    """The metadata of a flag that takes several values, and may be repeated for more."""
     return {"help": text, "action": "extend"}
 
 
 @dataclass
 class OffloadArguments:
-    """The options of `attach` as flags, for ``transformers.HfArgumentParser``; off unless a target is given.
+    """The options of `attach` as flags, for ``transformers.HfArgumentParser``; off without a target.
 
         training, offload = HfArgumentParser((TrainingArguments, OffloadArguments)).parse_args_into_dataclasses()
         offload.attach(Trainer(model, training, ...))
@@ -274,12 +283,12 @@ class OffloadArguments:
             raise ConfigError(_PREFIX + error.field, error.value, error.remedy) from None
 
     def options(self) -> dict[str, Any]:
-        """The options that were given, as `attach` takes them."""
-        given = {name.removeprefix(_PREFIX): value for name, value in vars(self).items() if value is not None}
+        """The options that the flags set, as `attach` takes them."""
+        found = {name.removeprefix(_PREFIX): value for name, value in vars(self).items() if value is not None}
         return {
-            name: OffloadConfig.value_of(name, value) if name == "recompute" else value for name, value in given.items()
+            name: OffloadConfig.value_of(name, value) if name == "recompute" else value for name, value in found.items()
         }
 
     def attach(self, trainer: Trainer, **options: Any) -> TrainerAttachment | None:
-        """`attach` with these options, and further ones; None where the target is ``"none"``."""
+        """`attach` with these options, and further ones; None if the target is ``"none"``."""
         return None if self.actoffload_target == "none" else attach(trainer, **{**self.options(), **options})

@@ -1,9 +1,9 @@
-"""torch_remat: what its checkpoints keep is moved, and what would hide that from our hooks is an error.
+"""torch_remat: moves the tensors that its checkpoints keep, and raises if other hooks would hide these tensors.
 
     attachment = actoffload.integrations.remat.attach(model, target="nvme", path="/mnt/nvme0")
 
-torch_remat hands the hooks around a ``remat.checkpoint`` the inputs of the region, what its SAVE regions save, and
-those of their outputs that run again in backward.
+torch_remat calls the hooks around a ``remat.checkpoint`` for the inputs of the region, for the tensors that its SAVE
+regions save, and for the outputs of these that the recomputation in backward needs.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _inside = contextvars.ContextVar("inside", default=False)
 def attach(module: nn.Module, **options: Any) -> Attachment:
     """As `actoffload.attach`, for a module with ``remat.checkpoint`` in its forward.
 
-    A forward raises a `ConfigError` where torch_remat is given other hooks, and if it runs in a ``remat.checkpoint``.
+    A forward raises a `ConfigError` if torch_remat gets other hooks, or if the forward runs in a ``remat.checkpoint``.
 
     Raises:
-        ConfigError: ``module`` is attached already, ``recompute`` is given, or an option cannot work.
+        ConfigError: ``module`` is attached already, ``recompute`` is set, or an option cannot work.
     """
     if Attachment.of(module) is not None:
         raise ConfigError("module", type(module).__name__, "is attached already: first detach()")
@@ -48,6 +48,8 @@ def attach(module: nn.Module, **options: Any) -> Attachment:
 
 class _RematAttachment(Attachment):
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Before our hooks are installed: torch_remat's checkpoint captured the hooks around it, and ours inside would
+        # be the innermost ones, so it would never see the tensors that it has to keep.
         if _state.get() is not None:
             remedy = (
                 "it runs in a remat.checkpoint, whose hooks ours would hide: attach a module around that, and choose"
@@ -62,10 +64,13 @@ class _RematAttachment(Attachment):
 
 @functools.cache
 def _watch_hooks() -> None:
-    """Once: raise where a pair of hooks other than those around it is handed to torch_remat in an attached forward."""
+    """Once: raise if torch_remat, in an attached forward, gets a pair of hooks other than the pair around it."""
+    # torch_remat looks this name up at each call, so a replacement reaches every checkpoint. Only an attached forward
+    # is checked: elsewhere the program's hooks are its own business.
     kind = _api._SavedTensorsHooks
 
     def checked(pack: Any, unpack: Any, *rest: Any) -> Any:
+        # Identity of the pack hook, not equality of owners: another offloader's hooks would hide ours just as well.
         around = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if _inside.get() and (around is None or around[0] is not pack):
             remedy = (

@@ -1,4 +1,4 @@
-"""``ACTOFFLOAD=auto``: what a program trains with one of the frameworks below is attached by itself.
+"""``ACTOFFLOAD=auto``: attaches a program that trains with one of the frameworks below, without a change to it.
 
     ACTOFFLOAD=nvme ACTOFFLOAD_PATH=/mnt/nvme0 accelerate launch train.py
     actoffload run --target nvme -- train.py
@@ -22,7 +22,7 @@ from torch import nn
 from actoffload import Attachment, OffloadConfig, attach
 
 _in_trainer = contextvars.ContextVar("in_trainer", default=False)
-"""A trainer is attached as a whole: what it prepares is not attached again."""
+"""A trainer is attached as a whole, so the models and engines that it prepares are not attached again."""
 
 
 def patch(module: ModuleType) -> None:
@@ -39,6 +39,7 @@ def _patch_trainer(module: Any) -> None:
 
         left_alone = hasattr(self, "actoffload") or hf.deepspeed_section(self) is None
         attachment = None if left_alone else hf.attach(self, **OffloadConfig.options_from_environment())
+        # Set it also if the trainer is left alone: its model must not be attached through `Accelerator.prepare` either.
         token = _in_trainer.set(True)
         try:
             return train(self, *args, **kwargs)
@@ -58,13 +59,15 @@ def _patch_accelerate(module: Any) -> None:
         if _in_trainer.get():
             return prepare(self, *args, **kwargs)
         plugin: Any = getattr(self.state, "fsdp_plugin", None)
+        # Before `prepare`, which reads the flag when it wraps the model: both would move the same tensors.
         if getattr(plugin, "activation_checkpointing_offload", False):
-            plugin.activation_checkpointing_offload = False  # what it moves, we move
+            plugin.activation_checkpointing_offload = False
         prepared = prepare(self, *args, **kwargs)
         for each in prepared if isinstance(prepared, tuple) else (prepared,):
-            if not isinstance(each, nn.Module) or hasattr(each, "actoffload"):  # a DeepSpeed engine has it
+            if not isinstance(each, nn.Module) or hasattr(each, "actoffload"):  # a DeepSpeed engine is attached already
                 continue
-            if not any(map(Attachment.of, each.modules())):  # else the program attached it, with options of its own
+            # `prepare` returns a wrapper of the model, so an attachment that the program made is on a module inside.
+            if not any(map(Attachment.of, each.modules())):
                 attach(each, **OffloadConfig.options_from_environment())
         return prepared
 
@@ -83,11 +86,13 @@ def _patch_deepspeed(module: Any) -> None:
         return deepspeed.initialize_with(OffloadConfig.options_from_environment(), *args, **kwargs)
 
     module.initialize = attached
-    module.initialize.replaced = initialize  # found by an adapter that is imported later, or already half imported
+    # The adapter reads this attribute when it is imported, or half imported by now. Otherwise it would take this
+    # wrapper for DeepSpeed's own function and call itself without end.
+    module.initialize.replaced = initialize
 
 
 def _patch_trl(module: Any) -> None:
-    """``activation_offloading=True`` makes no context of TRL's, which needs an accelerator: the trainer is attached."""
+    """Make no context of TRL's for ``activation_offloading=True``: it needs an accelerator; the trainer is attached."""
     module.get_act_offloading_ctx_manager = lambda *args, **kwargs: contextlib.nullcontext()
 
 

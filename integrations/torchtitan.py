@@ -1,10 +1,10 @@
-r"""torchtitan: a config that is chosen on its command line, as its own activation-checkpointing configs are.
+r"""torchtitan: one more activation-checkpointing config to choose on its command line.
 
     python -m actoffload.integrations.torchtitan --module llama3 --config llama3_8b --training.disable_cuda_graphs \
         activation-checkpoint:actoffload --activation-checkpoint.target nvme  # needs a GPU
 
-This module stands for ``torchtitan.train``: with torchtitan's script, ``TRAIN_FILE=actoffload.integrations.torchtitan``
-is all that changes before the flags. `register` does the same for a program that starts a trainer itself.
+This module replaces ``torchtitan.train``: with torchtitan's script, ``TRAIN_FILE=actoffload.integrations.torchtitan``
+is the only change before the flags. `register` does the same for a program that starts a trainer itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SAME_TENSORS = "torchtitan would move the same activations: switch one of the t
 
 
 class OffloadAC(ActivationCheckpointing):  # type: ignore[misc]
-    """What the model saves for backward is moved, after any checkpointing of its transformer blocks."""
+    """Moves the tensors that the model saves for backward, after any checkpointing of its transformer blocks."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ActivationCheckpointing.Config):  # type: ignore[misc]
@@ -80,14 +80,16 @@ class OffloadAC(ActivationCheckpointing):  # type: ignore[misc]
 
 @functools.cache
 def register() -> None:
-    """Let ``activation-checkpoint:actoffload`` be chosen, and let ``ACTOFFLOAD`` attach what any trainer trains.
+    """Add ``activation-checkpoint:actoffload`` to the command line, and let ``ACTOFFLOAD`` attach trainers' models.
 
     A trainer raises a `ConfigError` when it is built if an option cannot work, with CUDA graphs, and with torchtitan's
     own offloading. It logs the report when it is closed.
     """
+    # tyro reads the annotation when it parses the command line, so the new choice must be there before that.
     annotations = Trainer.Config.__annotations__
     chosen = Annotated[OffloadAC.Config, tyro.conf.subcommand("actoffload")]
     annotations["activation_checkpoint"] = annotations["activation_checkpoint"] | chosen
+    # PyTorch's contexts keep a selective policy's tensors where no hook sees them. Ours are the same outside a context.
     vars(activation_checkpoint)["create_selective_checkpoint_contexts"] = create_selective_checkpoint_contexts
     build, close = Trainer.__init__, Trainer.close
 
@@ -95,10 +97,12 @@ def register() -> None:
     def build_and_attach(self: Any, config: Any) -> None:
         options = _options(config.activation_checkpoint)
         if options is not None:
-            _refuse_conflicts(config)
+            _refuse_conflicts(config)  # before the trainer spends minutes on building the model
         build(self, config)
         self.actoffload = []
-        if options is not None:  # one for all stages of a pipeline: their order is planned together
+        # After `build`: it shards, compiles and checkpoints the model, and the attachment must be around all of that.
+        # All stages of a pipeline share one offloader, because their order is planned together.
+        if options is not None:
             offloader = Offloader(OffloadConfig(**options))
             self.actoffload = [attach(part, offloader=offloader) for part in self.model_parts]
 
@@ -112,13 +116,14 @@ def register() -> None:
 
 
 def _options(chosen: object) -> dict[str, Any] | None:
-    """The options of `attach` that the flags give, and the environment where they do not; None where neither is on."""
+    """The options of `attach` from the flags, then from the environment; None if neither switches offloading on."""
     environment = dict(os.environ)
     if environment.get("ACTOFFLOAD", "0") in {"", "0", "off"}:
         environment.pop("ACTOFFLOAD", None)
     if not isinstance(chosen, OffloadAC.Config):
         return OffloadConfig.options_from_environment(environment) if "ACTOFFLOAD" in environment else None
-    others = {"checkpointing", *(field.name for field in fields(ActivationCheckpointing.Config))}  # has a "debug" too
+    # torchtitan's base config has fields of its own, one of them with the name of one of ours: "debug".
+    others = {"checkpointing", *(field.name for field in fields(ActivationCheckpointing.Config))}
     flags = {field.name: getattr(chosen, field.name) for field in fields(chosen) if field.name not in others}
     flags = {name: value for name, value in flags.items() if value is not None}
     if "recompute" in flags:
@@ -140,7 +145,7 @@ def _refuse_conflicts(config: Any) -> None:
 
 
 def main() -> None:
-    """Run ``torchtitan.train`` with one more config to choose."""
+    """Run ``torchtitan.train`` with the additional config."""
     from torchtitan import train
 
     register()
@@ -148,6 +153,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from actoffload.integrations import torchtitan as this  # one module, also where `switch` has imported it
+    # Run the imported module, not `__main__`: `switch` may have imported it, and two modules would have two configs.
+    from actoffload.integrations import torchtitan as this
 
     this.main()

@@ -1,1 +1,1 @@
-"""Loops that run as they are, with and without offloading: ``python -m actoffload.integrations.examples.NAME``."""
+"""Training loops to run with and without offloading: ``python -m actoffload.integrations.examples.NAME``."""

@@ -13,7 +13,7 @@ def main() -> None:
     """Run the example that the command line names.
 
     Raises:
-        SystemExit: there is none of this name, or a package is missing that it needs.
+        SystemExit: no example has this name, or a package that it needs is missing.
     """
     names = [module.name for module in pkgutil.iter_modules(folders) if module.name.endswith("_loop")]
     name = sys.argv[1] if len(sys.argv) > 1 else "nothing"

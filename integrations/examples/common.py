@@ -1,4 +1,4 @@
-"""What the examples share: the command line, and pieces of a text or pictures to learn from."""
+"""The examples' common parts: the command line, and pieces of a text or pictures to learn from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 KINDS = 10
-"""How many ways the waves of `waves` run."""
+"""The number of directions in which the waves of `waves` run."""
 
 
 def make_parser(description: str | None, **sizes: int) -> argparse.ArgumentParser:
@@ -26,7 +26,7 @@ def make_parser(description: str | None, **sizes: int) -> argparse.ArgumentParse
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of offloading that the command line gave."""
+    """The offloading options of the command line."""
     return {name: getattr(args, name) for name in ("target", "path", "min_bytes", "device_budget")}
 
 
@@ -38,7 +38,7 @@ def batch(seed: int, rows: int, seq: int, device: torch.device) -> Tensor:
 
 
 def waves(seed: int, rows: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Pictures of waves and which of `KINDS` ways they run: (rows, 3, size, size) float32 in -1 to 1, (rows,) int64."""
+    """Pictures of waves and their direction of `KINDS`: (rows, 3, size, size) float32 in -1 to 1, (rows,) int64."""
     generator = torch.Generator().manual_seed(seed)
     kinds = torch.randint(KINDS, (rows,), generator=generator)
     phases = torch.rand(rows, 3, 1, 1, generator=generator) * torch.pi

@@ -3,7 +3,7 @@
     python -m actoffload.integrations.examples.diffusers_loop --target nvme --path /mnt/nvme0
     python -m actoffload.integrations.examples.diffusers_loop --target none
 
-Both print the same losses, bit for bit. The line that switches offloading on is marked.
+Both print the same losses, bit for bit. A comment marks the line that switches offloading on.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     attachment = actoffload.Attachment.of(model)
     if attachment is not None:
-        print(attachment.offloader.report())  # what it did and why
+        print(attachment.offloader.report())  # bytes moved, and the reasons
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )  # <- offloading: the forward and the loss of each training step
         trainer.train()
     if attachment is not None:
-        print(attachment.offloader.report())  # what it did and why
+        print(attachment.offloader.report())  # bytes moved, and the reasons
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python -m actoffload.integrations.examples.lightning_loop --target nvme --path /mnt/nvme0
     python -m actoffload.integrations.examples.lightning_loop --target none
 
-Both print the same losses, bit for bit. The lines that switch offloading on are marked.
+Both print the same losses, bit for bit. Comments mark the lines that switch offloading on.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     trainer.fit(task, DataLoader(pieces, batch_size=args.batch))
 
     if attachment is not None:
-        print(attachment.offloader.report())  # <- offloading: what it did and why
+        print(attachment.offloader.report())  # <- offloading: bytes moved, and the reasons
         attachment.detach()
 
 

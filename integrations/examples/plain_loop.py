@@ -3,8 +3,8 @@
     python -m actoffload.integrations.examples.plain_loop --target nvme --path /mnt/nvme0
     python -m actoffload.integrations.examples.plain_loop --target none
 
-Both print the same losses, bit for bit (the hexadecimal number is the exact one). The lines that switch offloading on
-are marked.
+Both print the same losses, bit for bit (the hexadecimal number is the exact one). Comments mark the lines that switch
+offloading on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     offloading: Any = nullcontext()
     if args.target != "none":
-        # <- offloading: what autograd saves inside this context leaves the device until backward
+        # <- offloading: tensors that autograd saves inside this context leave the device until backward
         offloading = actoffload.offload_activations(**options(args), model=model, announce="first")
 
     for step in range(args.steps):
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"step {step}: loss {loss.item():.4f} = {loss.item().hex()}", flush=True)
 
     if args.target != "none":
-        print(offloading.offloader.report())  # <- offloading: what it did and why
+        print(offloading.offloader.report())  # <- offloading: bytes moved, and the reasons
 
 
 if __name__ == "__main__":

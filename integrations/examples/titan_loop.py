@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 -m actoffload.integrations.examples.titan_loop --target nvme
 
 Started by torchrun it shards parameters, gradients and optimizer state with ``fully_shard``. With ``--target none`` it
-prints the same losses, bit for bit. The lines that switch offloading on are marked.
+prints the same losses, bit for bit. Comments mark the lines that switch offloading on.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ def build(args: argparse.Namespace, device: torch.device) -> GPT:
     torch.manual_seed(0)
     sizes = GPTConfig(layers=args.layers, width=args.width, seq=args.seq, recompute=args.recompute)
     model = GPT(sizes).to(device)
+    # Checkpoint, then compile, then shard: FSDP gathers a block's parameters before its compiled forward runs.
     for block in model.stack.blocks:
-        if args.compile:  # never the whole model: in one graph every saved tensor is there until its end
+        if args.compile:  # never the whole model: one graph keeps every saved tensor until its end
             block.compile(backend=args.compile, fullgraph=True)
         if dist.is_initialized():
             fully_shard(block)
@@ -49,7 +50,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, context: Any,
         with context:  # <- offloading: around forward and loss; here backward is inside as well
             predicted = model(piece[:, :-1])
             loss = F.cross_entropy(predicted.flatten(0, 1), piece[:, 1:].flatten()) / len(tokens)
-            del predicted
+            del predicted  # else the loop holds it until backward, and a tensor that the program holds stays
             loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if rank == 0:
             print(f"step {step}: loss {loss:.4f} = {loss.hex()}", flush=True)
     if args.target != "none" and rank == 0:
-        print(train_context.offloader.report())  # <- offloading: what it did and why
+        print(train_context.offloader.report())  # <- offloading: bytes moved, and the reasons
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,9 +1,9 @@
-"""A ResNet of torchvision with random weights learns which way waves run: one call of `attach` on the model.
+"""A ResNet of torchvision with random weights learns the direction of waves: one call of `attach` on the model.
 
     python -m actoffload.integrations.examples.torchvision_loop --target nvme --path /mnt/nvme0
     python -m actoffload.integrations.examples.torchvision_loop --target none
 
-Both print the same losses, bit for bit. The line that switches offloading on is marked.
+Both print the same losses, bit for bit. A comment marks the line that switches offloading on.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     attachment = actoffload.Attachment.of(model)
     if attachment is not None:
-        print(attachment.offloader.report())  # what it did and why
+        print(attachment.offloader.report())  # bytes moved, and the reasons
 
 
 if __name__ == "__main__":

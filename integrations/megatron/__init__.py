@@ -1,4 +1,4 @@
-"""Megatron-core: two lines for ``pretrain``, or for any loop that calls ``get_forward_backward_func()``.
+"""Megatron-core: two lines switch offloading on in ``pretrain``, or in a loop around ``get_forward_backward_func()``.
 
 from actoffload.integrations.megatron import add_actoffload_args, wrap_forward_step
 

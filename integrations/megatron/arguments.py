@@ -1,4 +1,4 @@
-"""The flags that Megatron's command line gets, and the options that they stand for."""
+"""Adds actoffload's flags to Megatron's command line, and turns parsed flags into options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from actoffload import OffloadConfig, Plan
 from actoffload.errors import ConfigError
 
 _FLAGS = {
-    "path": ("path", "DIR", "directory of the spool, or several (striped)"),
+    "path": ("path", "DIR", "directory of the spool, or several"),
     "device_memory": ("device-memory", "SIZE", "most bytes of everything on the device: 24GB, 95%%, or auto"),
     "device_budget": ("device-budget", "SIZE", "most bytes of saved activations on the device: 8GiB, or 40%%"),
     "host_budget": ("host-budget", "SIZE", "most bytes of host memory"),
@@ -46,8 +46,8 @@ MODULES = {
     "expert_fc1": (["*.experts*.linear_fc1"], []),
     "moe_act": (["*.experts"], ["*.experts*.linear_fc1", "*.experts*.linear_fc2"]),
 }
-"""Megatron's names for ``--offload-modules``, and two more: globs of the modules that save such tensors, and of those
-inside them that save others."""
+"""Megatron's names for ``--offload-modules``, and two more. Each has globs of the modules that save such tensors, and
+globs of modules inside these that save other tensors."""
 _SEVERAL = ("path", "include", "exclude")
 _SWITCHES = ("strict", "verify")
 
@@ -55,8 +55,8 @@ _SWITCHES = ("strict", "verify")
 def add_actoffload_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags of actoffload to a parser and return it; Megatron's ``extra_args_provider``.
 
-    Every flag begins with ``--actoffload-``; without ``--actoffload-target`` nothing is switched on. Sizes are bytes,
-    or text such as ``8GiB``. A bad value ends the program with a message that names its flag.
+    Every flag begins with ``--actoffload-``; without ``--actoffload-target`` actoffload is off. Sizes are bytes, or
+    text such as ``8GiB``. A bad value ends the program with a message that names its flag.
 
     >>> add_actoffload_args(argparse.ArgumentParser()).parse_args([]).actoffload_target
     'none'
@@ -81,10 +81,10 @@ def options_of(args: Any) -> dict[str, Any] | None:
     """The options that parsed arguments stand for, or None when actoffload is off.
 
     Args:
-        args: the namespace that a parser with the flags of `add_actoffload_args` gave, or anything like it.
+        args: the namespace of a parser with the flags of `add_actoffload_args`, or an object like it.
 
     Raises:
-        ConfigError: the flags are not there, or a value cannot work; names the flag.
+        ConfigError: the flags are missing, or a value cannot work; names the flag.
     """
     target = getattr(args, "actoffload_target", "")
     if target == "":
@@ -107,7 +107,7 @@ def options_of(args: Any) -> dict[str, Any] | None:
 
 
 def _select(options: dict[str, Any]) -> None:
-    """Put globs where ``include`` has names of `MODULES`, and into ``exclude`` what those names leave out."""
+    """Replace names of `MODULES` in ``include`` by globs, and add the globs that they leave out to ``exclude``."""
     words, exclude = _words(options["include"]), _words(options.get("exclude"))
     names = [word for word in words if not set(word) & set(".*?[:")]
     unknown = [name for name in names if name not in MODULES]
@@ -117,6 +117,7 @@ def _select(options: dict[str, Any]) -> None:
     if "attn_proj" in names and "core_attn" not in names:
         remedy = "attn_proj alone moves nothing: its input is saved by core_attn before, so name core_attn as well"
         raise ConfigError(flag("include"), words, remedy)
+    # Names and globs mix. A glob that the user names as well stays included: `exclude` would win over it.
     options["include"] = [word for word in words if word not in names]
     options["include"] += [glob for name in names for glob in MODULES[name][0]]
     left_out = [glob for name in names for glob in MODULES[name][1] if glob not in options["include"]]
@@ -146,7 +147,7 @@ def _checked(field: str) -> Callable[[str], str]:
 
 
 def _read(field: str, value: Any) -> Any:
-    """The value of a field, where the flag's text only says where to find it."""
+    """The value of a field; a flag's text may only be the name of a file that has it."""
     named = value in ("auto", "greedy", "all") or not isinstance(value, str)
     if field == "policy" and not named and Path(value).is_file():
         return Plan.from_json(Path(value).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""A forward step for Megatron's schedules, inside an offloading context, with hints of what the schedule does next."""
+"""Runs Megatron's forward step inside an offloading context, and announces the schedule's next phase."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CONFLICTS = {
     "fine_grained_activation_offloading": _SAME_TENSORS,
     "overlap_moe_expert_parallel_comm": "it runs the model outside the forward step, where nothing would be moved",
 }
-"""Megatron's switches that cannot be on beside actoffload, and why; the flag has the switch's name."""
+"""Megatron's switches that exclude actoffload, with the reason; the flag has the switch's name."""
 
 
 def wrap_forward_step(forward_step: Callable[..., Any], args: Any = None) -> OffloadedForwardStep:
@@ -37,22 +37,23 @@ def wrap_forward_step(forward_step: Callable[..., Any], args: Any = None) -> Off
     Args:
         forward_step: Megatron's, which takes ``(data_iterator, model)`` or ``(data_iterator, model,
             checkpoint_activations_microbatch)`` and returns ``(output, loss function)``.
-        args: parsed arguments with the flags of `add_actoffload_args`. Default: Megatron's ``get_args()``, asked for
-            at the first call, when they have been parsed and the process has its device.
+        args: parsed arguments with the flags of `add_actoffload_args`. Default: Megatron's ``get_args()``, called at
+            the first forward step, when the arguments have been parsed and the process has its device.
 
     Returns:
         A callable of the same signature. Its ``offloader`` is the `Offloader`; None with ``--actoffload-target none``,
-        and before the first call where ``args`` was left out.
+        and before the first call without ``args``.
 
     Raises:
-        ConfigError: a flag's value cannot work, one of Megatron's own switches is in the way, or megatron-core lacks
-            what is needed. Where ``args`` was left out, and for the model's configuration, at the first call.
+        ConfigError: a flag's value cannot work, one of Megatron's own switches excludes actoffload, or megatron-core
+            lacks a function that the adapter needs. Without ``args``, and for the model's configuration, at the first
+            call.
     """
     return OffloadedForwardStep(forward_step, args)
 
 
 class OffloadedForwardStep:
-    """A forward step that `wrap_forward_step` made; called as the one that it wraps."""
+    """A forward step that `wrap_forward_step` made, with the signature of the wrapped one."""
 
     def __init__(self, forward_step: Callable[..., Any], args: Any) -> None:
         functools.update_wrapper(self, forward_step)
@@ -65,12 +66,13 @@ class OffloadedForwardStep:
             self._begin(args)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward step: inside the offloading context where gradients are enabled, else as it is."""
+        """Run the forward step: inside the offloading context if gradients are enabled, else unchanged."""
         if not self._began:
             self._begin(_megatron_args())
         if self.offloader is None or not torch.is_grad_enabled():
             return self._forward_step(*args, **kwargs)
         offloader, model = self.offloader, _unwrap(args, kwargs)
+        # The parsed arguments were checked, but a program may build its model's configuration without them.
         _refuse_conflicts(model.config, offloader.config.target)
         if self._names_mlp_act and getattr(model.config, "num_moe_experts", None):
             remedy = "the model has experts: name moe_act and expert_fc1, or give globs of module names"
@@ -85,11 +87,14 @@ class OffloadedForwardStep:
         def hint(phase: Phase) -> None:
             offloader.stage(*phase, next=after.get(phase))
 
+        # Before the forward: its first save needs the hint, which decides whether the forward's tail stays.
         hint((key, "forward"))
         with offloader:
             result = self._forward_step(*args, **kwargs)
         outputs = [tensor for tensor in _tensors(result[0]) if tensor.requires_grad]
         if outputs:
+            # "any": backward of this micro-batch begins with the first gradient that arrives, and another output may
+            # never get one.
             register_multi_grad_hook(outputs, lambda _: hint((key, "backward")), mode="any")
         return result
 
@@ -104,12 +109,12 @@ class OffloadedForwardStep:
                 raise ConfigError("--actoffload-path", options.get("path"), str(error)) from error
             self._names_mlp_act = "mlp_act" in (getattr(args, "actoffload_modules", None) or ())
             if options["announce"] != "none":
-                _say_at_the_end(self.offloader)
-        self._began = True
+                _print_row_at_exit(self.offloader)
+        self._began = True  # last: a call after an error raises the same error again
 
 
 def row(rank: str, found: Statistics) -> str:
-    """One rank's row of the table that stands at the end of a training."""
+    """One rank's row of the table at the end of a training."""
 
     def mib(nbytes: int) -> str:
         return f"{nbytes / 2**20:10.1f}"
@@ -122,15 +127,15 @@ def row(rank: str, found: Statistics) -> str:
 
 
 @functools.cache
-def _say_at_the_end(offloader: Offloader) -> None:
-    """Each rank prints its own row when it ends: none waits for another, which may have died."""
+def _print_row_at_exit(offloader: Offloader) -> None:
+    """Print this rank's row when the process ends. No rank waits for another, which may have died."""
 
-    def say() -> None:
+    def print_row() -> None:
         found = offloader.statistics()
         if found.steps:
             print(row(os.environ.get("RANK", "0"), found), file=sys.stderr, flush=True)
 
-    atexit.register(say)
+    atexit.register(print_row)
 
 
 def _megatron_args() -> Any:
@@ -143,7 +148,7 @@ def _megatron_args() -> Any:
 
 
 def _refuse_conflicts(settings: Any, target: str) -> None:
-    """Fail where Megatron's arguments or a model's configuration have a switch on that cannot be on as well."""
+    """Raise if Megatron's arguments or a model's configuration have a switch on that excludes actoffload."""
     for name, why in _CONFLICTS.items():
         if getattr(settings, name, False):
             flag = "--" + name.replace("_", "-")
@@ -153,11 +158,12 @@ def _refuse_conflicts(settings: Any, target: str) -> None:
 
 @functools.cache
 def _keep_discarded(discarding: Any) -> None:
-    """Never move what Megatron frees and computes again into the same storage: that would be traffic for nothing."""
+    """Keep outputs that Megatron frees and computes again into the same storage: moving them would gain nothing."""
     checkpoint = discarding.checkpoint
 
     @functools.wraps(checkpoint)
     def keeping(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # `keep` marks storages, and the next module saves these outputs only after this call returns.
         outputs = checkpoint(self, *args, **kwargs)
         for tensor in _tensors(outputs):
             keep(tensor)
@@ -177,7 +183,7 @@ def _unwrap(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in what a model gave: one, or several in tuples, lists and dicts."""
+    """The tensors in a model's output: one, or several in tuples, lists and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list, dict)):

@@ -1,4 +1,4 @@
-"""Which micro-batch a forward step is called for, and what the process does next in Megatron's pipeline schedule.
+"""Derives the micro-batch of each forward step, and the process's next phase in Megatron's pipeline schedule.
 
 Follows ``megatron.core.pipeline_parallel.schedules``: no pipelining, 1F1B, and interleaved 1F1B.
 """
@@ -19,7 +19,7 @@ Phase = tuple[MicroBatch, Literal["forward", "backward"]]
 
 
 def phases(rank: int, size: int, microbatches: int, *, chunks: int = 1, group: int | None = None) -> list[Phase]:
-    """What one process does in one training step, in order.
+    """The forwards and backwards of one process in one training step, in order.
 
     Args:
         rank: its pipeline rank, from 0.
@@ -38,6 +38,7 @@ def phases(rank: int, size: int, microbatches: int, *, chunks: int = 1, group: i
         for chunk in range(chunks)
         for microbatch in range(first, min(first + group, microbatches) if chunks > 1 else microbatches)
     ]
+    # Megatron's warm-up: a rank runs the forwards that later ranks need before its own first backward can begin.
     ahead = size - rank - 1 if chunks == 1 else 2 * (size - rank - 1) + (chunks - 1) * group
     ahead = min(ahead, len(order)) if size > 1 else 0
     forwards: list[Phase] = [(key, "forward") for key in order]
@@ -48,7 +49,7 @@ def phases(rank: int, size: int, microbatches: int, *, chunks: int = 1, group: i
 
 @functools.lru_cache(maxsize=64)
 def following(rank: int, size: int, microbatches: int, chunks: int, group: int | None) -> dict[Phase, Phase]:
-    """What comes after each phase of `phases`; the last one has nothing after it."""
+    """The successor of each phase of `phases`; the last phase has none."""
     return dict(pairwise(phases(rank, size, microbatches, chunks=chunks, group=group)))
 
 
@@ -76,7 +77,7 @@ def core() -> SimpleNamespace:
 
 
 class MicroBatches:
-    """Finds out which micro-batch each call is for, which Megatron does not tell a forward step."""
+    """Derives the micro-batch of each call, because Megatron does not pass it to a forward step."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
@@ -88,20 +89,22 @@ class MicroBatches:
         chunk = int(getattr(model, "vp_stage", None) or 0)
         layers = getattr(getattr(model, "decoder", None), "layers", None) or [None]
         microbatch = getattr(layers[0], "current_microbatch", None)
-        if microbatch is None:  # no layers that Megatron's schedule could tell: count
+        if microbatch is None:  # Megatron's schedule notifies only transformer layers; without them, count the calls
             microbatch = self._counts.get(chunk, 0) % (self._total() or 1 << 62)
             self._counts[chunk] = microbatch + 1
+        # The first micro-batch of the first chunk begins a step, in every schedule. The number of the step before is
+        # the only one known until then.
         if (chunk, microbatch) == (0, 0):
             self._learned, self._seen = self._seen or None, 0
         self._seen = max(self._seen, microbatch + 1)
         return chunk, int(microbatch)
 
     def following(self, model: Any, key: MicroBatch) -> dict[Phase, Phase]:
-        """What this process does after each phase of the step; empty where that is not known (yet)."""
+        """The successor of each phase of the step in this process; empty while that is unknown."""
         config, total = model.config, self._total()
         size = config.pipeline_model_parallel_size
         if total is None and size == 1:
-            total = key[1] + 2
+            total = key[1] + 2  # without pipelining only the next phase matters, and another micro-batch may follow
         if total is None:
             return {}
         rank = core().rank() if size > 1 else 0
@@ -109,8 +112,8 @@ class MicroBatches:
         return following(rank, size, total, chunks, config.microbatch_group_size_per_vp_stage)
 
     def _total(self) -> int | None:
-        """Micro-batches of this step: as Megatron's calculator says, else as many as the step before had."""
+        """Micro-batches of this step: the number of Megatron's calculator, else that of the step before."""
         try:
             return int(core().microbatches())
-        except AttributeError:  # nobody made a calculator
+        except AttributeError:  # the program made no calculator
             return self._learned

@@ -3,8 +3,8 @@
     python -m actoffload.integrations.megatron.pretrain_gpt --actoffload-target nvme --actoffload-min-bytes 16KiB
     torchrun --nproc-per-node 2 -m actoffload.integrations.megatron.pretrain_gpt --pp 2 --actoffload-target nvme
 
-The text is PyTorch's own source, a token a byte. Each step's loss is printed, and at the end a row of each rank.
-The two lines that switch actoffload on are marked.
+The text is PyTorch's own source, a token a byte. The program prints each step's loss, and at its end a row of each
+rank. Comments mark the two lines that switch actoffload on.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_config(args: argparse.Namespace, **more: Any) -> TransformerConfig:
-    """Megatron's configuration of the model; ``more`` goes before what the command line says."""
+    """Megatron's configuration of the model; ``more`` overrides the command line."""
     full = {"recompute_method": "uniform", "recompute_num_layers": 1} if args.recompute == "full" else {}
     settings: dict[str, Any] = dict(
         num_layers=args.layers,
@@ -74,7 +74,7 @@ def make_config(args: argparse.Namespace, **more: Any) -> TransformerConfig:
 def make_chunks(
     config: TransformerConfig, seq: int, *, distributed_optimizer: bool = False
 ) -> list[DistributedDataParallel]:
-    """This process's part of the model: one chunk, or several where the pipeline is interleaved."""
+    """This process's part of the model: one chunk, or several if the pipeline is interleaved."""
     layer = get_gpt_layer_local_spec(config.num_moe_experts)
     layer.submodules.self_attention.submodules.core_attention = CausalAttention
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
@@ -110,7 +110,7 @@ def batches(seq: int, micro_batch: int, seed: int) -> Iterator[tuple[Tensor, Ten
 
 
 def mean_loss(losses: Tensor) -> tuple[Tensor, Tensor]:
-    """Megatron's loss function: what backward begins at, and what is reported (nats for a byte)."""
+    """Megatron's loss function: the loss that backward begins at, and the reported one (nats for a byte)."""
     loss = losses.float().mean()
     return loss, loss.detach().clone()
 
@@ -123,7 +123,7 @@ def forward_step(data: Iterator[tuple[Tensor, Tensor]], model: nn.Module) -> tup
 
 
 def join() -> None:
-    """Join the process group; alone where nobody launched several processes."""
+    """Join the process group; alone if no launcher started several processes."""
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -166,6 +166,7 @@ def train(args: argparse.Namespace) -> None:
             seq_length=args.seq,
             micro_batch_size=args.micro_batch,
         )
+        # Megatron's DDP accumulates into buffers of its own; a plain optimizer reads `grad`.
         for parameter in parameters:
             parameter.grad = parameter.main_grad
         optimizer.step()
@@ -183,7 +184,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-# -- what runs it without CUDA, and without the packages that are for CUDA only ----------------------------------------
+# -- stand-ins for CUDA, and for packages that need it -----------------------------------------------------------------
 
 
 class CausalAttention(MegatronModule):  # type: ignore[misc]
@@ -211,7 +212,7 @@ class Norm(nn.LayerNorm):
 
 
 class _CpuForCuda(TorchFunctionMode):
-    """Makes on the CPU what is asked for on ``"cuda"``."""
+    """Makes tensors on the CPU that a call would make on ``"cuda"``."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not kwargs:
@@ -223,10 +224,10 @@ class _CpuForCuda(TorchFunctionMode):
 
 @contextlib.contextmanager
 def cpu_stands_in_for_cuda() -> Iterator[None]:
-    """Let megatron-core run where there is no CUDA: it names the device "cuda" in its schedules and its buffers.
+    """Let megatron-core run without CUDA: it names the device "cuda" in its schedules and its buffers.
 
-    Inside, ``device="cuda"`` means the CPU, and what would fail without a device answers for it: the state of its
-    random numbers is the CPU's, which Megatron's recomputing saves and restores anyway.
+    Inside, ``device="cuda"`` means the CPU, and functions that would fail without a device return the CPU's values. The
+    state of the random numbers is the CPU's, which Megatron's recomputation saves and restores anyway.
     """
     cuda: dict[str, Any] = {
         "current_device": lambda: torch.device("cpu"),
