@@ -58,7 +58,10 @@ def demo(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     modes = demo_module.run_demo(spec, target, quiet=as_json)
-    print_json(demo_module.as_dict(spec, modes)) if as_json else demo_module.show(spec, modes)
+    if as_json:
+        print_json(demo_module.as_dict(spec, modes))
+    else:
+        demo_module.show(spec, modes)
     raise typer.Exit(0 if demo_module.identical(modes) else 1)
 
 
@@ -67,7 +70,10 @@ def doctor(path: PathOption = None, as_json: JsonOption = False) -> None:
     """Look at the device, the link and the disk, and say what offloading could use here."""
     _check(path, "auto")
     findings = doctor_module.examine(strings(path))
-    print_json(findings) if as_json else doctor_module.show(findings)
+    if as_json:
+        print_json(findings)
+    else:
+        doctor_module.show(findings)
     raise typer.Exit(0 if doctor_module.healthy(findings) else 1)
 
 

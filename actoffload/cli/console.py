@@ -24,11 +24,14 @@ from rich.progress import (
 from rich.table import Table
 
 from ..analysis.plots import Style
+from ..config import OffloadConfig
 from ..errors import ActOffloadError, ConfigError, SpoolPathError, printable
 
+HELP = {name: kind.help for name, kind in OffloadConfig.flags().items()}
+"""Of each option."""
 PathOption = Annotated[
     list[Path] | None,
-    typer.Option(help="Directory of the spool; repeat to stripe. Default: $ACTOFFLOAD_PATH, else the temporary one."),
+    typer.Option(help=f"{HELP['path']}. Default: $ACTOFFLOAD_PATH, else the temporary one."),
 ]
 LEAST = 1e-6
 """The least of an option that must be above 0."""
