@@ -7,6 +7,7 @@
 #   make bench       the benchmarks of the CPU, with peers (about an hour; needs a quiet machine)
 #   make gpu         the suite for a machine with an accelerator (uses PYTHON as it is, no environment, no network)
 #   make gpu-wheels  what such a machine may lack, into the folder .gpu-wheels, to be carried there with the clone
+#   make options     the class `Options` and the entries of docs/configuration.md, after a change of an option
 #   make docs        the documentation's pages, in build/site (a part of `make test`)
 #   make versions    tests on several releases of PyTorch and Python, each installed by pip (25 GB, an hour)
 #
@@ -49,7 +50,7 @@ QUICK := tests/unit/test_architecture.py tests/unit/test_contributing.py tests/u
 
 QUICK_SIMULATED := tests/unit/test_ordering.py::test_gradients_survive_every_adversary
 
-.PHONY: demo test quick bench gpu gpu-wheels versions docs lint format types tiny tests simulated clean
+.PHONY: options demo test quick bench gpu gpu-wheels versions docs lint format types tiny tests simulated clean
 
 demo: $(VENV)/.installed
 	$(BIN)/actoffload demo $(DEMO_ARGS)
@@ -65,6 +66,9 @@ quick: lint
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+options: $(VENV)/.installed-test
+	$(BIN)/python -m tests.options
 
 format: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix .

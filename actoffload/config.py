@@ -1,14 +1,20 @@
-"""`OffloadConfig`: every option in one frozen dataclass, validated once; errors name the field."""
+"""`OffloadConfig`: every option in one frozen dataclass, validated once; errors name the field.
+
+A field of `OffloadConfig` is the one definition of an option: name, type, default, `Kind` (unit, check, text) and help.
+Flags, environment variables, `Options` and the entries of docs/configuration.md come from it (`make options`).
+"""
 
 from __future__ import annotations
 
-import contextlib
+import ast
+import functools
 import inspect
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypedDict, get_args
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 from .errors import ConfigError
 from .events import TraceEvent
@@ -35,308 +41,94 @@ MOST_THREADS = 256
 """No disk is faster with more threads than this."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class OffloadConfig:
-    """Options of an offloader, in the order in which a user needs them. Sizes: bytes, or text such as ``"8GiB"``.
+class Kind(NamedTuple):
+    """The values that an option takes, in the metadata of its field. ``help`` is filled in for adapters."""
 
-    Each attribute is one option, so there are more than fifteen.
-    """
+    unit: str
+    """Stands for the value in the help of a flag, such as ``SIZE``."""
+    check: Callable[[str, Any], Any]
+    """Return a value as the configuration keeps it. Takes the option's name too, for the `ConfigError`."""
+    flag: Any = str
+    """The type of its flag: a type, ``list[str]``, or the `Literal` of its choices."""
+    read: Callable[[str], Any] = str
+    """The value from the text of a variable. Text that it cannot read it returns, for ``check`` to refuse."""
+    help: str = ""
+    """The first sentence of the option's text."""
 
-    target: Target = "auto"
-    """Where saved tensors go: ``"host"`` (pinned memory), ``"nvme"``, ``"tiered"`` (host, then NVMe), ``"auto"``."""
-    path: PathLike | Sequence[PathLike] | None = None
-    """Directory of the spool, or several (striped). Default: ``$ACTOFFLOAD_PATH``, else the temporary directory."""
-    device_budget: Size | None = None
-    """Most bytes of saved activations on the device. When set, forward waits for room; without it, what cannot be
-    moved in time is kept. ``"40%"``: of the most that they have needed so far with nothing moved
-    (``Statistics.baseline_peak_bytes``); known from the end of the first step on, and no limit before."""
-    device_memory: Size | None = None
-    """Most bytes of *everything* on the device: parameters, gradients, optimizer states, temporaries and saved
-    activations together, as PyTorch's allocator counts them; on the CPU the resident memory of the process.
-    ``"24GB"``, ``"95%"`` of what the device (on the CPU: the machine or the cgroup) has, or ``"auto"``: what it has for
-    this process, less a margin. Every shape of inputs begins with the least memory, and takes more as far as measured
-    steps leave room. In place of ``device_budget``, with ``policy="auto"``."""
-    host_budget: Size | None = None
-    """Most bytes of (pinned) host memory for saved activations. Default: half of the memory that is available to this
-    process's share of the machine. With ``"nvme"`` it is what may wait for the disk. It is taken as needed. A value
-    that is given is each process's own."""
-    nvme_budget: Size | None = None
-    """Most bytes on disk over all paths. Default: what is free there when the spool is opened, less 256 MiB, divided by
-    the processes of this machine. A value that is given is each process's own."""
-    min_bytes: Size | None = None
-    """Tensors smaller than this stay. Default: 128 KiB on CPU, 1 MiB on an accelerator."""
-    policy: str | Policy | Plan = "auto"
-    """``"auto"`` (from the third step on a planner decides, from the steps before it), ``"greedy"`` (no planner; on the
-    CPU a tensor moves if it can leave in time, on an accelerator compute waits for more than a backlog of copies),
-    ``"all"`` (everything above ``min_bytes``, with the least memory),
-    ``"keep"`` (nothing, to measure a step as it is), a `Policy`, or a `Plan` to follow."""
-    max_slowdown: float | None = None
-    """With ``policy="auto"``: how much slower than keeping everything a step may be, as a share (0.02 is 2 %). Default:
-    without ``device_budget`` nothing waits; with it, whatever the budget costs. On the CPU transfers take processor
-    time as well, which is only counted where this is given: a step that keeps everything shows it."""
-    checkpoints: str = "plan"
-    """What becomes of the program's own ``torch.utils.checkpoint(use_reentrant=False)``: ``"plan"`` (``policy="auto"``
-    and a `Plan` choose which of these regions run again in backward, and what they hold there is counted) or
-    ``"leave"`` (all run again, and nothing of that is counted)."""
-    recompute: bool | str | Sequence[str] = False
-    """Glob patterns of module names, or ``True`` for the repeated blocks of the model: these modules run as
-    `actoffload.checkpoint`, without a change of the model's. Needs ``model=``. As for ``torch.utils.checkpoint``, they
-    must compute the same when they run again."""
-    include: str | Sequence[str] | None = None
-    """Glob patterns of module names; only tensors saved inside a matching module move. Needs ``model=``. A pattern that
-    begins with ``tensor:`` matches what `actoffload.name` called a tensor instead, and needs no model."""
-    exclude: str | Sequence[str] | None = None
-    """Glob patterns of module names; tensors saved inside a matching module stay. As in ``include``."""
-    boundaries: str = "all"
-    """``"only"``: nothing moves but the inputs of checkpointed blocks (PyTorch's, DeepSpeed's, Megatron's);
-    ``"all"``: they are saved tensors as others are."""
-    engine: EngineName | Callable[[SpoolFile], StorageEngine] = "auto"
-    """Storage engine: ``"auto"`` (the first of ``"posix"``, ``"uring"``, ``"aiofiles"`` that works here), one of them,
-    ``"gds"``, ``"memory"``, or a factory of your own."""
-    strict: bool = False
-    """Raise `NothingOffloadedError` at the end of a context in which nothing was moved."""
-    verify: bool = False
-    """Checksum what is written and check it when it is read back."""
-    announce: str | Callable[[str], None] = "first"
-    """Say in one line, at the end of the first forward that saved something, what is active, what moves, what stays and
-    why: ``"first"`` (rank 0, on stderr), ``"all"`` (every rank), a callable that takes the line, or ``"none"``."""
-    trace: PathLike | Callable[[TraceEvent], None] | None = None
-    """A file for a trace of the run, which Perfetto and ``actoffload.analysis.trace_file`` open, or a callable that
-    takes each `TraceEvent`. With several ranks each has a file of its own: ``run.rank0.json``."""
-    drive_tbw: Size | None = None
-    """What a drive under ``path`` is rated to take in writes (its TBW), such as ``"600TB"``: the report then projects
-    how long it lasts. Several paths are taken for several drives."""
-    prefetch_bytes: Size | None = None
-    """How far ahead of backward to read, in bytes. Default: chosen from what backward is seen to need, at most a
-    quarter of what the forward saved, or twice its largest tensor, unless a plan says how far."""
-    pending_bytes: Size | None = None
-    """Most bytes on their way out at once. Beyond it CPU tensors stay (or, with ``device_budget``, the step waits), and
-    an accelerator's compute stream waits for the oldest copies. One tensor that is larger goes while at most half of it
-    is on its way. Default: 256 MiB on CPU; on an accelerator twice the largest tensor, at least 64 MiB. Before there is
-    a plan, and with ``"greedy"``, it is a quarter of what a step saves, if a quarter of the free memory is as much."""
-    keep_last_bytes: Size | None = None
-    """From the second step on, the last so many bytes saved in a forward stay, as their backward follows at once.
-    Default: a sixteenth of what the forward saves, at most the prefetch window."""
-    devices: str | Sequence[str] | None = None
-    """Device types whose tensors move. Default: the accelerator if there is one, else ``"cpu"``."""
-    io_threads: int | None = None
-    """Threads of the storage engine, or what ``"uring"`` has under way at once. Default: the engine's own choice."""
-    allow_any_filesystem: bool = False
-    """Let the spool live on a file system that is no local disk (tmpfs, NFS, ...)."""
-    tune_malloc: bool = True
-    """On the CPU: whether large tensors come from an allocator of this library, so that what moves leaves the process
-    and the next tensors find memory. It is process-wide and stays until the process ends. Where it cannot be built or
-    used, glibc's mmap threshold is fixed instead. ``False`` leaves the process's allocator alone."""
-    debug: bool = False
-    """Poison every freed host slot and extent, so that a use after release shows as NaN."""
 
-    def __post_init__(self) -> None:
-        _check_choice("target", self.target, get_args(Target))
-        if isinstance(self.engine, str):
-            _check_choice("engine", self.engine, get_args(EngineName))
-        elif not callable(self.engine):
-            raise ConfigError("engine", self.engine, "give the name of an engine or a factory that takes a SpoolFile")
-        _check_takes_one("engine", self.engine, "a SpoolFile")
-        for name in _SIZES:
-            value = getattr(self, name)
-            automatic = name == "device_memory" and isinstance(value, str) and value == "auto"
-            if value is not None and not automatic:
-                share = parse_share(name, value) if name in ("device_budget", "device_memory") else None
-                if name == "device_memory" and share is not None and share > 1:
-                    raise ConfigError(name, value, "no device has more than 100% of its memory")
-                nbytes = parse_size(name, value) if share is None else 0
-                object.__setattr__(self, name, f"{100 * share:g}%" if share else nbytes)
-        for name in ("include", "exclude", "devices"):
-            object.__setattr__(self, name, _texts(name, getattr(self, name)))
-        object.__setattr__(self, "path", _paths(self.path))
-        if not isinstance(self.recompute, bool):
-            object.__setattr__(self, "recompute", _texts("recompute", self.recompute) or False)
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(name, getattr(self, name), "give True or False")
-        threads = self.io_threads
-        if threads is not None and not (_is_number(threads, int) and 1 <= threads <= MOST_THREADS):
-            raise ConfigError("io_threads", threads, f"give a number of threads, 1 or more and at most {MOST_THREADS}")
-        slowdown = self.max_slowdown
-        if slowdown is not None and not (_is_number(slowdown, int, float) and 0 <= slowdown <= 1e6):
-            raise ConfigError("max_slowdown", slowdown, "give a share of the step's time, for example 0.02")
-        if slowdown is not None and not (isinstance(self.policy, str) and self.policy == "auto"):
-            raise ConfigError("max_slowdown", slowdown, "only a planner can keep it: leave policy at 'auto'")
-        if isinstance(self.policy, str):
-            _check_choice("policy", self.policy, POLICIES)
-        elif not callable(getattr(self.policy, "decide", None)):
-            remedy = f"give {', '.join(map(repr, POLICIES))}, a Plan, or an object with decide(facts)"
-            raise ConfigError("policy", self.policy, remedy)
-        _check_choice("checkpoints", self.checkpoints, ("plan", "leave"))
-        if self.device_memory is not None:
-            if self.device_budget is not None:
-                raise ConfigError("device_memory", self.device_memory, "device_budget bounds a part of it: give one")
-            if self.policy != "auto":
-                raise ConfigError(
-                    "device_memory", self.device_memory, "only a planner can keep it: leave policy at 'auto'"
-                )
-        _check_choice("boundaries", self.boundaries, ("all", "only"))
-        if not callable(self.announce):
-            _check_choice("announce", self.announce, ("none", "first", "all"))
-        _check_takes_one("announce", self.announce, "the line")
-        if not (self.trace is None or callable(self.trace) or isinstance(self.trace, (str, os.PathLike))):
-            raise ConfigError("trace", self.trace, "give a file or a callable that takes a TraceEvent")
-        _check_takes_one("trace", self.trace, "a TraceEvent")
-        check_file("trace", self.trace)
-        for name in ("device_budget", "device_memory", "nvme_budget", "pending_bytes", "prefetch_bytes", "drive_tbw"):
-            if getattr(self, name) == 0:
-                raise ConfigError(name, 0, "must be above 0; leave it out for the default")
+def _size(*, share: bool = False, whole: bool = False, zero: bool = False) -> Kind:
+    """Sizes, and with ``share`` texts such as "40%"; ``whole``: of a whole, which is "auto" or at most "100%"."""
 
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """The directories of the spool, with the default filled in."""
-        return self.path or default_paths()  # type: ignore[return-value]
+    def check(name: str, value: Any) -> Any:
+        if value is None or (whole and isinstance(value, str) and value == "auto"):
+            return value
+        part = parse_share(name, value) if share else None
+        if part and whole and part > 1:
+            raise ConfigError(name, value, "no device has more than 100% of its memory")
+        nbytes = parse_size(name, value) if part is None else 0
+        if not (part or nbytes or zero):
+            raise ConfigError(name, 0, "must be above 0; leave it out for the default")
+        return f"{100 * part:g}%" if part else nbytes
 
-    @staticmethod
-    def value_of(name: str, text: str) -> Any:
-        """The value of an option from text in the form of its environment variable."""
-        return _from_text(name, text)
+    return Kind("SIZE", check)
 
-    @property
-    def recomputed(self) -> bool | tuple[str, ...]:
-        """The option ``recompute``, as it is after the checks."""
-        return self.recompute  # type: ignore[return-value]
 
-    @property
-    def is_limited(self) -> bool:
-        """Whether the user limits what is on the device."""
-        return self.device_budget is not None or self.device_memory is not None
+def _choice(*choices: str, takes: str = "") -> Kind:
+    """Names to choose from, or with ``takes`` a callable with this argument."""
 
-    def size(self, name: str, default: int) -> int:
-        """A size option in bytes, or ``default`` where it was left out."""
-        value = getattr(self, name)
-        return default if value is None else int(value)
+    def check(name: str, value: Any) -> Any:
+        if takes and callable(value):
+            _check_takes_one(name, value, takes)
+        elif not isinstance(value, str) or value not in choices:
+            more = f", or a callable that takes {takes}" if takes else ""
+            raise ConfigError(name, value, f"choose one of {', '.join(map(repr, choices))}{more}")
+        return value
 
-    @property
-    def device_share(self) -> float | None:
-        """The ``device_budget`` as a share; None unless it was given as one."""
-        return parse_share("device_budget", self.device_budget)
+    return Kind("|".join(choices), check, Literal[choices])
 
-    def replace(self, **changes: Any) -> OffloadConfig:
-        """A copy with some options changed, validated again."""
-        return replace(self, **changes)
 
-    @staticmethod
-    def options_from_environment(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-        """The options that ``ACTOFFLOAD=nvme`` (the target) and ``ACTOFFLOAD_<OPTION>`` give, checked.
+def _number(unit: str, kind: type, least: int, most: float, remedy: str) -> Kind:
+    def check(name: str, value: Any) -> Any:
+        if value is not None:
+            good = isinstance(value, (int, kind)) and not isinstance(value, bool)
+            if not (good and least <= value <= most):
+                raise ConfigError(name, value, remedy)
+        return value
 
-        ``ACTOFFLOAD_PATH`` takes several directories with ``:`` between them, lists of names take ``,``, flags ``1`` or
-        ``0``.
-
-        Raises:
-            ConfigError: a variable names no option, or its value cannot work; names the variable.
-        """
-        target = environment.get(SWITCH, "auto")
-        options: dict[str, Any] = {} if target == "auto" else {"target": target}  # else what a framework's flag says
-        for variable in sorted(environment):
-            if variable.startswith(f"{SWITCH}_") and variable not in _OTHER_VARIABLES:
-                name = variable.removeprefix(f"{SWITCH}_").lower()
-                if name == "target":
-                    raise ConfigError(variable, environment[variable], f"the target is the value of {SWITCH}")
-                options[name] = _from_text(name, environment[variable])
+    def read(text: str) -> Any:
         try:
-            make_config(options)
-        except ConfigError as error:
-            variable = SWITCH if error.field == "target" else f"{SWITCH}_{error.field.upper()}"
-            raise ConfigError(variable, environment.get(variable), error.remedy) from None
-        return options
+            return kind(text)
+        except ValueError:
+            return text
+
+    return Kind(unit, check, kind, read)
 
 
-class Options(TypedDict, total=False):
-    """The fields of `OffloadConfig` but ``target``, as keyword arguments: so that editors know them."""
-
-    path: PathLike | Sequence[PathLike] | None
-    device_budget: Size | None
-    device_memory: Size | None
-    host_budget: Size | None
-    nvme_budget: Size | None
-    min_bytes: Size | None
-    policy: str | Policy | Plan
-    max_slowdown: float | None
-    checkpoints: str
-    recompute: bool | str | Sequence[str]
-    include: str | Sequence[str] | None
-    exclude: str | Sequence[str] | None
-    boundaries: str
-    engine: EngineName | Callable[[SpoolFile], StorageEngine]
-    strict: bool
-    verify: bool
-    announce: str | Callable[[str], None]
-    trace: PathLike | Callable[[TraceEvent], None] | None
-    drive_tbw: Size | None
-    prefetch_bytes: Size | None
-    pending_bytes: Size | None
-    keep_last_bytes: Size | None
-    devices: str | Sequence[str] | None
-    io_threads: int | None
-    allow_any_filesystem: bool
-    tune_malloc: bool
-    debug: bool
-
-
-def identity_of(value: object) -> object:
-    """The value of an option, or its identity where it cannot be hashed (a policy that is a dataclass, say)."""
-    try:
-        hash(value)
-    except TypeError:
-        return id(value)  # of an object that the offloader's configuration keeps alive
+def _check_switch(name: str, value: Any) -> Any:
+    if not isinstance(value, bool):
+        raise ConfigError(name, value, "give True or False")
     return value
 
 
-_SIZES = tuple(field.name for field in fields(OffloadConfig) if field.type == "Size | None")
-_FLAGS = tuple(field.name for field in fields(OffloadConfig) if field.type == "bool")
+def _check_policy(name: str, value: Any) -> Any:
+    if callable(getattr(value, "decide", None)):
+        return value
+    if isinstance(value, str):
+        return _POLICY_NAME.check(name, value)
+    remedy = f"give {', '.join(map(repr, POLICIES))}, a Plan, or an object with decide(facts)"
+    raise ConfigError(name, value, remedy)
 
 
-def make_config(options: dict[str, Any]) -> OffloadConfig:
-    """An `OffloadConfig` from keyword options.
-
-    Raises:
-        ConfigError: an option that does not exist (with the nearest name), or a value that cannot work.
-    """
-    known = [f.name for f in fields(OffloadConfig)]
-    for name, value in options.items():
-        if name not in known:
-            import difflib
-
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]}?" if near else f"known options: {', '.join(known)}"
-            raise ConfigError(name, value, f"no such option; {hint}")
-    return OffloadConfig(**options)
+def _check_trace(name: str, value: Any) -> Any:
+    if not (value is None or callable(value) or isinstance(value, (str, os.PathLike))):
+        raise ConfigError(name, value, "give a file or a callable that takes a TraceEvent")
+    _check_takes_one(name, value, "a TraceEvent")
+    check_file(name, value)
+    return value
 
 
-SWITCH = "ACTOFFLOAD"
-"""The environment variable whose value is the target, and the first part of those of the other options."""
-_OTHER_VARIABLES = {"ACTOFFLOAD_NATIVE"}
-_TRUE_OR_FALSE = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
-
-
-def _from_text(name: str, text: str) -> Any:
-    """The value of an option from its text; as it is where it cannot be read, for the check of the option to refuse."""
-    kind = {field.name: field.type for field in fields(OffloadConfig)}.get(name)
-    if kind == "bool":
-        return _TRUE_OR_FALSE.get(text.lower(), text)
-    if kind in ("int | None", "float | None"):
-        with contextlib.suppress(ValueError):
-            return int(text) if kind == "int | None" else float(text)
-    if name == "recompute" and text.lower() in _TRUE_OR_FALSE:
-        return _TRUE_OR_FALSE[text.lower()]
-    if name == "path":
-        return text.split(os.pathsep)
-    return text.split(",") if kind is not None and "Sequence[str]" in kind else text
-
-
-def _is_number(value: object, *kinds: type) -> bool:
-    return isinstance(value, kinds) and not isinstance(value, bool)
-
-
-def _check_choice(field: str, value: object, choices: Sequence[str]) -> None:
-    if not isinstance(value, str) or value not in choices:
-        raise ConfigError(field, value, f"choose one of {', '.join(map(repr, choices))}")
+def _read_switch(text: str, otherwise: Any = None) -> Any:
+    return _TRUE_OR_FALSE.get(text.lower(), otherwise or text)
 
 
 def _check_takes_one(field: str, value: object, argument: str) -> None:
@@ -390,17 +182,322 @@ def _texts(field: str, value: object) -> tuple[str, ...] | None:
     return tuple(items)
 
 
-def _paths(value: object) -> tuple[str, ...] | None:
+def _paths(field: str, value: object) -> tuple[str, ...] | None:
     if value is None:
         return None
     items = (value,) if isinstance(value, (str, os.PathLike)) else value
     if not isinstance(items, Sequence) or not items:
-        raise ConfigError("path", value, "give a directory or a sequence of directories")
+        raise ConfigError(field, value, "give a directory or a sequence of directories")
     texts = []
     for item in items:
         if not isinstance(item, (str, os.PathLike)) or not _names_a_file(os.fspath(item)):
-            raise ConfigError("path", value, "give a directory or a sequence of directories")
+            raise ConfigError(field, value, "give a directory or a sequence of directories")
         texts.append(os.path.abspath(os.path.expanduser(os.fspath(item))))
     if len(set(texts)) != len(texts):
-        raise ConfigError("path", value, "the same directory is named twice")
+        raise ConfigError(field, value, "the same directory is named twice")
     return tuple(texts)
+
+
+_TARGET = _choice(*get_args(Target))
+_POLICY_NAME = _choice(*POLICIES)
+_POLICY = _POLICY_NAME._replace(check=_check_policy)
+_ENGINE = _choice(*get_args(EngineName), takes="a SpoolFile")
+_ANNOUNCE = _choice("none", "first", "all", takes="the line")
+_CHECKPOINTS = _choice("plan", "leave")
+_BOUNDARIES = _choice("all", "only")
+_SIZE = _size()
+_SIZE_OR_ZERO = _size(zero=True)
+_SIZE_OR_SHARE = _size(share=True)
+_SIZE_OR_WHOLE = _size(share=True, whole=True)
+_TRUE_OR_FALSE = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+_SWITCH = Kind("", _check_switch, bool, _read_switch)
+_GLOBS = Kind("GLOB", _texts, list[str], lambda text: text.split(","))
+_DEVICES = _GLOBS._replace(unit="TYPE")
+_PATHS = Kind("DIR", _paths, list[str], lambda text: text.split(os.pathsep))
+_FILE = Kind("FILE", _check_trace)
+_RECOMPUTE = Kind(
+    "GLOBS",
+    lambda name, value: value if isinstance(value, bool) else _texts(name, value) or False,
+    read=lambda text: _read_switch(text, text.split(",")),
+)
+_THREADS = _number("N", int, 1, MOST_THREADS, f"give a number of threads, 1 or more and at most {MOST_THREADS}")
+_SHARE = _number("SHARE", float, 0, 1e6, "give a share of the step's time, for example 0.02")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """Options of an offloader, in the order of docs/configuration.md. Sizes: bytes, or text such as ``"8GiB"``.
+
+    Each attribute is one option, so there are more than fifteen. Its text is its help; the first sentence is the help
+    of its flags. `Options` and the page repeat it: run ``make options`` after a change.
+    """
+
+    target: Target = field(default="auto", metadata={"kind": _TARGET})
+    """Where saved tensors go. ``"host"`` is pinned host memory, ``"nvme"`` is disk, ``"tiered"`` is host memory up to
+    ``host_budget`` and disk beyond it. ``"auto"`` is tiered if a path is usable, else host. CPU tensors move only to
+    disk: ``"auto"`` and ``"tiered"`` are ``"nvme"`` for them, and with ``"host"`` they stay. If the default path cannot
+    hold a spool, ``"auto"`` moves no CPU tensor, with a warning. A path that you gave must be usable."""
+    path: PathLike | Sequence[PathLike] | None = field(default=None, metadata={"kind": _PATHS})
+    """Directory of the spool, or several. Each tensor goes to the directory with the shortest queue. The default is
+    ``$ACTOFFLOAD_PATH``, else the system's temporary directory. Give a directory on a local NVMe drive."""
+    devices: str | Sequence[str] | None = field(default=None, metadata={"kind": _DEVICES})
+    """Device types whose tensors move. The default is the accelerator if there is one, else ``"cpu"``."""
+    allow_any_filesystem: bool = field(default=False, metadata={"kind": _SWITCH})
+    """Let the spool live on tmpfs or a network file system, for tests: memory is no disk."""
+    device_budget: Size | None = field(default=None, metadata={"kind": _SIZE_OR_SHARE})
+    """Most bytes of saved activations on the device: 8GiB, or 40%. When it is set, the forward waits for room. By
+    default nothing waits, and tensors that cannot be moved in time are kept. Set it where the model does not fit.
+    ``"40%"`` is that share of the most that saved activations have needed so far with nothing moved
+    (``Statistics.baseline_peak_bytes``). The first step measures it, so there is no limit before the second step, and a
+    larger step raises it. If no plan keeps a share, the smallest share that a plan keeps applies, with one warning.
+    Bytes that no plan keeps raise ``BudgetError`` after the first step that exceeded them; it names the least."""
+    device_memory: Size | None = field(default=None, metadata={"kind": _SIZE_OR_WHOLE})
+    """Most bytes of everything on the device: 24GB, 95%, or auto. It replaces ``device_budget`` and counts the bytes
+    of PyTorch's allocator, or on the CPU the process's resident memory. ``"95%"`` is a share of the device, machine or
+    cgroup; ``"auto"`` is all of it less a margin. Each shape begins with the least memory and takes more as measured
+    steps leave room; they reset the allocator's peak. ``BudgetError``: parameters and states alone exceed it. Needs
+    ``policy="auto"``."""
+    host_budget: Size | None = field(default=None, metadata={"kind": _SIZE_OR_ZERO})
+    """Most bytes of (pinned) host memory. The default is half of the memory that is available to this process's share
+    of the machine. With ``target="nvme"`` it bounds the bytes that wait for the disk."""
+    nvme_budget: Size | None = field(default=None, metadata={"kind": _SIZE})
+    """Most bytes on disk over all paths. The default is the free space when the spool is opened, less 256 MiB, divided
+    by the processes of the machine. Give it if each rank has a disk of its own."""
+    min_bytes: Size | None = field(default=None, metadata={"kind": _SIZE_OR_ZERO})
+    """Tensors smaller than this stay. The default is 128 KiB on the CPU and 1 MiB on an accelerator."""
+    policy: str | Policy | Plan = field(default="auto", metadata={"kind": _POLICY})
+    """Which tensors move. From the third step on ``"auto"`` follows a planner, which decides from the steps before it.
+    ``"greedy"`` has no planner: on the CPU it moves tensors that can leave in time; on an accelerator it moves all, and
+    compute waits once a quarter of a step's bytes is on its way, so it takes less memory and more time.
+    ``"all"`` moves everything above ``min_bytes`` with the least memory, ``"keep"`` nothing. A ``Policy`` object
+    decides itself, and a ``Plan`` is followed."""
+    max_slowdown: float | None = field(default=None, metadata={"kind": _SHARE})
+    """How much slower a planned step may get than one that keeps everything, as a share such as 0.02. Needs
+    ``policy="auto"``. By default nothing waits without ``device_budget``, and with it the step takes the time that the
+    budget costs. On the CPU, transfers take processor time as well, which counts only if this is given."""
+    checkpoints: str = field(default="plan", metadata={"kind": _CHECKPOINTS})
+    """Whether a plan lets the program's checkpointed blocks run once. ``"plan"``: ``policy="auto"`` and a given
+    ``Plan`` choose which of them run again ([checkpointing.md](checkpointing.md)). ``"leave"``: all run again, and the
+    bytes that they hold are not counted."""
+    recompute: bool | str | Sequence[str] = field(default=False, metadata={"kind": _RECOMPUTE})
+    """Modules to checkpoint: patterns of names, or ``True`` for the repeated blocks. They run as
+    ``actoffload.checkpoint``, and must compute the same when they run again. Needs ``model=``.
+    A flag takes patterns with ``,`` between them, or ``1``."""
+    include: str | Sequence[str] | None = field(default=None, metadata={"kind": _GLOBS})
+    """Glob patterns of the modules whose saved tensors move. All others stay. Needs ``model=``."""
+    exclude: str | Sequence[str] | None = field(default=None, metadata={"kind": _GLOBS})
+    """Glob patterns of the modules whose saved tensors stay. Needs ``model=``."""
+    boundaries: str = field(default="all", metadata={"kind": _BOUNDARIES})
+    """Whether only the inputs of checkpointed blocks move. ``"only"`` moves these (PyTorch's checkpoint, DeepSpeed's,
+    Megatron's) and nothing else; a checkpointed model saves nothing else of its blocks."""
+    announce: str | Callable[[str], None] = field(default="first", metadata={"kind": _ANNOUNCE})
+    """Which ranks print, after the first forward, what is active, what moves, what stays and why. ``"first"`` prints
+    the line to stderr on rank 0, ``"all"`` on every rank, ``"none"`` nowhere; a callable takes the line."""
+    strict: bool = field(default=False, metadata={"kind": _SWITCH})
+    """Raise ``NothingOffloadedError`` at the end of a context in which nothing moved."""
+    verify: bool = field(default=False, metadata={"kind": _SWITCH})
+    """Checksum the bytes that are written, and check them when they are read back."""
+    trace: PathLike | Callable[[TraceEvent], None] | None = field(default=None, metadata={"kind": _FILE})
+    """File for a trace of the run. [commands.md](commands.md) shows how to read it. With several ranks each has a file
+    of its own: ``run.rank0.json``. ``ACTOFFLOAD_TRACE`` names it too. A callable takes each ``TraceEvent``."""
+    drive_tbw: Size | None = field(default=None, metadata={"kind": _SIZE})
+    """Bytes of writes that a drive under ``path`` is rated for (its TBW), such as 600TB. The report then projects how
+    long the drive lasts. Several paths count as several drives."""
+    debug: bool = field(default=False, metadata={"kind": _SWITCH})
+    """Poison every freed host slot and extent, so that a use after release shows as NaN. Slow."""
+    engine: EngineName | Callable[[SpoolFile], StorageEngine] = field(default="auto", metadata={"kind": _ENGINE})
+    """Storage engine. ``"auto"`` takes the first of ``"posix"``, ``"uring"`` and ``"aiofiles"`` that works, behind an
+    accelerator ``"uring"`` first. ``"gds"`` is GPUDirect Storage by ``kvikio``: with ``target="nvme"`` it moves bytes
+    between device memory and disk, past host memory; ``actoffload doctor`` says whether the driver offers that.
+    ``"memory"`` is for tests. A callable that takes a ``SpoolFile`` makes your own (see ``CONTRIBUTING.md``)."""
+    io_threads: int | None = field(default=None, metadata={"kind": _THREADS})
+    """Threads of the storage engine, or requests that ``"uring"`` has under way at once. The engine has a default."""
+    prefetch_bytes: Size | None = field(default=None, metadata={"kind": _SIZE})
+    """Bytes that backward reads ahead. The default follows the bytes that backward needs, and is at most a quarter of
+    the bytes that the forward saved, or twice its largest tensor, unless a plan sets it."""
+    pending_bytes: Size | None = field(default=None, metadata={"kind": _SIZE})
+    """Most bytes on their way out at once. Beyond it CPU tensors stay, or are waited for with ``device_budget``, and an
+    accelerator's compute stream waits for the oldest copies. A tensor that is larger goes while at most half of it is
+    on its way. The default is 256 MiB on the CPU. On an accelerator a plan sets it; without a plan it is twice the
+    largest tensor, at least 64 MiB, or a larger backlog (``policy``)."""
+    keep_last_bytes: Size | None = field(default=None, metadata={"kind": _SIZE_OR_ZERO})
+    """Last bytes saved in a forward that stay, from the second step on. Their backward follows at once. The default is
+    a sixteenth of the bytes that the forward saves, at most the prefetch window."""
+    tune_malloc: bool = field(default=True, metadata={"kind": _SWITCH})
+    """On the CPU, let an allocator of this library keep the memory of large tensors and use it again. It is compiled
+    once and is process-wide until the process ends. Without a C++ compiler, glibc's mmap threshold is fixed instead, so
+    that freed activations leave the process."""
+
+    def __post_init__(self) -> None:
+        for name, kind in _kinds().items():
+            object.__setattr__(self, name, kind.check(name, getattr(self, name)))
+        planned = isinstance(self.policy, str) and self.policy == "auto"
+        for name in ("max_slowdown", "device_memory"):
+            if getattr(self, name) is not None and not planned:
+                raise ConfigError(name, getattr(self, name), "only a planner can keep it: leave policy at 'auto'")
+        if self.device_memory is not None and self.device_budget is not None:
+            raise ConfigError("device_memory", self.device_memory, "device_budget bounds a part of it: give one")
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The directories of the spool, with the default filled in."""
+        return self.path or default_paths()  # type: ignore[return-value]
+
+    @staticmethod
+    def flags() -> dict[str, Kind]:
+        """A description of a flag for each option, by the option's name."""
+        texts = help_of_options()
+        helps = {name: texts.get(name, name).partition(". ")[0].rstrip(".").replace("``", "") for name in _kinds()}
+        return {name: kind._replace(help=helps[name]) for name, kind in _kinds().items()}
+
+    @staticmethod
+    def options_from_flags(given: Mapping[str, Any], flag: Callable[[str], str]) -> dict[str, Any]:
+        """The options that flags or variables give, checked.
+
+        Args:
+            given: values by the option's name. Text is read as that of a variable. None leaves an option out.
+            flag: the name of an option's flag.
+
+        Raises:
+            ConfigError: an option does not exist, or its value cannot work; names the flag.
+        """
+        options = {name: value for name, value in given.items() if value is not None}
+        for name, value in options.items():
+            options[name] = _kinds()[name].read(value) if isinstance(value, str) and name in _kinds() else value
+        try:
+            make_config(options)
+        except ConfigError as error:
+            raise ConfigError(flag(error.field), given.get(error.field, error.value), error.remedy) from None
+        return options
+
+    @property
+    def recomputed(self) -> bool | tuple[str, ...]:
+        """The option ``recompute``, as it is after the checks."""
+        return self.recompute  # type: ignore[return-value]
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the user limits what is on the device."""
+        return self.device_budget is not None or self.device_memory is not None
+
+    def size(self, name: str, default: int) -> int:
+        """A size option in bytes, or ``default`` where it was left out."""
+        value = getattr(self, name)
+        return default if value is None else int(value)
+
+    @property
+    def device_share(self) -> float | None:
+        """The ``device_budget`` as a share; None unless it was given as one."""
+        return parse_share("device_budget", self.device_budget)
+
+    def replace(self, **changes: Any) -> OffloadConfig:
+        """A copy with some options changed, validated again."""
+        return replace(self, **changes)
+
+    @staticmethod
+    def options_from_environment(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+        """The options that ``ACTOFFLOAD=nvme`` (the target) and ``ACTOFFLOAD_<OPTION>`` give, checked.
+
+        ``ACTOFFLOAD_PATH`` takes several directories with ``:`` between them, lists of names take ``,``, flags ``1`` or
+        ``0``.
+
+        Raises:
+            ConfigError: a variable names no option, or its value cannot work; names the variable.
+        """
+        variables = [name for name in sorted(environment) if name.startswith(f"{SWITCH}_")]
+        given = {name.removeprefix(f"{SWITCH}_").lower(): environment[name] for name in variables}
+        given.pop("native", None)  # of the compiled code, no option
+        if "target" in given:
+            raise ConfigError(f"{SWITCH}_TARGET", given["target"], f"the target is the value of {SWITCH}")
+        if environment.get(SWITCH, "auto") != "auto":  # else a framework's flag may name one
+            given["target"] = environment[SWITCH]
+        return OffloadConfig.options_from_flags(given, variable_of)
+
+
+def variable_of(name: str) -> str:
+    """The environment variable of an option."""
+    return SWITCH if name == "target" else f"{SWITCH}_{name.upper()}"
+
+
+class Options(TypedDict, total=False):
+    """The fields of `OffloadConfig` but ``target``, as keyword arguments: so that editors know them."""
+
+    path: PathLike | Sequence[PathLike] | None
+    devices: str | Sequence[str] | None
+    allow_any_filesystem: bool
+    device_budget: Size | None
+    device_memory: Size | None
+    host_budget: Size | None
+    nvme_budget: Size | None
+    min_bytes: Size | None
+    policy: str | Policy | Plan
+    max_slowdown: float | None
+    checkpoints: str
+    recompute: bool | str | Sequence[str]
+    include: str | Sequence[str] | None
+    exclude: str | Sequence[str] | None
+    boundaries: str
+    announce: str | Callable[[str], None]
+    strict: bool
+    verify: bool
+    trace: PathLike | Callable[[TraceEvent], None] | None
+    drive_tbw: Size | None
+    debug: bool
+    engine: EngineName | Callable[[SpoolFile], StorageEngine]
+    io_threads: int | None
+    prefetch_bytes: Size | None
+    pending_bytes: Size | None
+    keep_last_bytes: Size | None
+    tune_malloc: bool
+
+
+def identity_of(value: object) -> object:
+    """The value of an option, or its identity where it cannot be hashed (a policy that is a dataclass, say)."""
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)  # of an object that the offloader's configuration keeps alive
+    return value
+
+
+@functools.cache
+def _kinds() -> dict[str, Kind]:
+    return {each.name: each.metadata["kind"] for each in fields(OffloadConfig)}
+
+
+@functools.cache
+def help_of_options() -> dict[str, str]:
+    """The text below each field of `OffloadConfig`. Python keeps it in the source alone: without that there is none."""
+    try:
+        tree = ast.parse(inspect.getsource(OffloadConfig))
+    except OSError:
+        return {}
+    return {
+        name.target.id: " ".join(text.value.value.split())
+        for definition in tree.body
+        if isinstance(definition, ast.ClassDef)
+        for name, text in pairwise(definition.body)
+        if isinstance(name, ast.AnnAssign) and isinstance(name.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }
+
+
+def make_config(options: dict[str, Any]) -> OffloadConfig:
+    """An `OffloadConfig` from keyword options.
+
+    Raises:
+        ConfigError: an option that does not exist (with the nearest name), or a value that cannot work.
+    """
+    known = _kinds()
+    for name, value in options.items():
+        if name not in known:
+            import difflib
+
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known options: {', '.join(known)}"
+            raise ConfigError(name, value, f"no such option; {hint}")
+    return OffloadConfig(**options)
+
+
+SWITCH = "ACTOFFLOAD"
+"""The environment variable whose value is the target, and the first part of those of the other options."""

@@ -117,7 +117,7 @@ class EngineAttachment(Attachment):
                 self._undo.callback(module.register_forward_pre_hook(_keep_gathered).remove)
         if pipelined and hasattr(engine, "_INSTRUCTION_MAP"):
             _announce_stages(engine, offloader, self._undo)
-        if offloader.store.trace is not None and getattr(engine.optimizer, "cpu_offload", False):
+        if offloader.is_tracing and getattr(engine.optimizer, "cpu_offload", False):
             _trace_optimizer(engine.optimizer, offloader, self._undo)
 
     def report(self) -> str:

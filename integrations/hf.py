@@ -15,8 +15,8 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, make_dataclass
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -88,7 +88,7 @@ class TrainerAttachment(TrainerCallback):
         trainer.actoffload = self
         # First in the list: callbacks run in order, and `on_log` must add its numbers before others report them.
         trainer.callback_handler.callbacks.insert(0, self)
-        self._reported, self._plans = self.offloader.statistics(), self._why_planned()
+        self._reported, self._plans = self.offloader.statistics(), self.offloader.plan_history
         self._undo = contextlib.ExitStack()
         self._take_over()
 
@@ -129,17 +129,13 @@ class TrainerAttachment(TrainerCallback):
             self._undo.callback(flag.write, flag.value)
             flag.write(flag.off)
 
-    def _why_planned(self) -> tuple[str, ...]:
-        """The reason for each plan."""
-        return () if self.offloader.autopilot is None else tuple(self.offloader.autopilot.history)
-
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Add the counts since the last log, for every logger: W&B, TensorBoard, MLflow, trackio, ..."""
         if logs is None or "loss" not in logs:
             return
         before, now = self._reported, self.offloader.statistics()
         self._reported = now
-        plans, self._plans = self._plans, self._why_planned()
+        plans, self._plans = self._plans, self.offloader.plan_history
         planned_anew = int(plans != self._plans)
         logs.update({**now.metrics(since=before), "actoffload/planned_anew": planned_anew})
 
@@ -236,18 +232,25 @@ def deepspeed_section(trainer: Any) -> dict[str, Any] | None:
     return read_section(config, {})
 
 
-def _flag(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
-def _several(text: str) -> dict[str, str]:
-    """The metadata of a flag that takes several values, and may be repeated for more."""
-    return {"help": text, "action": "extend"}
+def _flags_of_options() -> Iterator[tuple[str, Any, Any]]:
+    """Each option as a field for `make_dataclass`; None where the flag is not given."""
+    for name, kind in OffloadConfig.flags().items():
+        metadata: dict[str, Any] = {"help": kind.help.replace("%", "%%")}  # argparse formats it
+        if kind.flag is bool:
+            metadata |= {"nargs": "?", "const": True}
+        elif kind.flag == list[str]:
+            metadata["action"] = "extend"
+        if name == "target":
+            yield _PREFIX + name, Literal[("none", *get_args(kind.flag))], field(default="none", metadata=metadata)
+        else:
+            yield _PREFIX + name, kind.flag | None, field(default=None, metadata=metadata)
 
 
 @dataclass
-class OffloadArguments:
-    """The options of `attach` as flags, for ``transformers.HfArgumentParser``; off without a target.
+class OffloadArguments(make_dataclass("_Flags", _flags_of_options())):  # type: ignore[misc]
+    """The options of `attach` as flags, for ``transformers.HfArgumentParser``; off unless a target is given.
+
+    Each option of `OffloadConfig` is a flag ``--actoffload_<option>``.
 
         training, offload = HfArgumentParser((TrainingArguments, OffloadArguments)).parse_args_into_dataclasses()
         offload.attach(Trainer(model, training, ...))
@@ -256,38 +259,15 @@ class OffloadArguments:
         ConfigError: a value cannot work; names the flag.
     """
 
-    actoffload_target: Literal["none", "host", "nvme", "tiered", "auto"] = _flag("none", "the tier, or none: off")
-    actoffload_path: list[str] | None = field(default=None, metadata=_several("directories of the spool"))
-    actoffload_device_memory: str | None = _flag(None, "most bytes of everything on the device: 24GB, 95%%, auto")
-    actoffload_device_budget: str | None = _flag(None, "most bytes of saved activations on the device: 8GiB, 40%%")
-    actoffload_host_budget: str | None = _flag(None, "most bytes of host memory")
-    actoffload_nvme_budget: str | None = _flag(None, "most bytes on disk")
-    actoffload_min_bytes: str | None = _flag(None, "smaller tensors stay")
-    actoffload_policy: Literal["auto", "greedy", "all"] = _flag("auto", "what moves")
-    actoffload_max_slowdown: float | None = _flag(None, "how much slower a planned step may get, such as 0.02")
-    actoffload_checkpoints: Literal["plan", "leave"] = _flag("plan", "whether a plan lets checkpointed blocks run once")
-    actoffload_recompute: str | None = _flag(None, "modules (globs, with commas) to checkpoint; 1: the repeated blocks")
-    actoffload_include: list[str] | None = field(default=None, metadata=_several("modules (glob) whose tensors move"))
-    actoffload_exclude: list[str] | None = field(default=None, metadata=_several("modules (glob) whose tensors stay"))
-    actoffload_engine: Literal["auto", "uring", "posix", "aiofiles", "gds", "memory"] = _flag("auto", "storage engine")
-    actoffload_strict: bool = _flag(False, "raise when a step moves nothing")
-    actoffload_verify: bool = _flag(False, "checksum what is written and check what is read")
-    actoffload_announce: Literal["none", "first", "all"] | None = _flag(None, "which ranks say what is active")
-
     def __post_init__(self) -> None:
-        if self.actoffload_target == "none":
-            return
-        try:
-            OffloadConfig(**self.options())
-        except ConfigError as error:
-            raise ConfigError(_PREFIX + error.field, error.value, error.remedy) from None
+        if self.actoffload_target != "none":
+            self.options()
 
     def options(self) -> dict[str, Any]:
-        """The options that the flags set, as `attach` takes them."""
-        found = {name.removeprefix(_PREFIX): value for name, value in vars(self).items() if value is not None}
-        return {
-            name: OffloadConfig.value_of(name, value) if name == "recompute" else value for name, value in found.items()
-        }
+        """The options that were given, as `attach` takes them."""
+        flags = {name: value for name, value in vars(self).items() if (name, value) != (f"{_PREFIX}target", "none")}
+        given = {name.removeprefix(_PREFIX): value for name, value in flags.items()}
+        return OffloadConfig.options_from_flags(given, lambda name: _PREFIX + name)
 
     def attach(self, trainer: Trainer, **options: Any) -> TrainerAttachment | None:
         """`attach` with these options, and further ones; None if the target is ``"none"``."""

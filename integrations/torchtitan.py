@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, make_dataclass
 from typing import Annotated, Any, Literal
 
 from torch import nn
@@ -34,39 +34,27 @@ _ONE_GRAPH = "graph_trainer traces forward, loss and backward as one graph, whic
 _SAME_TENSORS = "torchtitan would move the same activations: switch one of the two off"
 
 
+_THEIRS = {field.name for field in fields(ActivationCheckpointing.Config)}
+"""Fields of every config of torchtitan's: it has a "debug" too, so that ours is a variable alone."""
+_FLAGS = {name: kind for name, kind in OffloadConfig.flags().items() if name not in _THEIRS}
+_Flags: Any = make_dataclass(
+    "_Flags",
+    [(name, Annotated[kind.flag | None, tyro.conf.arg(help=kind.help)], None) for name, kind in _FLAGS.items()],
+    bases=(ActivationCheckpointing.Config,),
+    kw_only=True,
+    slots=True,
+)
+
+
 class OffloadAC(ActivationCheckpointing):  # type: ignore[misc]
     """Moves the tensors that the model saves for backward, after any checkpointing of its transformer blocks."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(ActivationCheckpointing.Config):  # type: ignore[misc]
-        """The options that are set most; variables ``ACTOFFLOAD_<OPTION>`` set these, and all others, by default."""
+    class Config(_Flags):  # type: ignore[misc]
+        """A flag for each option; variables ``ACTOFFLOAD_<OPTION>`` set these by default."""
 
         checkpointing: Literal["none", "selective", "full"] = "none"
         """Which blocks run again in backward: none, or as with torchtitan's own config of this name."""
-        target: Literal["auto", "host", "nvme", "tiered"] | None = None
-        """The tier that saved tensors go to."""
-        path: str | None = None
-        """Directory of the spool."""
-        device_memory: str | None = None
-        """Most bytes of everything on the device: 24GB, 95%, or auto."""
-        device_budget: str | None = None
-        """Most bytes of saved activations on the device: 8GiB, or 40% of what keeping everything takes."""
-        host_budget: str | None = None
-        """Most bytes of host memory."""
-        nvme_budget: str | None = None
-        """Most bytes on disk, of each rank."""
-        min_bytes: str | None = None
-        """Smaller tensors stay."""
-        checkpoints: Literal["plan", "leave"] | None = None
-        """Whether a plan lets checkpointed blocks run once."""
-        recompute: str | None = None
-        """Modules (globs, with commas) to checkpoint, beside those of ``checkpointing``; 1: the repeated blocks."""
-        policy: Literal["auto", "greedy", "all"] | None = None
-        """What moves."""
-        include: list[str] | None = None
-        """Modules (glob) whose tensors move."""
-        exclude: list[str] | None = None
-        """Modules (glob) whose tensors stay."""
 
     config: Config
 
@@ -74,8 +62,7 @@ class OffloadAC(ActivationCheckpointing):  # type: ignore[misc]
         """Checkpoint the blocks where the config says so. The trainer attaches the model once it has built it."""
         kind = _CHECKPOINTINGS.get(self.config.checkpointing)
         if kind is not None:
-            shared = {field.name: getattr(self.config, field.name) for field in fields(ActivationCheckpointing.Config)}
-            kind(kind.Config(**shared)).apply(model)
+            kind(kind.Config(**{name: getattr(self.config, name) for name in _THEIRS})).apply(model)
 
 
 @functools.cache
@@ -122,16 +109,8 @@ def _options(chosen: object) -> dict[str, Any] | None:
         environment.pop("ACTOFFLOAD", None)
     if not isinstance(chosen, OffloadAC.Config):
         return OffloadConfig.options_from_environment(environment) if "ACTOFFLOAD" in environment else None
-    # torchtitan's base config has fields of its own, one of them with the name of one of ours: "debug".
-    others = {"checkpointing", *(field.name for field in fields(ActivationCheckpointing.Config))}
-    flags = {field.name: getattr(chosen, field.name) for field in fields(chosen) if field.name not in others}
-    flags = {name: value for name, value in flags.items() if value is not None}
-    if "recompute" in flags:
-        flags["recompute"] = OffloadConfig.value_of("recompute", flags["recompute"])
-    try:
-        OffloadConfig(**flags)
-    except ConfigError as error:
-        raise ConfigError(f"activation_checkpoint.{error.field}", error.value, error.remedy) from None
+    given = {name: getattr(chosen, name) for name in _FLAGS}
+    flags = OffloadConfig.options_from_flags(given, "activation_checkpoint.{}".format)
     return {**OffloadConfig.options_from_environment(environment), **flags}
 
 

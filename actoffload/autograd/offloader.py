@@ -443,6 +443,16 @@ class Offloader:
         return self.store.plan
 
     @property
+    def plan_history(self) -> tuple[str, ...]:
+        """Why each of the last plans was made, oldest first; empty without a planner."""
+        return () if self.autopilot is None else tuple(self.autopilot.history)
+
+    @property
+    def is_tracing(self) -> bool:
+        """Whether the option ``trace`` or ``ACTOFFLOAD_TRACE`` is set."""
+        return self.store.trace is not None
+
+    @property
     def profile(self) -> Profile | None:
         """The step that was planned from, for ``actoffload plan`` (`Profile.save`); None before that."""
         return None if self.autopilot is None else self.autopilot.profile

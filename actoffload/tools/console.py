@@ -29,9 +29,11 @@ from rich.table import Table
 from ..config import OffloadConfig
 from ..errors import ActOffloadError, ConfigError, SpoolPathError, printable
 
+HELP = {name: kind.help for name, kind in OffloadConfig.flags().items()}
+"""Of each option."""
 PathOption = Annotated[
     list[Path] | None,
-    typer.Option(help="Directory of the spool; repeat to stripe. Default: $ACTOFFLOAD_PATH, else the temporary one."),
+    typer.Option(help=f"{HELP['path']}. Default: $ACTOFFLOAD_PATH, else the temporary one."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 PictureOption = Annotated[Path | None, typer.Option(help="Draw it here (PNG, SVG).")]

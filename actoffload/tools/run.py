@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from ..config import SWITCH, OffloadConfig
-from .console import PathOption, explained_errors, strings
+from ..config import SWITCH, OffloadConfig, variable_of
+from .console import HELP, PathOption, explained_errors, strings
 
 SETTINGS = {"allow_interspersed_args": False}
 """Of the command: the first word that is no option and all words after it belong to the program."""
@@ -24,7 +24,7 @@ Program = Annotated[
     list[str], typer.Argument(help="A script (train.py), Python's options (-m trainer) or a command (torchrun).")
 ]
 Target = Annotated[str, typer.Option(envvar=SWITCH, help="host, nvme, tiered or auto.")]
-DeviceBudget = Annotated[str | None, typer.Option(help="Most bytes of saved activations on the device: 8GiB, 40%.")]
+DeviceBudget = Annotated[str | None, typer.Option(help=f"{HELP['device_budget']}.")]
 OTHER = "Any other field of OffloadConfig."
 
 
@@ -67,7 +67,7 @@ def _become(
             raise typer.BadParameter(f"option={text!r}: {field} is given twice, or has an option of its own")
         twice.add(field)
         given[field] = value
-    variables = {SWITCH if field == "target" else f"{SWITCH}_{field.upper()}": value for field, value in given.items()}
+    variables = {variable_of(field): value for field, value in given.items()}
     environment = {**os.environ, **{variable: value for variable, value in variables.items() if value}}
     with explained_errors():
         OffloadConfig.options_from_environment(environment)

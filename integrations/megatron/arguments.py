@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from actoffload import OffloadConfig, Plan
 from actoffload.errors import ConfigError
 
-_FLAGS = {
-    "path": ("path", "DIR", "directory of the spool, or several"),
-    "device_memory": ("device-memory", "SIZE", "most bytes of everything on the device: 24GB, 95%%, or auto"),
-    "device_budget": ("device-budget", "SIZE", "most bytes of saved activations on the device: 8GiB, or 40%%"),
-    "host_budget": ("host-budget", "SIZE", "most bytes of host memory"),
-    "nvme_budget": ("nvme-budget", "SIZE", "most bytes on disk"),
-    "min_bytes": ("min-bytes", "SIZE", "smaller tensors stay"),
-    "include": ("modules", "NAME", "what moves: names as in Megatron's --offload-modules, or globs of module names"),
-    "exclude": ("exclude-modules", "GLOB", "names of the modules whose saved tensors stay"),
-    "checkpoints": ("checkpoints", "WHO", "plan: a plan lets PyTorch's checkpoints run once; leave: it does not"),
-    "recompute": (
-        "recompute",
-        "GLOBS",
-        "modules to checkpoint beside Megatron's, with commas; 1: the repeated blocks",
-    ),
-    "policy": ("policy", "POLICY", "auto, greedy, all, or a file with a plan's JSON"),
-    "max_slowdown": ("max-slowdown", "SHARE", "with policy auto: how much slower a step may get, for example 0.02"),
-    "engine": ("engine", "ENGINE", "storage engine: auto, uring, posix, aiofiles, gds or memory"),
-    "strict": ("strict", "", "fail when a forward moved nothing"),
-    "verify": ("verify", "", "checksum what is written, check what is read"),
-    "trace": ("trace", "FILE", "Chrome/Perfetto trace; with several ranks each writes its own file"),
-    "announce": ("announce", "WHO", "who says at the first step what is active: none, first or all"),
+_NAMES = {"include": "modules", "exclude": "exclude-modules"}
+"""Flags that do not have the name of their option."""
+_MORE_HELP = {
+    "target": "; none: actoffload is off",
+    "include": "; or names as in Megatron's --offload-modules",
+    "policy": "; or a file with a plan's JSON",
+    "recompute": "; beside Megatron's own",
 }
-"""For each field of `OffloadConfig` that a flag can set: the flag's name, its metavar and its help."""
 MODULES = {
     "layer_input": (["*.input_layernorm", "tensor:checkpoint_input"], []),
     "attn_norm": (["*.input_layernorm"], []),
@@ -48,8 +31,6 @@ MODULES = {
 }
 """Megatron's names for ``--offload-modules``, and two more. Each has globs of the modules that save such tensors, and
 globs of modules inside these that save other tensors."""
-_SEVERAL = ("path", "include", "exclude")
-_SWITCHES = ("strict", "verify")
 
 
 def add_actoffload_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -62,18 +43,15 @@ def add_actoffload_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
     'none'
     """
     group = parser.add_argument_group("actoffload", "saved activations in host memory or on NVMe")
-    group.add_argument(
-        "--actoffload-target",
-        choices=("none", "host", "nvme", "tiered", "auto"),
-        default="none",
-        help="where the tensors saved for backward go; none: actoffload is off",
-    )
-    for field, (_, metavar, text) in _FLAGS.items():
-        if field in _SWITCHES:
-            group.add_argument(flag(field), action="store_true", help=text)
+    for name, kind in OffloadConfig.flags().items():
+        text = (kind.help + _MORE_HELP.get(name, "")).replace("%", "%%")  # argparse formats it
+        if name == "target":
+            group.add_argument(flag(name), choices=("none", *get_args(kind.flag)), default="none", help=text)
+        elif kind.flag is bool:
+            group.add_argument(flag(name), action=argparse.BooleanOptionalAction, help=text)
         else:
-            several: dict[str, Any] = {"nargs": "+", "action": "extend"} if field in _SEVERAL else {}
-            group.add_argument(flag(field), type=_checked(field), metavar=metavar, help=text, **several)
+            several: dict[str, Any] = {"nargs": "+", "action": "extend"} if kind.flag == list[str] else {}
+            group.add_argument(flag(name), type=_checked(name), metavar=kind.unit, help=text, **several)
     return parser
 
 
@@ -92,18 +70,12 @@ def options_of(args: Any) -> dict[str, Any] | None:
         raise ConfigError("--actoffload-target", None, remedy)
     if target in (None, "none"):
         return None
-    options: dict[str, Any] = {"target": target, "announce": "first"}
-    for field in _FLAGS:
-        value = getattr(args, flag(field).removeprefix("--").replace("-", "_"), None)
-        if value is not None:
-            options[field] = _read(field, value)
-    if "include" in options:
-        _select(options)
-    try:
-        OffloadConfig(**options)
-    except ConfigError as error:
-        raise ConfigError(flag(error.field), error.value, error.remedy) from None
-    return options
+    given = {name: getattr(args, flag(name)[2:].replace("-", "_"), None) for name in OffloadConfig.flags()}
+    if given["include"] is not None:
+        _select(given)
+    return OffloadConfig.options_from_flags({**given, "policy": _plan(given["policy"])}, flag) | {
+        "announce": given["announce"] or "first"
+    }
 
 
 def _select(options: dict[str, Any]) -> None:
@@ -130,7 +102,7 @@ def _words(value: str | Sequence[str] | None) -> list[str]:
 
 def flag(field: str) -> str:
     """The flag that sets a field."""
-    return f"--actoffload-{_FLAGS[field][0] if field in _FLAGS else field}"
+    return f"--actoffload-{_NAMES.get(field, field).replace('_', '-')}"
 
 
 def _checked(field: str) -> Callable[[str], str]:
@@ -138,7 +110,7 @@ def _checked(field: str) -> Callable[[str], str]:
 
     def check(text: str) -> str:
         try:
-            OffloadConfig(**{field: _read(field, text)})
+            OffloadConfig.options_from_flags({field: _plan(text) if field == "policy" else text}, flag)
         except ConfigError as error:
             raise argparse.ArgumentTypeError(f"{error.value!r}: {error.remedy}") from None
         return text
@@ -146,14 +118,12 @@ def _checked(field: str) -> Callable[[str], str]:
     return check
 
 
-def _read(field: str, value: Any) -> Any:
-    """The value of a field; a flag's text may only be the name of a file that has it."""
-    named = value in ("auto", "greedy", "all") or not isinstance(value, str)
-    if field == "policy" and not named and Path(value).is_file():
-        return Plan.from_json(Path(value).read_text(encoding="utf-8"))
-    if field == "recompute":
-        return OffloadConfig.value_of(field, value)
-    if field == "max_slowdown":
-        with contextlib.suppress(ValueError):
-            return float(value)
-    return value
+def _plan(policy: Any) -> Any:
+    """The plan in a file; any other policy as it is."""
+    if (
+        isinstance(policy, str)
+        and policy not in get_args(OffloadConfig.flags()["policy"].flag)
+        and Path(policy).is_file()
+    ):
+        return Plan.from_json(Path(policy).read_text(encoding="utf-8"))
+    return policy
