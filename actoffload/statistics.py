@@ -57,6 +57,8 @@ class Statistics:
     """Saved storages that are alive now (a count)."""
     degraded: Mapping[str, int] = field(default_factory=dict)
     """Times that something below failed and the step went on without it (a count), by reason."""
+    unhooked: int = 0
+    """Of ``steps``, those that ran without hooks, as nothing moves (a count). No other field counts what they did."""
     microbatches: int = 0
     """Forward passes in which autograd saved what may move (a count)."""
     optimizer_steps: int = 0

@@ -8,15 +8,17 @@ forward, and 50 GB/s go over the link, all sizes here an eighth of that. The hos
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from actoffload import OffloadConfig, Offloader
 from actoffload.autotune.observations import StepsUnderPlan
 from actoffload.planning.observed import Observed
+from actoffload.runtime.profiler import Profiler
 from actoffload.runtime.store import ActivationStore
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
 from actoffload.tiers.device_tier import DeviceTier
@@ -32,7 +34,16 @@ SETTLED = 12
 """Steps after which the plan has been corrected."""
 
 
-def run(device: SimulatedDevice, launch: float, *, watched: bool = True, budget: int | None = None) -> dict[str, Any]:
+def run(
+    device: SimulatedDevice,
+    launch: float,
+    *,
+    watched: bool = True,
+    budget: int | None = None,
+    recording_s: float = 0.0,
+    staying_s: float = 0.0,
+    steps: int = SETTLED + 8,
+) -> dict[str, Any]:
     """Train, and compare the last steps with those of a run that keeps all. Seconds of virtual time.
 
     Args:
@@ -40,16 +51,20 @@ def run(device: SimulatedDevice, launch: float, *, watched: bool = True, budget:
         launch: see `LAUNCHES`.
         watched: whether the library looks at what its hooks take of the host.
         budget: ``device_budget``.
+        recording_s: what the host takes more for each tensor in a recorded step.
+        staying_s: what it takes for each tensor that stays.
+        steps: how many.
     """
     device.model(flops=1e18, latency_s=0.0, launch_s=launch * KERNEL_S / 2, **GPU)
-    keep_s = _steps(device, None, 4)[-1]
+    model = _Sines()
+    keep_s = _steps(device, model, None, 4)[-1]
     with pytest.MonkeyPatch.context() as patch:
         use_virtual_time(device, patch)
-        charge(device, patch)
+        charge(device, patch, recording_s, staying_s)
         if not watched:
             patch.setattr(DeviceTier, "watched", super(DeviceTier, DeviceTier).watched)
         config = OffloadConfig(target="host", min_bytes=1, announce="none", host_budget=1 << 28, device_budget=budget)
-        offloader = Offloader(config, accelerator=SimulatedAccelerator())
+        offloader = Offloader(config, accelerator=SimulatedAccelerator()).use(model)
         observed: list[Observed] = []
         add = StepsUnderPlan.add
 
@@ -59,12 +74,12 @@ def run(device: SimulatedDevice, launch: float, *, watched: bool = True, budget:
 
         patch.setattr(StepsUnderPlan, "add", observe)
         try:
-            seconds = _steps(device, offloader, SETTLED + 8)
+            seconds = _steps(device, model, offloader, steps)
             pilot = offloader.autopilot
             assert pilot is not None
             assert pilot.plan is not None
             moved = pilot.plan.offloaded_bytes
-            explained = offloader.explain()
+            explained, unhooked = offloader.explain(), offloader.statistics().unhooked
         finally:
             offloader.abort()
     return {
@@ -73,6 +88,7 @@ def run(device: SimulatedDevice, launch: float, *, watched: bool = True, budget:
         "late": max(seconds[SETTLED:]) / keep_s,
         "moved_share": moved / (TENSORS * NBYTES),
         "explained": explained,
+        "unhooked": unhooked,
         "watched": [one for one in observed if one.hooks_s],
     }
 
@@ -84,9 +100,15 @@ def use_virtual_time(device: SimulatedDevice, patch: pytest.MonkeyPatch) -> None
             patch.setattr(module, "now", lambda: device.clock_s)
 
 
-def charge(device: SimulatedDevice, patch: pytest.MonkeyPatch) -> None:
-    """Have the hooks take their time of the host: each that moves a tensor, and each that gives backward one."""
+def charge(
+    device: SimulatedDevice, patch: pytest.MonkeyPatch, recording_s: float = 0.0, staying_s: float = 0.0
+) -> None:
+    """Have the hooks take their time of the host: each that moves a tensor, and each that gives backward one.
+
+    ``recording_s`` and ``staying_s`` are as `run` has them.
+    """
     offload, fetch_now = DeviceTier.offload, ActivationStore._fetch_now
+    admit, saved = ActivationStore.admit, Profiler.saved
 
     def offload_slowly(tier: DeviceTier, record: Any) -> Any:
         reason = offload(tier, record)
@@ -98,34 +120,47 @@ def charge(device: SimulatedDevice, patch: pytest.MonkeyPatch) -> None:
         device.keep_host_busy(UNPACK_S)
         return fetch_now(store, record, tier)
 
+    def admit_slowly(*args: Any) -> Any:
+        device.keep_host_busy(staying_s)
+        return admit(*args)
+
+    def record_slowly(*args: Any) -> Any:
+        device.keep_host_busy(recording_s)
+        return saved(*args)
+
     patch.setattr(DeviceTier, "offload", offload_slowly)
     patch.setattr(ActivationStore, "_fetch_now", fetch_slowly)
+    if staying_s:
+        patch.setattr(ActivationStore, "admit", admit_slowly)
+    if recording_s:
+        patch.setattr(Profiler, "saved", record_slowly)
 
 
-def _steps(device: SimulatedDevice, offloader: Offloader | None, count: int) -> list[float]:
-    weight = torch.ones(NBYTES // 4, device=NAME, requires_grad=True)
+class _Sines(nn.Module):
+    """Saves `TENSORS` tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(NBYTES // 4, device=NAME))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.weight * x
+        for _ in range(TENSORS):
+            x = x.sin()
+        return x.sum()
+
+
+def _steps(device: SimulatedDevice, model: nn.Module, offloader: Offloader | None, count: int) -> list[float]:
+    x = torch.ones(1, device=NAME)
     seconds = []
     for _ in range(count):
         device.synchronize()
         began_s = device.clock_s
-        _step(weight, offloader)
+        with offloader or nullcontext():
+            loss = model(x)
+        loss.backward()
+        del loss
         device.synchronize()
         seconds.append(device.clock_s - began_s)
-        weight.grad = None
+        model.zero_grad(set_to_none=True)
     return seconds
-
-
-def _step(weight: Tensor, offloader: Offloader | None) -> None:
-    if offloader is None:
-        _forward(weight).backward()
-        return
-    with offloader:
-        loss = _forward(weight)
-    loss.backward()
-
-
-def _forward(weight: Tensor) -> Tensor:
-    x = weight * 1.0
-    for _ in range(TENSORS):
-        x = x.sin()
-    return x.sum()

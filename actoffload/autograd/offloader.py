@@ -27,6 +27,7 @@ from ..interrupts import expected
 from ..planning.plan import Plan
 from ..planning.profile import Profile
 from ..policy import module_patterns
+from ..runtime.decision import InputShapes
 from ..runtime.pipeline import Direction, Hint, check_phase
 from ..runtime.regions import Region
 from ..runtime.saved_by_node import advice
@@ -44,7 +45,7 @@ from ..tiers.tiers import Tiers
 from .checkpoints import Checkpoints, install
 from .exclusions import Exclusions
 from .function_tensors import held_by_functions
-from .hook_stack import Hooks, enabled
+from .hook_stack import OUR_UNPACKS, Hooks, enabled, top
 from .inner_hooks import InnerHooks
 from .module_names import ModelInputs, ModuleScopes, check_patterns
 from .packing import Forwards, Packer
@@ -77,21 +78,35 @@ class _Entry:
     """One entry of a context in one thread.
 
     Attributes:
-        hooks: ours while it is open; None where hooks may not be pushed, so that the forward is left alone.
+        hooks: ours while it is open; None where hooks may not be pushed, so that the forward is left alone, and while
+            it ``rests``: the plan needs no hooks.
         tape: the forward that runs.
         region: the checkpointed region that runs, with all that it calls; None outside of regions.
         moved: what was counted when it began.
     """
 
-    def __init__(self, offloader: Offloader) -> None:
+    def __init__(self, offloader: Offloader, *, rests: bool) -> None:
         alone = not enabled()
         if getattr(graph, "_allow_mutation_on_saved_tensors_enabled", False):
             offloader.store.shared.reporter.advise("mutation", MUTATION_ADVICE)
             alone = True
-        self.hooks = None if alone else Hooks(*offloader.packer.hooks())
+        self.rests = rests and not alone
+        self.hooks = None if alone or rests else Hooks(*offloader.packer.hooks())
         self.tape: Tape[Record] = Tape()
         self.region: Region | None = None
         self.moved = MovedSince(offloader.store.shared.accounts)
+
+    def rest(self, rests: bool, packer: Packer) -> None:
+        """Have what is saved from now on go past our hooks, or through them. Hooks of the program's stay in place."""
+        above = top()
+        if rests == self.rests or (above is not None and above[1] not in OUR_UNPACKS):
+            return
+        if rests and self.hooks is not None and not len(self.tape):
+            self.remove_hooks()
+            self.hooks, self.rests = None, True
+        elif self.rests:
+            self.hooks, self.rests = Hooks(*packer.hooks()), False
+            expected(self.hooks.__enter__)
 
     def remove_hooks(self) -> None:
         """Take the hooks from autograd's stack if they are on it: after an interrupt nobody knows."""
@@ -157,7 +172,7 @@ class Offloader:
             store.regions.expected = given.regions or None
         elif self.config.policy == "auto":
             self.autopilot = Autopilot(store, following)
-        called = None if self.autopilot is None else weakref.WeakMethod(self.autopilot.forward_begins)
+        called = None if self.autopilot is None else weakref.WeakMethod(self._model_begins)
         self._inner_hooks = InnerHooks(functools.partial(store.shared.reporter.advise, "inner hooks"))
         self._inputs = ModelInputs(self.exclusions.static, called, self._inner_hooks.begin)
         if store.trace is not None:
@@ -250,7 +265,7 @@ class Offloader:
         depth = len(stack)
         try:
             self._begin_step()
-            entry = _Entry(self)
+            entry = _Entry(self, rests=self.autopilot is not None and self.autopilot.rests())
             stack.append(entry)
             if entry.hooks is not None:
                 expected(entry.hooks.__enter__)  # PyTorch may refuse hooks here
@@ -261,6 +276,14 @@ class Offloader:
             del stack[depth:]
             raise
         return self
+
+    def _model_begins(self, shapes: InputShapes) -> None:
+        """A model's forward begins with inputs of these shapes; nothing of it is saved yet."""
+        pilot = self.autopilot
+        assert pilot is not None, "it is the one that asks for shapes"
+        pilot.model_begins(shapes)
+        if self._forwards.stack:
+            self._forwards.stack[-1].rest(pilot.rests(shapes), self.packer)
 
     def _begin_step(self) -> None:
         store = self.store
@@ -320,6 +343,9 @@ class Offloader:
             given = ", ".join(f"tensor:{pattern}" for pattern in unmatched)
             store.shared.reporter.advise("names", f"no saved tensor was given a name() for these patterns: {given}")
         store.shared.reporter.warn()
+        if entry.rests:
+            with store.shared.lock:
+                store.shared.accounts.unhooked += 1
         if failed:
             return
         store.regions.forward_ended(entry.tape)

@@ -6,12 +6,14 @@ wait for the other in the middle of a step, and a rank may skip steps that other
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ..errors import StateError
+from ..errors import BudgetError, StateError
+from ..planning.profile import Profile
+from ..planning.search import Limits
 
 if TYPE_CHECKING:
     from .autopilot import Autopilot
@@ -31,6 +33,16 @@ class Brought:
 def several_ranks(group: Any = None) -> bool:
     """Whether there is more than one rank."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+def bring(planner: Any, base: Profile, limits: Limits) -> Brought:
+    """This rank's choice for the step in which all regions run again, and the storages and regions of that step."""
+    fits = tuple(s.nbytes for s in base.storages), tuple((r.place, r.name) for r in base.regions)
+    try:
+        once = planner.propose(base, replace(limits, agreed=True)).once
+    except BudgetError:
+        once = frozenset()
+    return Brought(once=tuple(sorted(once)), fits=fits)
 
 
 def agree(pilot: Autopilot | None, group: Any, problem: str) -> bool:

@@ -41,12 +41,13 @@ from ..sizes import format_size
 from ..tell.facts import PlanFacts
 from ..tell.plans import regions
 from ..tell.report import say
-from .agreement import Brought
+from .agreement import Brought, bring
 from .budgets import Budgets
 from .following import Following
 from .making import Making, loss, passed
-from .observations import Recording, StepsUnderPlan, Watch, link_change, surprise
-from .shapes import AGAIN, Shape, Shapes, Stage, Tried
+from .observations import Recording, StepsUnderPlan, Watch, differ, link_change, surprise
+from .resting import may_rest
+from .shapes import AGAIN, UNRECORDED, Shape, Shapes, Stage, Tried
 
 
 class Autopilot:
@@ -77,7 +78,8 @@ class Autopilot:
         """The step that is or was recorded began with all that any step has beside saved tensors."""
         self._shapes = Shapes()
         self.making = Making(store, self._budgets, self._shapes)
-        self._shape_is_known = False
+        self._shape_is_known = self._of_model = False
+        """Whether the shape of the step that runs is known, and was before its forward saved anything."""
         self._watch: Watch[Shape] = Watch(store)
         self._count = self._changes = self._record_from = 0
         """Steps so far; changes since all was as planned; the step from which on one is recorded."""
@@ -104,6 +106,15 @@ class Autopilot:
     def seen(self) -> Observed | None:
         """The median of the last steps under the plan."""
         return self._shape.steps.seen
+
+    def rests(self, key: InputShapes | None = None) -> bool:
+        """Whether the forward that begins needs no hooks; ``key``: its inputs' shapes, else as the last forward's."""
+        return self._shape.stage is Stage.RESTING and not self._gave_up and key in (None, self._shape.key)
+
+    def model_begins(self, key: InputShapes) -> None:
+        """As `forward_begins`, before the forward has saved anything."""
+        self._of_model = True
+        self.forward_begins(key)
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -146,7 +157,7 @@ class Autopilot:
     def _begin_step(self) -> None:
         self._following.placement.mismatched_bytes = 0
         self._watch.begin()
-        self._shape_is_known = False
+        self._shape_is_known = self._of_model = False
         self._begin_shape()
 
     def forward_begins(self, key: InputShapes) -> None:
@@ -188,7 +199,7 @@ class Autopilot:
         settled = self._run.is_settled
         if shape.stage in (Stage.PAPER, Stage.DUE):
             return settled or not shape.settled
-        if shape.stage in (Stage.FOLLOWED, Stage.HOPELESS) or (shape.base is None and self._count < self._record_from):
+        if shape.stage in UNRECORDED or (shape.base is None and self._count < self._record_from):
             return False
         found = settled or self._recording.steps <= WARM_UP or self._budgets.all_is_there(shape)
         shape.unsettled += not found
@@ -202,10 +213,15 @@ class Autopilot:
         if not watch.began:
             return
         shape, recorded = self._shape, self._profiler.active or self._profiler.finished
-        if not watch.saved and (shape.plan is not None or not self._profiler.finished):
+        if shape.stage is Stage.RESTING and not watch.saved:
+            self._count += 1
+            if not self._is_too_much(shape, watch.end()):
+                shape.rested(sure=self._of_model)
+            return
+        if not watch.saved and (shape.plan is not None or not self._profiler.finished):  # a pass without gradients
             if not self._profiler.finished:
                 self._profiler.forget()  # what is recorded begins with the step that follows
-            return  # a pass without gradients
+            return
         self._count += 1
         observed = watch.end()
         if self._is_too_much(shape, observed) or self._is_another(shape):
@@ -217,10 +233,17 @@ class Autopilot:
             if not watch.later(shape, shape.plan, observed):
                 self._review(shape, observed)
 
+    def _begin_rest(self, shape: Shape, step_s: float) -> None:
+        """Have the next steps of a shape run without hooks, if nothing asks for these."""
+        free = self._of_model and self._agreed is None and self.limits.device_budget is None
+        if free and may_rest(self._store, shape, self._watch.saved, step_s):
+            shape.begin_rest()
+
     def _is_too_much(self, shape: Shape, observed: Observed) -> bool:
         """Whether the step ran out of memory, or passed ``device_memory``: the next one of its shape takes less."""
         limit, passed = self._budgets.of(shape, self._shapes), self._budgets.passed_bytes
-        ran_out, peak = self._store.out_of_memory.happened(), observed.peak_bytes or 0
+        kept = 0 if shape.profile is None else shape.profile.baseline_peak_bytes  # where no hooks have seen a peak
+        ran_out, peak = self._store.out_of_memory.happened(), observed.peak_bytes or kept
         if not ran_out and not (passed and limit):
             return False
         most = peak if limit is None else min(peak, limit)
@@ -239,7 +262,7 @@ class Autopilot:
             return False
         if self._following.placement.mismatched_bytes <= SHAPES_CHANGED * max(1, shape.profile.saved_bytes):
             return False
-        self._rest()
+        self._back_off()
         shape.base = None
         shape.tried.clear()
         self._run_once(shape, AGAIN, "the forward saved other sizes than the plan was made for")
@@ -251,7 +274,8 @@ class Autopilot:
         """A step was recorded: choose from it which regions run once, plan from it, or try one with nothing moved."""
         if shape.plan is None and self._profiler.has_no_record:  # nothing was large enough to move
             self._profiler.forget()
-            self._rest()
+            self._back_off()
+            self._begin_rest(shape, observed.step_s)
             return
         profile = self._recording.profile()
         if profile is None:
@@ -452,8 +476,17 @@ class Autopilot:
         if (not reason or not shape.has_measured(shape.plan)) and self._goes_back(shape, seen):
             return
         if reason and self._may_change:
-            shape.have_recorded(reason)
-            self._rest()
+            self._back_off()
+            computed_s = seen.step_s - seen.wait_s
+            if shape.regions or computed_s >= (1 - STEP_CHANGE) * shape.profile.step_s:
+                shape.have_recorded(reason)
+                return
+            # The recorded step was late, as recording takes the host's time. Another recording would be as late; the
+            # steps under the plan are not recorded, and show that keeping all takes no longer than they compute.
+            shape.why = reason
+            self._correct(shape, shape.profile.lasting(computed_s), 0)
+        elif not reason:
+            self._begin_rest(shape, seen.step_s)
 
     @property
     def _may_change(self) -> bool:
@@ -469,9 +502,9 @@ class Autopilot:
         best = min(shape.tried, key=lambda tried: tried.step_s)
         if best.step_s >= (1 - PLAN_GAIN) * seen.step_s or not self._may_change:
             return False
-        told = f"a step with {len(shape.once)} regions run once takes {seen.step_s:.3g} s"
-        self._rest()
-        self._follow_known(shape, best, f"{told}, with {len(best.once)} {best.step_s:.3g} s")
+        self._back_off()
+        seconds = f"takes {seen.step_s:.3g} s, with {len(best.once)} {best.step_s:.3g} s"
+        self._follow_known(shape, best, f"a step with {len(shape.once)} regions run once {seconds}")
         return True
 
     def _correct(self, shape: Shape, recorded: Profile, moved_bytes: int) -> None:
@@ -480,14 +513,7 @@ class Autopilot:
         assert shape.profile is not None, "it was made from a profile"
         old, before, reason, seen = shape.plan, shape.profile, shape.why, shape.steps.seen
         shape.stage = Stage.FOLLOWED
-        if not self._recording.calm and recorded.step_s > before.step_s:
-            recorded = before  # its waits for the allocator look like compute
-        elif self.limits.device_budget is None and recorded.step_s > (1 - STEP_CHANGE) * before.step_s:
-            # What moving costs looks like compute, and would make room for more of itself without end.
-            if self._shared.config.max_slowdown is not None and recorded.device == "cpu":
-                self._recording.learn_cost(recorded.step_s - before.step_s, moved_bytes, before.step_s)
-            recorded = before
-        profile = self._recording.on_links(recorded)
+        profile = self._recording.corrected(recorded, before, moved_bytes, self.limits)
         if self._begins_anew(shape, before, profile):
             return
         try:
@@ -516,9 +542,9 @@ class Autopilot:
         if not shape.regions or self._agreed is not None:
             return False
         again = next((tried for tried in shape.tried if tried.once == AGAIN), None)
-        other = self._recording.calm and _differ(profile, before)
+        other = self._recording.calm and differ(profile, before)
         if other and shape.once and shape.base is not None:  # else it is the recording before that was disturbed
-            other = _differ(profile, with_regions(shape.base, shape.once))
+            other = differ(profile, with_regions(shape.base, shape.once))
         if other or link_change(before, profile):
             shape.tried.clear()  # they are of another machine
         if not shape.once:
@@ -529,7 +555,7 @@ class Autopilot:
             return True
         return False
 
-    def _rest(self) -> None:
+    def _back_off(self) -> None:
         """Record again: the next step at first, then after more and more steps."""
         self._changes += 1
         self._record_from = self._count + min(MOST_REST, 2**self._changes) - 2
@@ -539,15 +565,9 @@ class Autopilot:
     def brings(self) -> Brought:
         """What this rank brings to `agree`: the regions that it would run once, and what they were chosen for."""
         shape = self._shapes.latest() or self._shape
-        base = shape.base
-        if self._gave_up or base is None or shape.plan is None:
+        if self._gave_up or shape.base is None or shape.plan is None:
             return Brought()
-        fits = tuple(s.nbytes for s in base.storages), tuple((r.place, r.name) for r in base.regions)
-        try:
-            found = self.making.planner.propose(self._recording.on_links(base), replace(self.limits, agreed=True))
-        except BudgetError:
-            return Brought(once=(), fits=fits)
-        return Brought(once=tuple(sorted(found.once)), fits=fits)
+        return bring(self.making.planner, self._recording.on_links(shape.base), self.limits)
 
     def agreed(self, once: frozenset[int] | None, told: str) -> None:
         """Run these regions once, as all ranks do, until the next call; None: they do not agree, or not any more."""
@@ -575,11 +595,6 @@ class Autopilot:
             others=[other.facts(nbytes) for other in self._shapes if other is not shape],
             recorded_ago=self._count - shape.recorded_at + 1,
             probes=shape.probe is not None,
+            rest=shape.rest if shape.stage is Stage.RESTING else 0,
             stuck=not self._count and self._shared.accounts.optimizer_steps > WARM_UP + 1,
         )
-
-
-def _differ(one: Profile, other: Profile) -> bool:
-    """Whether steps compute for another time. What comes after backward is left out: not all micro-batches have it."""
-    seconds = [profile.forward_s + profile.backward_s for profile in (one, other)]
-    return abs(seconds[0] - seconds[1]) > STEP_CHANGE * seconds[1]

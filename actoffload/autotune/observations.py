@@ -21,6 +21,7 @@ from ..planning.constants import (
 from ..planning.observed import Observed
 from ..planning.plan import Plan
 from ..planning.profile import Link, Profile
+from ..planning.search import Limits
 from ..policy import Decision
 from ..runtime.store import ActivationStore
 from ..sizes import format_size
@@ -58,10 +59,10 @@ class Watch(Generic[S]):
         self._before = now(), copy.copy(self._shared.accounts), self._moved_so_far, moment
 
     @property
-    def saved(self) -> bool:
-        """Whether the step that runs has saved anything."""
+    def saved(self) -> int:
+        """How many tensors the step that runs has saved."""
         assert self._before is not None, "it has begun"
-        return self._shared.accounts.packed_tensors != self._before[1].packed_tensors
+        return self._shared.accounts.packed_tensors - self._before[1].packed_tensors
 
     @property
     def moved_bytes(self) -> int:
@@ -174,6 +175,20 @@ class Recording:
             profile = profile.with_links(**{nearest: link})
         return profile
 
+    def corrected(self, recorded: Profile, before: Profile, moved_bytes: int, limits: Limits) -> Profile:
+        """The step as it is now, on the links as they are; ``before``: as it was; it moved ``moved_bytes``.
+
+        Where its times prove nothing, it is as it was.
+        """
+        if not self.calm and recorded.step_s > before.step_s:
+            recorded = before  # its waits for the allocator look like compute
+        elif limits.device_budget is None and recorded.step_s > (1 - STEP_CHANGE) * before.step_s:
+            # What moving costs looks like compute, and would make room for more of itself without end.
+            if limits.max_slowdown is not None and recorded.device == "cpu":
+                self.learn_cost(recorded.step_s - before.step_s, moved_bytes, before.step_s)
+            recorded = before
+        return self.on_links(recorded)
+
     def learn_cost(self, late_s: float, moved_bytes: int, step_s: float) -> None:
         """Know what moving costs a CPU: a step that moved bytes was longer by so much than one that moved none."""
         if moved_bytes:
@@ -250,6 +265,12 @@ def surprise(plan: Plan, seen: Observed, before: Profile, after: Profile, idle_s
     if predicted_bytes and abs((seen.peak_bytes or 0) - predicted_bytes) > PEAK_CHANGE * predicted_bytes:
         return f"the peak is {format_size(seen.peak_bytes or 0)}, not {format_size(predicted_bytes)}"
     return ""
+
+
+def differ(one: Profile, other: Profile) -> bool:
+    """Whether steps compute for another time. What comes after backward is left out: not all micro-batches have it."""
+    seconds = [profile.forward_s + profile.backward_s for profile in (one, other)]
+    return abs(seconds[0] - seconds[1]) > STEP_CHANGE * seconds[1]
 
 
 def link_change(before: Profile, after: Profile) -> str:

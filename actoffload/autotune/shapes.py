@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from ..planning.constants import MOST_SHAPES, MOST_TRIED, PROBE_SHARE
+from ..planning.constants import MOST_REST, MOST_SHAPES, MOST_TRIED, PROBE_SHARE
 from ..planning.plan import Plan
 from ..planning.profile import Profile
 from ..runtime.decision import InputShapes
@@ -28,6 +28,11 @@ class Stage(Enum):
     PAPER = "it follows a plan that was made for a step that nobody has seen; it is recorded"
     FOLLOWED = "it follows the plan, and is compared with it"
     DUE = "likewise, and is recorded: the last ones were not as the plan has it"
+    RESTING = "it runs without hooks: nothing moves, and nothing bounds the step"
+
+
+UNRECORDED = (Stage.FOLLOWED, Stage.HOPELESS, Stage.RESTING)
+"""Steps that are not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,7 @@ class Shape:
         most_bytes: what these steps may save at most, beside what the options say; None where nothing bounds it.
         other_bytes: what else the device had at most in a recorded step; None before there is one.
         began_bytes: what it had as that step began; ``settled``: optimizer states and gradients were there by then.
+        rest: how many steps are left that run without hooks.
         unsettled: how many steps began without, in which only such were waited for.
         recorded_at: the step that the plan was made from, by its number.
         predicted_s: the step as it was predicted when the plan was made.
@@ -93,6 +99,7 @@ class Shape:
         self.began_bytes = 0
         self.settled = False
         self.unsettled = 0
+        self.rest = 0
         self.recorded_at = 0
         self.predicted_s: float | None = None
         self.tried: list[Tried] = []
@@ -100,6 +107,16 @@ class Shape:
     def have_recorded(self, why: str, *, on_paper: bool = False) -> None:
         """Have the next step under the plan recorded; ``on_paper``: nobody has seen one yet."""
         self.stage, self.why = Stage.PAPER if on_paper else Stage.DUE, why
+
+    def begin_rest(self) -> None:
+        """Have the next steps run without hooks."""
+        self.stage, self.rest = Stage.RESTING, MOST_REST
+
+    def rested(self, *, sure: bool) -> None:
+        """A step ran without hooks; ``sure``: one of this shape. Links change, so hooks look at some steps again."""
+        self.rest -= 1
+        if self.rest <= 0 or not sure:
+            self.stage, self.steps = Stage.SAFE if self.plan is None else Stage.FOLLOWED, StepsUnderPlan()
 
     @property
     def elements(self) -> int:

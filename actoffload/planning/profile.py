@@ -225,6 +225,27 @@ class Profile:
         """The same step on other links; what is None stays."""
         return replace(self, host=host or self.host, disk=disk or self.disk)
 
+    def lasting(self, step_s: float) -> Profile:
+        """The same step at another pace throughout, so that its compute takes ``step_s``. It has no regions."""
+        assert not self.regions, "their times are compared with steps of other regions"
+        pace = step_s / max(ROUNDING, self.step_s)
+        storages = tuple(
+            replace(
+                one,
+                birth_s=pace * one.birth_s,
+                need_s=None if one.need_s is None else pace * one.need_s,
+                last_need_s=pace * one.last_need_s,
+            )
+            for one in self.storages
+        )
+        return replace(
+            self,
+            storages=storages,
+            forward_s=pace * self.forward_s,
+            backward_s=pace * self.backward_s,
+            other_s=pace * self.other_s,
+        )
+
     # -- text ---------------------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:

@@ -67,6 +67,7 @@ class PlanFacts:
         shape: the shape that runs; ``others``: the other known shapes.
         recorded_ago: steps since the recorded step, which is counted as one.
         probes: whether one storage moves now and then, only to measure a link.
+        rest: the next steps that run without hooks.
         stuck: no step has ended, because a tensor that a forward saved is always alive.
     """
 
@@ -76,6 +77,7 @@ class PlanFacts:
     others: Sequence[ShapeFacts] = ()
     recorded_ago: int = 0
     probes: bool = False
+    rest: int = 0
     stuck: bool = False
 
 

@@ -21,7 +21,10 @@ def explain_plans(facts: PlanFacts) -> str:
     shape = facts.shape
     lines = [f"inputs {summary(other)}" for other in facts.others]
     lines += [f"plan {number}: {reason}" for number, reason in enumerate(facts.history, start=1)]
+    rest = [f"nothing moves: the next {facts.rest} steps run without hooks"] if facts.rest else []
     if shape.plan is None or shape.profile is None:
+        if rest:
+            return "\n".join([f"no plan for inputs {shape.inputs}", *rest, *lines])
         first = f"it is made from what the first {WARM_UP + 1} steps show"
         if facts.stuck:
             first = (
@@ -35,7 +38,7 @@ def explain_plans(facts: PlanFacts) -> str:
     if facts.probes:
         age += f"; one storage in {REVIEW_STEPS} steps moves only to be measured"
     plan = render_plan(shape.profile, shape.plan, facts.limits, seen=shape.seen)
-    return "\n".join([plan, *([regions(shape)] if shape.regions else []), age, *lines])
+    return "\n".join([plan, *([regions(shape)] if shape.regions else []), age, *rest, *lines])
 
 
 def regions(shape: ShapeFacts) -> str:

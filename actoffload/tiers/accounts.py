@@ -28,6 +28,7 @@ class Accounts:
 
     deferred: Mailbox[Deferred] = field(default_factory=Mailbox)
     steps: int = 0
+    unhooked: int = 0
     microbatches: int = 0
     optimizer_steps: int = 0
     packed_tensors: int = 0
