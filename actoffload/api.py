@@ -27,6 +27,7 @@ from .runtime.untraced import Hooking, skipped, untraced, untraced_frame
 _offloaders: dict[Any, Offloader] = {}
 _of_models: weakref.WeakKeyDictionary[nn.Module, dict[Any, Offloader]] = weakref.WeakKeyDictionary()
 _lock = renewed_in_child(threading.Lock())
+_config = untraced(make_config)
 
 
 @untraced
@@ -68,7 +69,7 @@ class offload_activations(contextlib.ContextDecorator):
     """
 
     def __init__(self, target: Target = "auto", *, model: nn.Module | None = None, **options: Unpack[Options]) -> None:
-        config = make_config({"target": target, **options})
+        config = _config({"target": target, **options})
         if model is not None and not isinstance(model, nn.Module):
             raise ConfigError("model", model, "give an nn.Module, or leave it out")
         self.offloader = shared_offloader(config, model)
@@ -299,7 +300,7 @@ def attach(
         raise ConfigError("module", module, "attach() takes an nn.Module")
     if offloader is not None and (options or target != "auto"):
         raise ConfigError("offloader", offloader, "it has its options already: give no others beside it")
-    config = make_config({"target": target, **options}) if offloader is None else offloader.config
+    config = _config({"target": target, **options}) if offloader is None else offloader.config
     there = Attachment.of(module)
     if there is not None and (there.offloader.closed or there.offloader.forked):
         there.detach()

@@ -329,7 +329,7 @@ class OffloadConfig:
     that freed activations leave the process."""
 
     def __post_init__(self) -> None:
-        for name, kind in _kinds().items():
+        for name, kind in _KINDS.items():
             object.__setattr__(self, name, kind.check(name, getattr(self, name)))
         planned = isinstance(self.policy, str) and self.policy == "auto"
         for name in ("max_slowdown", "device_memory"):
@@ -347,8 +347,8 @@ class OffloadConfig:
     def flags() -> dict[str, Kind]:
         """A description of a flag for each option, by the option's name."""
         texts = help_of_options()
-        helps = {name: texts.get(name, name).partition(". ")[0].rstrip(".").replace("``", "") for name in _kinds()}
-        return {name: kind._replace(help=helps[name]) for name, kind in _kinds().items()}
+        helps = {name: texts.get(name, name).partition(". ")[0].rstrip(".").replace("``", "") for name in _KINDS}
+        return {name: kind._replace(help=helps[name]) for name, kind in _KINDS.items()}
 
     @staticmethod
     def options_from_flags(given: Mapping[str, Any], flag: Callable[[str], str]) -> dict[str, Any]:
@@ -363,7 +363,7 @@ class OffloadConfig:
         """
         options = {name: value for name, value in given.items() if value is not None}
         for name, value in options.items():
-            options[name] = _kinds()[name].read(value) if isinstance(value, str) and name in _kinds() else value
+            options[name] = _KINDS[name].read(value) if isinstance(value, str) and name in _KINDS else value
         try:
             make_config(options)
         except ConfigError as error:
@@ -460,9 +460,8 @@ def identity_of(value: object) -> object:
     return value
 
 
-@functools.cache
-def _kinds() -> dict[str, Kind]:
-    return {each.name: each.metadata["kind"] for each in fields(OffloadConfig)}
+# No function with a cache: `torch.compile` warns of one in a context that is entered inside of what it traces.
+_KINDS: dict[str, Kind] = {each.name: each.metadata["kind"] for each in fields(OffloadConfig)}
 
 
 @functools.cache
@@ -488,7 +487,7 @@ def make_config(options: dict[str, Any]) -> OffloadConfig:
     Raises:
         ConfigError: an option that does not exist (with the nearest name), or a value that cannot work.
     """
-    known = _kinds()
+    known = _KINDS
     for name, value in options.items():
         if name not in known:
             import difflib

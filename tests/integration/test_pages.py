@@ -28,6 +28,7 @@ ELSEWHERE = {
     r"pip install \.": "unit/test_packaging.py::test_the_distributions_hold_what_they_should",
     r"actoffload doctor": "unit/test_cli.py::test_doctor_really_writes_and_reads_a_path",
     r"actoffload demo( --profile \S+)?": "unit/test_cli.py::test_the_demo_is_identical_and_its_counters_agree",
+    r"make options": "integration/test_options.py::test_the_repetitions_are_those_of_make_options",
     r"actoffload estimate --check": "unit/test_cli_estimate.py::test_published_figures_are_beside_ours",
     r"actoffload rok --model .*": "unit/test_cli_rok.py::test_ones_own_model_is_measured_with_its_dropout",
     r"ACTOFF.* accelerate launch train\.py": "integration/test_switch.py::test_launchers_hand_the_switch_on",
