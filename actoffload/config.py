@@ -469,7 +469,7 @@ def help_of_options() -> dict[str, str]:
     """The text below each field of `OffloadConfig`. Python keeps it in the source alone: without that there is none."""
     try:
         tree = ast.parse(inspect.getsource(OffloadConfig))
-    except OSError:
+    except (OSError, TypeError):
         return {}
     return {
         name.target.id: " ".join(text.value.value.split())

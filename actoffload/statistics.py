@@ -60,7 +60,7 @@ class Statistics:
     unhooked: int = 0
     """Of ``steps``, those that ran without hooks, as nothing moves (a count). No other field counts what they did."""
     microbatches: int = 0
-    """Forward passes in which autograd saved what may move (a count)."""
+    """Forward passes with hooks in which autograd saved what may move (a count)."""
     optimizer_steps: int = 0
     """Steps of a ``torch.optim.Optimizer`` after such forward passes (a count); several at once count once."""
     plan_peak_bytes: int = 0

@@ -10,7 +10,7 @@ import difflib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from ..config import OffloadConfig
 from ..errors import ConfigError
 from ..policy import module_patterns
-from ..runtime.decision import ForwardBegins
+from ..runtime.decision import InputShapes
 from ..runtime.identity import StorageSet
 from ..runtime.untraced import Hooking, skipped, untraced
 from .hook_stack import enabled
@@ -133,16 +133,20 @@ def check_patterns(config: OffloadConfig, models: Sequence[nn.Module]) -> None:
                 raise ConfigError(field, getattr(config, field), f"{pattern!r} matches no module of the model; {there}")
 
 
+Called = Callable[[], Callable[[InputShapes, Hashable], None] | None]
+
+
 class ModelInputs(Hooking):
     """Notes the tensors that are handed to a model: the caller holds them, so moving them would free nothing.
 
     Args:
         notes: takes them.
-        called: gives what is told their shapes when a model begins a forward with gradients.
+        called: gives what takes, as a model begins a forward with gradients, their shapes, and all that shows
+            beforehand what it will save: equal calls of a model save the same, as far as anybody can see.
         begins: called with a model whose forward begins.
     """
 
-    def __init__(self, notes: StorageSet, called: ForwardBegins | None, begins: Callable[[nn.Module], None]) -> None:
+    def __init__(self, notes: StorageSet, called: Called | None, begins: Callable[[nn.Module], None]) -> None:
         super().__init__()
         self._notes = notes
         self._called = called
@@ -175,6 +179,15 @@ class ModelInputs(Hooking):
         self._begins(module)
         self.note(args, kwargs)
         called = self._called() if self._called is not None and torch.is_grad_enabled() else None
-        shapes = tuple(tuple(leaf.shape) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        leaves = tree_leaves((args, kwargs))
+        shapes = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
         if called is not None and shapes:
-            called(shapes)
+            trained = sum(parameter.requires_grad for parameter in module.parameters())
+            called(shapes, (id(module), module.training, trained, *map(_like, leaves)))
+
+
+def _like(leaf: Any) -> Hashable:
+    """Equal for arguments with which a forward saves the same, as far as anybody can see."""
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
+    return leaf if isinstance(leaf, (bool, int, float, str, bytes)) else type(leaf).__qualname__

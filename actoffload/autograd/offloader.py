@@ -45,7 +45,7 @@ from ..tiers.tiers import Tiers
 from .checkpoints import Checkpoints, install
 from .exclusions import Exclusions
 from .function_tensors import held_by_functions
-from .hook_stack import OUR_UNPACKS, Hooks, enabled, top
+from .hook_stack import Hooks, Pair, enabled, top
 from .inner_hooks import InnerHooks
 from .module_names import ModelInputs, ModuleScopes, check_patterns
 from .packing import Forwards, Packer
@@ -85,26 +85,30 @@ class _Entry:
         moved: what was counted when it began.
     """
 
-    def __init__(self, offloader: Offloader, *, rests: bool) -> None:
+    def __init__(self, offloader: Offloader) -> None:
         alone = not enabled()
         if getattr(graph, "_allow_mutation_on_saved_tensors_enabled", False):
             offloader.store.shared.reporter.advise("mutation", MUTATION_ADVICE)
             alone = True
-        self.rests = rests and not alone
-        self.hooks = None if alone or rests else Hooks(*offloader.packer.hooks())
+        self.rests = False
+        self._below: Pair | None = None
+        self.hooks = None if alone else Hooks(*offloader.packer.hooks())
         self.tape: Tape[Record] = Tape()
         self.region: Region | None = None
         self.moved = MovedSince(offloader.store.shared.accounts)
 
-    def rest(self, rests: bool, packer: Packer) -> None:
-        """Have what is saved from now on go past our hooks, or through them. Hooks of the program's stay in place."""
+    def rest(self) -> None:
+        """Have the forward go on without hooks, if it has saved nothing yet."""
         above = top()
-        if rests == self.rests or (above is not None and above[1] not in OUR_UNPACKS):
-            return
-        if rests and self.hooks is not None and not len(self.tape):
-            self.remove_hooks()
-            self.hooks, self.rests = None, True
-        elif self.rests:
+        if self.hooks is not None and not len(self.tape) and above is not None and above[0] is self.hooks.pack_hook:
+            self.rests = True  # first: after an interrupt in between nobody takes another pair for ours
+            self.hooks.remove()
+            self.hooks, self._below = None, top()
+
+    def end_rest(self, packer: Packer) -> None:
+        """Have what follows in the forward saved through our hooks, unless others were put on the stack meanwhile."""
+        above = top()
+        if self.rests and (above and above[0]) is (self._below and self._below[0]):
             self.hooks, self.rests = Hooks(*packer.hooks()), False
             expected(self.hooks.__enter__)
 
@@ -265,7 +269,7 @@ class Offloader:
         depth = len(stack)
         try:
             self._begin_step()
-            entry = _Entry(self, rests=self.autopilot is not None and self.autopilot.rests())
+            entry = _Entry(self)
             stack.append(entry)
             if entry.hooks is not None:
                 expected(entry.hooks.__enter__)  # PyTorch may refuse hooks here
@@ -277,13 +281,15 @@ class Offloader:
             raise
         return self
 
-    def _model_begins(self, shapes: InputShapes) -> None:
-        """A model's forward begins with inputs of these shapes; nothing of it is saved yet."""
-        pilot = self.autopilot
+    def _model_begins(self, shapes: InputShapes, call: Hashable) -> None:
+        """A model's forward begins with inputs of these shapes; ``call``: all that shows what it will save."""
+        pilot, stack = self.autopilot, self._forwards.stack
         assert pilot is not None, "it is the one that asks for shapes"
-        pilot.model_begins(shapes)
-        if self._forwards.stack:
-            self._forwards.stack[-1].rest(pilot.rests(shapes), self.packer)
+        rests = pilot.model_begins(shapes, call)
+        if stack and rests:
+            stack[-1].rest()
+        elif stack:
+            stack[-1].end_rest(self.packer)
 
     def _begin_step(self) -> None:
         store = self.store
@@ -310,8 +316,9 @@ class Offloader:
         entry: _Entry = stack[-1]
         try:
             del stack[-1]
-            if entry.hooks is not None:
+            if entry.hooks is not None and not entry.rests:
                 entry.hooks.__exit__(kind, error, trace)
+            entry.remove_hooks()  # of a rest that an interrupt has split
             if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
                 error.add_note(FUNC_ADVICE)
             if isinstance(error, torch.OutOfMemoryError):

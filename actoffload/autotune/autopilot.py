@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Hashable
 from dataclasses import replace
 
 from ..errors import BudgetError
@@ -24,7 +25,6 @@ from ..planning.constants import (
     PLAN_GAIN,
     REVIEW_STEPS,
     SHAPES_CHANGED,
-    STEP_CHANGE,
     TIGHTER,
     WAIT_SHARE,
     WARM_UP,
@@ -45,7 +45,7 @@ from .agreement import Brought, bring
 from .budgets import Budgets
 from .following import Following
 from .making import Making, loss, passed
-from .observations import Recording, StepsUnderPlan, Watch, differ, link_change, surprise
+from .observations import Recording, StepsUnderPlan, Watch, differ, link_change, pace_of, surprise
 from .resting import may_rest
 from .shapes import AGAIN, UNRECORDED, Shape, Shapes, Stage, Tried
 
@@ -78,8 +78,9 @@ class Autopilot:
         """The step that is or was recorded began with all that any step has beside saved tensors."""
         self._shapes = Shapes()
         self.making = Making(store, self._budgets, self._shapes)
-        self._shape_is_known = self._of_model = False
-        """Whether the shape of the step that runs is known, and was before its forward saved anything."""
+        self._shape_is_known = False
+        self._calls: set[Hashable] = set()
+        """The calls of models in the step that runs, if nothing was saved before them."""
         self._watch: Watch[Shape] = Watch(store)
         self._count = self._changes = self._record_from = 0
         """Steps so far; changes since all was as planned; the step from which on one is recorded."""
@@ -107,14 +108,12 @@ class Autopilot:
         """The median of the last steps under the plan."""
         return self._shape.steps.seen
 
-    def rests(self, key: InputShapes | None = None) -> bool:
-        """Whether the forward that begins needs no hooks; ``key``: its inputs' shapes, else as the last forward's."""
-        return self._shape.stage is Stage.RESTING and not self._gave_up and key in (None, self._shape.key)
-
-    def model_begins(self, key: InputShapes) -> None:
-        """As `forward_begins`, before the forward has saved anything."""
-        self._of_model = True
+    def model_begins(self, key: InputShapes, call: Hashable) -> bool:
+        """As `forward_begins`; return whether it needs no hooks. ``call``: all that shows what a forward will save."""
+        if self._calls or not self._shape_is_known:  # else something else was saved before it
+            self._calls.add(call)
         self.forward_begins(key)
+        return self._shape.stage is Stage.RESTING and self._calls == {self._shape.call} and not self._gave_up
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -157,7 +156,8 @@ class Autopilot:
     def _begin_step(self) -> None:
         self._following.placement.mismatched_bytes = 0
         self._watch.begin()
-        self._shape_is_known = self._of_model = False
+        self._shape_is_known = False
+        self._calls.clear()
         self._begin_shape()
 
     def forward_begins(self, key: InputShapes) -> None:
@@ -206,17 +206,18 @@ class Autopilot:
         return found
 
     def _finish_step(self) -> None:
-        watch = self._watch
+        watch, rested = self._watch, self._shape.stage is Stage.RESTING  # before a review of earlier steps says so
         for shape, plan, ended in watch.ended():
             if shape.plan is plan:
                 self._review(shape, ended)
         if not watch.began:
             return
         shape, recorded = self._shape, self._profiler.active or self._profiler.finished
-        if shape.stage is Stage.RESTING and not watch.saved:
-            self._count += 1
-            if not self._is_too_much(shape, watch.end()):
-                shape.rested(sure=self._of_model)
+        if rested:
+            done = watch.saved or self._calls  # else a pass without gradients
+            if not self._is_too_much(shape, watch.end()) and done:
+                self._count += 1
+                shape.rested(watch.saved)
             return
         if not watch.saved and (shape.plan is not None or not self._profiler.finished):  # a pass without gradients
             if not self._profiler.finished:
@@ -235,9 +236,9 @@ class Autopilot:
 
     def _begin_rest(self, shape: Shape, step_s: float) -> None:
         """Have the next steps of a shape run without hooks, if nothing asks for these."""
-        free = self._of_model and self._agreed is None and self.limits.device_budget is None
-        if free and may_rest(self._store, shape, self._watch.saved, step_s):
-            shape.begin_rest()
+        free = self._agreed is None and self.making.limits(shape).device_budget is None
+        if free and len(self._calls) == 1 and may_rest(self._store, shape, self._watch.saved, step_s):
+            shape.begin_rest(*self._calls)
 
     def _is_too_much(self, shape: Shape, observed: Observed) -> bool:
         """Whether the step ran out of memory, or passed ``device_memory``: the next one of its shape takes less."""
@@ -249,7 +250,8 @@ class Autopilot:
         most = peak if limit is None else min(peak, limit)
         shape.tried.clear()  # they were for a larger budget
         if ran_out:
-            shape.at_most(TIGHTER * most)
+            if most:
+                shape.at_most(TIGHTER * most)
             self._run_once(shape, AGAIN, "the step ran out of memory")
         else:
             shape.at_most(most - passed)
@@ -477,14 +479,12 @@ class Autopilot:
             return
         if reason and self._may_change:
             self._back_off()
-            computed_s = seen.step_s - seen.wait_s
-            if shape.regions or computed_s >= (1 - STEP_CHANGE) * shape.profile.step_s:
+            pace = None if shape.regions else pace_of(seen, shape.profile)
+            if pace is None:
                 shape.have_recorded(reason)
-                return
-            # The recorded step was late, as recording takes the host's time. Another recording would be as late; the
-            # steps under the plan are not recorded, and show that keeping all takes no longer than they compute.
-            shape.why = reason
-            self._correct(shape, shape.profile.lasting(computed_s), 0)
+            else:
+                shape.why = reason
+                self._correct(shape, shape.profile.lasting(pace), 0)
         elif not reason:
             self._begin_rest(shape, seen.step_s)
 

@@ -267,6 +267,17 @@ def surprise(plan: Plan, seen: Observed, before: Profile, after: Profile, idle_s
     return ""
 
 
+def pace_of(seen: Observed, recorded: Profile) -> float | None:
+    """How long keeping all takes at most, if that is less than the recorded step computed for; else None.
+
+    Recording takes the host's time, so that the recorded step may have been late, and another one would be as late.
+    Keeping all takes no longer than the steps under a plan. Their waits are no part of that bound: a device may compute
+    meanwhile.
+    """
+    late = seen.step_s < (1 - STEP_CHANGE) * recorded.step_s
+    return seen.step_s if late and not recorded.regions else None
+
+
 def differ(one: Profile, other: Profile) -> bool:
     """Whether steps compute for another time. What comes after backward is left out: not all micro-batches have it."""
     seconds = [profile.forward_s + profile.backward_s for profile in (one, other)]

@@ -1,7 +1,8 @@
 """Steps without hooks: nothing moves, and the hooks of what stays would take too much of a step.
 
-A step rests only after its model has shown the shapes of its inputs, before anything was saved: so a forward of another
-shape, which may need more memory, has its hooks.
+A step rests only if its one call of a model is like the one before: the same module with as many trained parameters, in
+the same mode, and arguments of the same shapes, types and plain values. Another call keeps its hooks, as it may need
+more memory. A step that saves something all the same ends the rest of its shape for good.
 """
 
 from __future__ import annotations

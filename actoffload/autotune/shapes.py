@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -78,7 +78,7 @@ class Shape:
         most_bytes: what these steps may save at most, beside what the options say; None where nothing bounds it.
         other_bytes: what else the device had at most in a recorded step; None before there is one.
         began_bytes: what it had as that step began; ``settled``: optimizer states and gradients were there by then.
-        rest: how many steps are left that run without hooks.
+        rest: how many steps are left that run without hooks; ``call``: of the model in them; ``may_rest``: if any may.
         unsettled: how many steps began without, in which only such were waited for.
         recorded_at: the step that the plan was made from, by its number.
         predicted_s: the step as it was predicted when the plan was made.
@@ -99,7 +99,8 @@ class Shape:
         self.began_bytes = 0
         self.settled = False
         self.unsettled = 0
-        self.rest = 0
+        self.rest, self.may_rest = 0, True
+        self.call: Hashable = None
         self.recorded_at = 0
         self.predicted_s: float | None = None
         self.tried: list[Tried] = []
@@ -108,14 +109,20 @@ class Shape:
         """Have the next step under the plan recorded; ``on_paper``: nobody has seen one yet."""
         self.stage, self.why = Stage.PAPER if on_paper else Stage.DUE, why
 
-    def begin_rest(self) -> None:
-        """Have the next steps run without hooks."""
-        self.stage, self.rest = Stage.RESTING, MOST_REST
+    def begin_rest(self, call: Hashable) -> None:
+        """Have the next steps run without hooks, as long as a model is called like this."""
+        if self.may_rest:
+            self.stage, self.rest, self.call = Stage.RESTING, MOST_REST, call
 
-    def rested(self, *, sure: bool) -> None:
-        """A step ran without hooks; ``sure``: one of this shape. Links change, so hooks look at some steps again."""
+    def rested(self, saved: int) -> None:
+        """A step ran without hooks, but for so many tensors that it ``saved`` through them.
+
+        If there are any, what these steps do is not the same each time, and none rests again. And links change, so that
+        hooks look at some steps again after a while.
+        """
         self.rest -= 1
-        if self.rest <= 0 or not sure:
+        self.may_rest = self.may_rest and not saved
+        if saved or self.rest <= 0:
             self.stage, self.steps = Stage.SAFE if self.plan is None else Stage.FOLLOWED, StepsUnderPlan()
 
     @property

@@ -163,7 +163,9 @@ class Facts:
     @property
     def steps(self) -> int:
         """Steps so far."""
-        return max(1, self.counts.optimizer_steps or self.counts.microbatches or self.counts.steps)
+        return max(
+            1, self.counts.optimizer_steps or self.counts.microbatches or self.counts.steps - self.counts.unhooked
+        )
 
     @property
     def units(self) -> float:
@@ -241,8 +243,10 @@ def _step(store: ActivationStore) -> tuple[Observed | None, float]:
         return None, 0.0
     accounts, (began_s, before) = store.shared.accounts, store.run.first_step
     steps = max(1, accounts.optimizer_steps - before.optimizer_steps or accounts.microbatches - before.microbatches)
+    forwards, unhooked = accounts.steps - before.steps, accounts.unhooked - before.unhooked
+    hooked = 1 - unhooked / max(1, forwards)  # only such are among the steps that were counted
     step = Observed(
-        step_s=max(1e-9, now() - began_s) / steps,
+        step_s=max(1e-9, hooked * (now() - began_s)) / steps,
         forward_wait_s=(accounts.pack_wait_s - before.pack_wait_s) / steps,
         backward_wait_s=(accounts.unpack_wait_s - before.unpack_wait_s) / steps,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from actoffload import Attachment, attach, no_offload, offload_activations
 from actoffload.autograd.hook_stack import top
+from actoffload.autotune.observations import pace_of
 from actoffload.planning.constants import MOST_REST
+from actoffload.planning.observed import Observed
+from actoffload.planning.profile import Profile, Region, Storage
 from actoffload.testing.simulated_device import SimulatedDevice
 from tests import host_bound
 from tests.harness import Chain, assert_same_gradients, batch, gradients, train_step
@@ -80,17 +84,81 @@ def test_a_second_call_with_other_inputs_in_one_context_has_its_hooks(model: nn.
     assert context.offloader.statistics().packed_tensors > before
 
 
-def test_what_runs_in_a_context_beside_the_model_ends_the_rest(model: nn.Module, tmp_path: Path) -> None:
+def test_what_runs_in_a_context_beside_the_model_has_its_hooks(model: nn.Module, tmp_path: Path) -> None:
     """Nothing shows beforehand what it saves."""
     attachment = _attach(model, tmp_path)
     for _ in range(8):
         train_step(model, batch(SMALL))
     x, before = batch(LARGE).requires_grad_(), _saved(attachment)
-    for _ in range(2):
+    for number in range(2):
         with attachment.offloader:
             loss = x.exp().sum()
         loss.backward()
-    assert _saved(attachment) == before + 1
+        assert _saved(attachment) == before + number + 1
+
+
+def test_a_step_of_several_calls_never_rests(model: nn.Module, tmp_path: Path) -> None:
+    """As in contrastive learning: the second call's hooks would see another forward than the plan's."""
+    context = _context(model, tmp_path)
+    for _ in range(MOST_REST):
+        with context:
+            loss = model(batch(SMALL)).sum() + model(batch(2 * SMALL)).sum()
+        loss.backward()
+    found = context.offloader.statistics()
+    assert found.unhooked == 0
+    assert found.nvme_written_bytes == 0
+
+
+class _Deep(nn.Module):
+    """Saves little or much for an input of one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = Chain(depth=8), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor, *, deep: bool = False) -> Tensor:
+        out: Tensor = self.head(self.backbone(x) if deep or self.training else x)
+        return out
+
+
+def _unfreeze(model: _Deep) -> None:
+    model.backbone.requires_grad_(True)
+
+
+@pytest.mark.parametrize("change", [_unfreeze, nn.Module.train, None], ids=["trained", "mode", "argument"])
+def test_a_call_that_may_save_more_has_its_hooks_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any
+) -> None:
+    monkeypatch.setattr("actoffload.autotune.resting.HOOKS_S", 1.0)  # one tensor is enough
+    deep = _Deep()
+    deep.train(change is _unfreeze)
+    deep.backbone.requires_grad_(change is not _unfreeze)
+    attachment = attach(deep, target="nvme", path=str(tmp_path), announce="none", min_bytes="64KiB")
+    x = batch(SMALL)
+    for _ in range(8):
+        deep(x, deep=False).sum().backward()
+    assert attachment.offloader.statistics().unhooked > 0
+    before = attachment.offloader.statistics()
+    if change is not None:
+        change(deep)
+    deep(x, deep=change is None).sum().backward()
+    after = attachment.offloader.statistics()
+    assert after.unhooked == before.unhooked
+    assert after.packed_tensors - before.packed_tensors > 20
+
+
+def test_hooks_of_the_program_around_the_context_change_nothing(model: nn.Module, tmp_path: Path) -> None:
+    context = _context(model, tmp_path)
+    for rows in [SMALL] * 8 + [LARGE]:
+        before = context.offloader.statistics()
+        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            outer = top()
+            with context:
+                loss = model(batch(rows)).sum()
+            assert top() == outer
+        loss.backward()
+    assert before.unhooked > 0
+    assert context.offloader.statistics().packed_tensors > before.packed_tensors
 
 
 @pytest.mark.parametrize("options", [{"strict": False, "device_budget": "1GiB"}, {"trace": "trace.json"}], ids=str)
@@ -155,13 +223,15 @@ def test_hooks_that_come_late_leave_those_of_the_program_in_their_place(model: n
         return tensor
 
     with context:
+        ours = top()
         with saved_tensors_hooks(take, lambda tensor: tensor):
             out = model(batch(LARGE))
-        assert top() is None, "theirs are gone with their context"
+        assert top() == ours, "theirs are gone with their context, and theirs alone"
+        assert context.offloader.statistics().packed_tensors == before
         loss = out.square().mean()
     loss.backward()
     assert taken
-    assert context.offloader.statistics().packed_tensors == before
+    before = context.offloader.statistics().packed_tensors
     with context, no_offload():
         model(batch(LARGE))
     assert context.offloader.statistics().packed_tensors == before
@@ -208,3 +278,24 @@ def test_steps_of_which_the_host_only_just_keeps_up_are_not_longer_though_the_re
     assert max(found["seconds"][1:4]) > 2 * found["keep_s"], "a step was recorded"
     assert max(found["seconds"][-20:]) <= 1.01 * found["keep_s"]
     assert found["unhooked"] >= 20
+
+
+def test_waits_are_no_sign_that_the_recorded_step_was_late() -> None:
+    """The device may have computed meanwhile; nor are steps with regions compared, whose times others are made from."""
+    recorded = Profile(storages=(), forward_s=1.0, backward_s=2.0)
+    assert pace_of(Observed(step_s=2.0), recorded) == 2.0
+    assert pace_of(Observed(step_s=2.9), recorded) is None
+    assert pace_of(Observed(step_s=2.0, backward_wait_s=1.0), recorded) == 2.0
+    assert pace_of(Observed(step_s=3.0, backward_wait_s=1.0), recorded) is None
+    region = Region(place=0, name="block", begin_s=0.0, end_s=1.0)
+    assert pace_of(Observed(step_s=2.0), replace(recorded, regions=(region,))) is None
+
+
+def test_a_step_at_another_pace_is_the_same_step() -> None:
+    one = Storage(index=0, nbytes=8, birth_s=1.0, need_s=2.0, last_need_s=3.0)
+    profile = Profile(storages=(one, replace(one, index=1, need_s=None)), forward_s=1.0, backward_s=2.0, other_s=1.0)
+    found = profile.lasting(2.0)
+    assert (found.step_s, found.forward_s, found.backward_s) == (2.0, 0.5, 1.0)
+    assert found.storages[0] == replace(one, birth_s=0.5, need_s=1.0, last_need_s=1.5)
+    assert found.storages[1].need_s is None
+    assert found.baseline_peak_bytes == profile.baseline_peak_bytes
