@@ -42,9 +42,10 @@ ALLOCATOR = "PYTORCH_ALLOC_CONF"
 LEAST_S = 15
 """With less time than this left, no case is begun."""
 SPARE_S = 5
-UNTIMED = 8
+UNTIMED = 14
 """Steps of each mode before those that are timed, with the one whose bits are compared before them: the second one is
-recorded, the plan is made for the third, and corrected by those up to the seventh, so that the eighth has another one.
+recorded, the plan is made for the third, and corrected by those up to the seventh and the eleventh; where nothing moves
+any more, the twelfth or one soon after it runs without hooks.
 """
 
 
