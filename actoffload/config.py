@@ -351,19 +351,24 @@ class OffloadConfig:
         return {name: kind._replace(help=helps[name]) for name, kind in _KINDS.items()}
 
     @staticmethod
-    def options_from_flags(given: Mapping[str, Any], flag: Callable[[str], str]) -> dict[str, Any]:
+    def options_from_flags(
+        given: Mapping[str, Any], flag: Callable[[str], str], *, splits: bool = False
+    ) -> dict[str, Any]:
         """The options that flags or variables give, checked.
 
         Args:
-            given: values by the option's name. Text is read as that of a variable. None leaves an option out.
+            given: values by the option's name. None leaves an option out.
             flag: the name of an option's flag.
+            splits: whether the text of an option that takes several values has several.
 
         Raises:
             ConfigError: an option does not exist, or its value cannot work; names the flag.
         """
         options = {name: value for name, value in given.items() if value is not None}
         for name, value in options.items():
-            options[name] = _KINDS[name].read(value) if isinstance(value, str) and name in _KINDS else value
+            kind = _KINDS.get(name)
+            if kind is not None and isinstance(value, str) and (splits or kind.flag != list[str]):
+                options[name] = kind.read(value)
         try:
             make_config(options)
         except ConfigError as error:
@@ -411,7 +416,7 @@ class OffloadConfig:
             raise ConfigError(f"{SWITCH}_TARGET", given["target"], f"the target is the value of {SWITCH}")
         if environment.get(SWITCH, "auto") != "auto":  # else a framework's flag may name one
             given["target"] = environment[SWITCH]
-        return OffloadConfig.options_from_flags(given, variable_of)
+        return OffloadConfig.options_from_flags(given, variable_of, splits=True)
 
 
 def variable_of(name: str) -> str:

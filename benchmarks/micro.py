@@ -24,6 +24,10 @@ HOOK_BOUNDS_US = {"parameter": 3.0, "small": 3.0, "policy": 10.0, "device kept":
 """By kind of tensor. What moves on the CPU has no bound: its cost is reported, and whole steps are judged."""
 CALL_BOUNDS = {"records": 2.0, "waits": 2.0, "queries": 1.0}
 """What one tensor's way to the host and back may ask of its device, timed waits included."""
+STEPS = {
+    micro_hooks.STEP: "small step, a plan keeps all",
+    micro_hooks.DEFAULT_STEP: "small step, default policy",
+}
 STEP_BOUND = 1.10
 FLAT = 1.3
 OF_FIO = 0.9
@@ -41,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "hooks" in options.parts:
         samples["hooks"] = take_hooks(options)
     if "step" in options.parts:
-        samples["step"] = _take({micro_hooks.STEP: {"kind": micro_hooks.STEP, "pairs": options.pairs}}, options)
+        samples["step"] = _take({kind: {"kind": kind, "pairs": options.pairs} for kind in STEPS}, options)
     if "scaling" in options.parts:
         samples["scaling"] = take_scaling(options)
     path = options.path or tempfile.gettempdir()
@@ -116,9 +120,9 @@ def judge(samples: Samples) -> list[Bound]:
     asked = [sample["calls"] for sample in samples.get("hooks", ()) if sample["kind"] == "device" and "calls" in sample]
     for name, most in CALL_BOUNDS.items() if asked else ():
         bounds.append(Bound(what=f"null device: {name} for one tensor", measured=middle(asked, name), bound=most))
-    if "step" in samples:
-        ratio = step_ratio(samples["step"])
-        bounds.append(Bound(what="small step, a plan keeps all", measured=ratio, bound=STEP_BOUND, unit=" × keep"))
+    for kind, what in STEPS.items() if "step" in samples else ():
+        ratio = step_ratio([sample for sample in samples["step"] if sample.get("kind") == kind])
+        bounds.append(Bound(what=what, measured=ratio, bound=STEP_BOUND, unit=" × keep"))
     for kind in SCALED if "scaling" in samples else ():
         bounds.append(_flatness(kind, [sample for sample in samples["scaling"] if sample["kind"] == kind]))
     for name, own, fio in rates_of(samples.get("spool", ())):

@@ -1,8 +1,8 @@
 """One sample of what the hooks cost the training thread. The last line of output is one JSON object.
 
-The options come as one JSON argument: ``kind`` (of `KINDS`, or `STEP`), ``tensors`` (saved and alive at once),
-``chains`` (how often that is done in one measurement), ``pairs`` (measurements with a bare pair of hooks and with ours,
-in turns), ``path`` and, for ``moves``, ``nbytes`` of each tensor.
+The options come as one JSON argument: ``kind`` (of `KINDS`, `STEP` or `DEFAULT_STEP`), ``tensors`` (saved and alive at
+once), ``chains`` (how often that is done in one measurement), ``pairs`` (measurements with a bare pair of hooks and
+with ours, in turns), ``path`` and, for ``moves``, ``nbytes`` of each tensor.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ KINDS = {
     "device": "moves to host, null device",
     "device kept": "stays on a null device: a policy keeps it",
 }
-STEP = "step"
-"""Whole steps of a small GPT under a plan that keeps everything, against steps without the library."""
+STEP, DEFAULT_STEP = "step", "step, defaults"
+"""Whole steps of a small GPT, against steps without the library: under a plan that keeps everything, and with the
+default policy, of which the steps are measured once it runs some without hooks."""
+MOST_STEPS = 200
+"""Steps after which the default policy has run some without hooks."""
 REASONS = {
     "parameter": "parameter", "small": "below min_bytes", "policy": "policy", "moves": None, "device": None,
     "device kept": "policy",
@@ -201,10 +204,12 @@ def make_offloader(kind: str, tensors: int, path: str, device: NullDevice) -> ac
 
 
 def measure_steps(spec: dict[str, Any]) -> dict[str, Any]:
-    """Steps of a GPT of 4 blocks of width 128, alone and under a plan that keeps everything, in turns."""
+    """Steps of a GPT of 4 blocks of width 128, alone and with the library, in turns."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model, tokens = GPT(GPTConfig(layers=4, width=128)), torch.randint(0, 256, (8, 256))
+    default = spec["kind"] == DEFAULT_STEP
+    size = (4, 64) if default else (8, 256)  # of so few tokens nothing is worth moving
+    model, tokens = GPT(GPTConfig(layers=4, width=128)), torch.randint(0, 256, size)
     path = spec.get("path") or tempfile.gettempdir()
     options: dict[str, Any] = {"target": "nvme", "engine": "memory", "path": path, "devices": "cpu"}
 
@@ -212,13 +217,20 @@ def measure_steps(spec: dict[str, Any]) -> dict[str, Any]:
         logits: Tensor = model(tokens)
         return logits.square().mean()
 
-    with actoffload.Offloader(actoffload.OffloadConfig(policy="all", **options)) as first:
-        saved = forward()
-    del saved
-    entries = [replace(entry, action="keep", reason="") for entry in first.plan.entries]
-    first.close()
-    offloader = actoffload.Offloader(actoffload.OffloadConfig(policy=actoffload.Plan(tuple(entries)), **options))
-    offloader.use(model)
+    if default:
+        offloader = actoffload.Offloader(actoffload.OffloadConfig(announce="none", **options)).use(model)
+        for _ in range(MOST_STEPS):
+            once(forward, lambda: offloader, _nothing, 1)
+            if offloader.statistics().unhooked:
+                break
+    else:
+        with actoffload.Offloader(actoffload.OffloadConfig(policy="all", **options)) as first:
+            saved = forward()
+        del saved
+        entries = [replace(entry, action="keep", reason="") for entry in first.plan.entries]
+        first.close()
+        offloader = actoffload.Offloader(actoffload.OffloadConfig(policy=actoffload.Plan(tuple(entries)), **options))
+        offloader.use(model)
     pairs = [
         {
             "bare": once(forward, nullcontext, _nothing, 1),
@@ -228,10 +240,11 @@ def measure_steps(spec: dict[str, Any]) -> dict[str, Any]:
     ]
     statistics = offloader.statistics()
     offloader.close()
-    if statistics.moved_bytes or not statistics.kept_bytes.get("policy"):
+    kept = not statistics.moved_bytes and statistics.kept_bytes.get("policy")
+    if not (statistics.unhooked if default else kept):
         return {"error": f"not what was to be measured: {statistics.as_dict()}"}
-    tensors = statistics.packed_tensors // statistics.steps
-    return {"tensors": tensors, "pairs": pairs[1:], "statistics": statistics.as_dict()}
+    tensors = statistics.packed_tensors // (statistics.steps - statistics.unhooked)
+    return {"kind": spec["kind"], "tensors": tensors, "pairs": pairs[1:], "statistics": statistics.as_dict()}
 
 
 def once(forward: Forward, hooks: ContextManager, settle: Callable[[], None], chains: int) -> dict[str, float]:
@@ -260,7 +273,7 @@ def timed(seconds: dict[str, float]) -> Iterator[None]:
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
     """All pairs of one sample, after one of each that is not counted."""
-    if spec["kind"] == STEP:
+    if spec["kind"] in (STEP, DEFAULT_STEP):
         return measure_steps(spec)
     torch.set_num_threads(1)
     kind, tensors, chains = spec["kind"], spec["tensors"], spec["chains"]

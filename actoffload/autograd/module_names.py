@@ -133,7 +133,7 @@ def check_patterns(config: OffloadConfig, models: Sequence[nn.Module]) -> None:
                 raise ConfigError(field, getattr(config, field), f"{pattern!r} matches no module of the model; {there}")
 
 
-Called = Callable[[], Callable[[InputShapes, Hashable], None] | None]
+ModelBegins = Callable[[], Callable[[InputShapes, Callable[[], Hashable]], None] | None]
 
 
 class ModelInputs(Hooking):
@@ -141,12 +141,13 @@ class ModelInputs(Hooking):
 
     Args:
         notes: takes them.
-        called: gives what takes, as a model begins a forward with gradients, their shapes, and all that shows
-            beforehand what it will save: equal calls of a model save the same, as far as anybody can see.
+        called: returns the callback for a model's forward with gradients, or None. The callback takes the shapes of
+            the inputs and a function that computes the forward's signature. Forwards with equal signatures save the
+            same tensors, as far as the module and its arguments show.
         begins: called with a model whose forward begins.
     """
 
-    def __init__(self, notes: StorageSet, called: Called | None, begins: Callable[[nn.Module], None]) -> None:
+    def __init__(self, notes: StorageSet, called: ModelBegins | None, begins: Callable[[nn.Module], None]) -> None:
         super().__init__()
         self._notes = notes
         self._called = called
@@ -182,12 +183,17 @@ class ModelInputs(Hooking):
         leaves = tree_leaves((args, kwargs))
         shapes = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
         if called is not None and shapes:
-            trained = sum(parameter.requires_grad for parameter in module.parameters())
-            called(shapes, (id(module), module.training, trained, *map(_like, leaves)))
+            called(shapes, functools.partial(_signature, module, leaves))
 
 
-def _like(leaf: Any) -> Hashable:
-    """Equal for arguments with which a forward saves the same, as far as anybody can see."""
-    if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
-    return leaf if isinstance(leaf, (bool, int, float, str, bytes)) else type(leaf).__qualname__
+def _signature(module: nn.Module, leaves: Sequence[Any]) -> Hashable:
+    """The module, its mode, its number of trained parameters, and its arguments."""
+    trained = sum(parameter.requires_grad for parameter in module.parameters())
+    # A weak reference, as the address of a module that died may become another one's.
+    return weakref.ref(module), module.training, trained, *map(_signature_of, leaves)
+
+
+def _signature_of(argument: Any) -> Hashable:
+    if isinstance(argument, Tensor):
+        return tuple(argument.shape), argument.dtype, argument.requires_grad
+    return argument if isinstance(argument, (bool, int, float, str, bytes)) else type(argument).__qualname__

@@ -9,7 +9,7 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from types import TracebackType
 from typing import Any, Literal
 
@@ -79,7 +79,8 @@ class _Entry:
 
     Attributes:
         hooks: ours while it is open; None where hooks may not be pushed, so that the forward is left alone, and while
-            it ``rests``: the plan needs no hooks.
+            it rests.
+        rests: whether the forward runs without hooks, as nothing would move.
         tape: the forward that runs.
         region: the checkpointed region that runs, with all that it calls; None outside of regions.
         moved: what was counted when it began.
@@ -98,19 +99,20 @@ class _Entry:
         self.moved = MovedSince(offloader.store.shared.accounts)
 
     def rest(self) -> None:
-        """Have the forward go on without hooks, if it has saved nothing yet."""
+        """Let the forward continue without hooks, if ours are on top: only then `end_rest` can push them again."""
         above = top()
-        if self.hooks is not None and not len(self.tape) and above is not None and above[0] is self.hooks.pack_hook:
-            self.rests = True  # first: after an interrupt in between nobody takes another pair for ours
+        if self.hooks is not None and above is not None and above[0] is self.hooks.pack_hook:
+            # The flag comes first: if an interrupt follows, `__exit__` removes our pair and never pops another one.
+            self.rests = True
             self.hooks.remove()
             self.hooks, self._below = None, top()
 
     def end_rest(self, packer: Packer) -> None:
-        """Have what follows in the forward saved through our hooks, unless others were put on the stack meanwhile."""
-        above = top()
-        if self.rests and (above and above[0]) is (self._below and self._below[0]):
-            self.hooks, self.rests = Hooks(*packer.hooks()), False
+        """Save the rest of the forward through our hooks, unless another pair was pushed since they were removed."""
+        if self.rests and top() == self._below:
+            self.hooks = Hooks(*packer.hooks())
             expected(self.hooks.__enter__)
+            self.rests = False  # last, for the same reason as in `rest`
 
     def remove_hooks(self) -> None:
         """Take the hooks from autograd's stack if they are on it: after an interrupt nobody knows."""
@@ -281,11 +283,10 @@ class Offloader:
             raise
         return self
 
-    def _model_begins(self, shapes: InputShapes, call: Hashable) -> None:
-        """A model's forward begins with inputs of these shapes; ``call``: all that shows what it will save."""
-        pilot, stack = self.autopilot, self._forwards.stack
-        assert pilot is not None, "it is the one that asks for shapes"
-        rests = pilot.model_begins(shapes, call)
+    def _model_begins(self, shapes: InputShapes, signature: Callable[[], Hashable]) -> None:
+        """A model's forward begins; see `ModelInputs`."""
+        assert self.autopilot is not None, "it needs the shapes"
+        rests, stack = self.autopilot.model_begins(shapes, signature), self._forwards.stack
         if stack and rests:
             stack[-1].rest()
         elif stack:
@@ -316,9 +317,10 @@ class Offloader:
         entry: _Entry = stack[-1]
         try:
             del stack[-1]
-            if entry.hooks is not None and not entry.rests:
+            if entry.rests:
+                entry.remove_hooks()  # an interrupt may have left them on the stack
+            elif entry.hooks is not None:
                 entry.hooks.__exit__(kind, error, trace)
-            entry.remove_hooks()  # of a rest that an interrupt has split
             if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
                 error.add_note(FUNC_ADVICE)
             if isinstance(error, torch.OutOfMemoryError):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 from ..errors import BudgetError
@@ -79,8 +79,8 @@ class Autopilot:
         self._shapes = Shapes()
         self.making = Making(store, self._budgets, self._shapes)
         self._shape_is_known = False
-        self._calls: set[Hashable] = set()
-        """The calls of models in the step that runs, if nothing was saved before them."""
+        self._signatures: set[Hashable] = set()
+        """Of the forwards of models in the step that runs, if nothing moves in it."""
         self._watch: Watch[Shape] = Watch(store)
         self._count = self._changes = self._record_from = 0
         """Steps so far; changes since all was as planned; the step from which on one is recorded."""
@@ -108,12 +108,12 @@ class Autopilot:
         """The median of the last steps under the plan."""
         return self._shape.steps.seen
 
-    def model_begins(self, key: InputShapes, call: Hashable) -> bool:
-        """As `forward_begins`; return whether it needs no hooks. ``call``: all that shows what a forward will save."""
-        if self._calls or not self._shape_is_known:  # else something else was saved before it
-            self._calls.add(call)
+    def model_begins(self, key: InputShapes, signature: Callable[[], Hashable]) -> bool:
+        """As `forward_begins`; return whether the forward needs no hooks. ``signature``: see `ModelInputs`."""
         self.forward_begins(key)
-        return self._shape.stage is Stage.RESTING and self._calls == {self._shape.call} and not self._gave_up
+        if self._shape.nothing_moves:  # else no signature is needed, and it takes time
+            self._signatures.add(signature())
+        return self._shape.stage is Stage.RESTING and self._signatures == {self._shape.signature} and not self._gave_up
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class Autopilot:
         self._following.placement.mismatched_bytes = 0
         self._watch.begin()
         self._shape_is_known = False
-        self._calls.clear()
+        self._signatures.clear()
         self._begin_shape()
 
     def forward_begins(self, key: InputShapes) -> None:
@@ -213,9 +213,8 @@ class Autopilot:
         if not watch.began:
             return
         shape, recorded = self._shape, self._profiler.active or self._profiler.finished
-        if rested:
-            done = watch.saved or self._calls  # else a pass without gradients
-            if not self._is_too_much(shape, watch.end()) and done:
+        if rested:  # a pass without gradients has no signature, and saves nothing
+            if not self._is_too_much(shape, watch.end()) and (watch.saved or self._signatures):
                 self._count += 1
                 shape.rested(watch.saved)
             return
@@ -237,8 +236,8 @@ class Autopilot:
     def _begin_rest(self, shape: Shape, step_s: float) -> None:
         """Have the next steps of a shape run without hooks, if nothing asks for these."""
         free = self._agreed is None and self.making.limits(shape).device_budget is None
-        if free and len(self._calls) == 1 and may_rest(self._store, shape, self._watch.saved, step_s):
-            shape.begin_rest(*self._calls)
+        if free and len(self._signatures) == 1 and may_rest(self._store, shape, self._watch.saved, step_s):
+            shape.begin_rest(*self._signatures)
 
     def _is_too_much(self, shape: Shape, observed: Observed) -> bool:
         """Whether the step ran out of memory, or passed ``device_memory``: the next one of its shape takes less."""
@@ -485,7 +484,7 @@ class Autopilot:
             else:
                 shape.why = reason
                 self._correct(shape, shape.profile.lasting(pace), 0)
-        elif not reason:
+        else:  # nothing changes for now
             self._begin_rest(shape, seen.step_s)
 
     @property

@@ -1,8 +1,8 @@
-"""Steps without hooks: nothing moves, and the hooks of what stays would take too much of a step.
+"""Steps without hooks: nothing moves, and the hooks of the tensors that stay would take too much of a step.
 
-A step rests only if its one call of a model is like the one before: the same module with as many trained parameters, in
-the same mode, and arguments of the same shapes, types and plain values. Another call keeps its hooks, as it may need
-more memory. A step that saves something all the same ends the rest of its shape for good.
+A step rests only if it calls a model once, and this forward has the signature of the forward before the rest. A forward
+with another signature may need more memory, so its hooks stay. A step that saves a tensor through hooks during a rest
+ends all rests of its shape.
 """
 
 from __future__ import annotations
@@ -23,9 +23,6 @@ def may_rest(store: ActivationStore, shape: Shape, tensors: int, step_s: float) 
     """
     if tensors * HOOKS_S <= NO_LOSS * step_s:
         return False
-    plan, profile, config = shape.plan, shape.profile, store.shared.config
-    if plan is not None and (plan.offloaded_bytes or shape.regions):
-        return False
-    if profile is not None and profile.forwards > 1:
-        return False  # only handles tell where a step ends
-    return not (config.is_limited or config.strict) and store.trace is None  # these look at each tensor
+    if not shape.nothing_moves or (shape.profile is not None and shape.profile.forwards > 1):
+        return False  # of several forwards that are alive, only handles tell where a step ends
+    return store.trace is None  # which shows each tensor

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from ..planning.constants import MOST_REST, MOST_SHAPES, MOST_TRIED, PROBE_SHARE
+from ..planning.constants import MOST_SHAPES, MOST_TRIED, PROBE_SHARE, REST_STEPS
 from ..planning.plan import Plan
 from ..planning.profile import Profile
 from ..runtime.decision import InputShapes
@@ -78,7 +78,8 @@ class Shape:
         most_bytes: what these steps may save at most, beside what the options say; None where nothing bounds it.
         other_bytes: what else the device had at most in a recorded step; None before there is one.
         began_bytes: what it had as that step began; ``settled``: optimizer states and gradients were there by then.
-        rest: how many steps are left that run without hooks; ``call``: of the model in them; ``may_rest``: if any may.
+        rest: how many steps are left that run without hooks; ``signature``: of the model's forward in these.
+        may_rest: whether any step may run without hooks.
         unsettled: how many steps began without, in which only such were waited for.
         recorded_at: the step that the plan was made from, by its number.
         predicted_s: the step as it was predicted when the plan was made.
@@ -100,7 +101,7 @@ class Shape:
         self.settled = False
         self.unsettled = 0
         self.rest, self.may_rest = 0, True
-        self.call: Hashable = None
+        self.signature: Hashable = None
         self.recorded_at = 0
         self.predicted_s: float | None = None
         self.tried: list[Tried] = []
@@ -109,16 +110,20 @@ class Shape:
         """Have the next step under the plan recorded; ``on_paper``: nobody has seen one yet."""
         self.stage, self.why = Stage.PAPER if on_paper else Stage.DUE, why
 
-    def begin_rest(self, call: Hashable) -> None:
-        """Have the next steps run without hooks, as long as a model is called like this."""
-        if self.may_rest:
-            self.stage, self.rest, self.call = Stage.RESTING, MOST_REST, call
+    @property
+    def nothing_moves(self) -> bool:
+        """Whether a step may run without hooks, as far as the plan is concerned."""
+        return self.may_rest and not (self.plan is not None and (self.plan.offloaded_bytes or self.regions))
+
+    def begin_rest(self, signature: Hashable) -> None:
+        """Run the next steps without hooks, as long as the model's forward has this signature."""
+        self.stage, self.rest, self.signature = Stage.RESTING, REST_STEPS, signature
 
     def rested(self, saved: int) -> None:
-        """A step ran without hooks, but for so many tensors that it ``saved`` through them.
+        """A step of a rest has ended; ``saved``: tensors that its hooks took all the same.
 
-        If there are any, what these steps do is not the same each time, and none rests again. And links change, so that
-        hooks look at some steps again after a while.
+        If there were any, the steps of this shape are not all alike, and none of them rests again. After `REST_STEPS`
+        hooks look at some steps again, because a link may be faster by then.
         """
         self.rest -= 1
         self.may_rest = self.may_rest and not saved

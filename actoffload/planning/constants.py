@@ -98,6 +98,8 @@ MOST_REST = 64
 """Steps. Where shapes change all the time, at most so many pass before another one is recorded; half as many before."""
 HOOKS_S = 10e-6
 """Seconds of the host that the hooks of a tensor which stays take: 8 µs above bare hooks (`micro_2026-11-26.json`)."""
+REST_STEPS = 64
+"""Steps without hooks before hooks look again: the three to five steps that they take then are 5 to 8 % of all."""
 MOST_WAITED = 0.9
 """Share of a step that waits are taken to be at most: something was computed."""
 ROOM_TO_KEEP = 1.5

@@ -163,9 +163,8 @@ class Facts:
     @property
     def steps(self) -> int:
         """Steps so far."""
-        return max(
-            1, self.counts.optimizer_steps or self.counts.microbatches or self.counts.steps - self.counts.unhooked
-        )
+        counts = self.counts
+        return max(1, counts.optimizer_steps or counts.microbatches or counts.steps - counts.unhooked)
 
     @property
     def units(self) -> float:

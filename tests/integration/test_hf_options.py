@@ -10,6 +10,7 @@ from actoffload.integrations.hf import OffloadArguments, attach
 from torch import nn
 from transformers import HfArgumentParser, Trainer
 
+from actoffload import OffloadConfig
 from actoffload.errors import ConfigError
 from tests.integration.hf_models import attached, checkpointing, make_trainer
 
@@ -172,3 +173,11 @@ def test_a_flag_that_cannot_work_is_named() -> None:
         parser.parse_dict({"actoffload_target": "floppy"})
     with pytest.raises(ValueError, match="actoffload_targets"):
         parser.parse_dict({"actoffload_targets": "nvme"})
+
+
+def test_a_path_with_a_colon_is_one_directory(tmp_path: Path) -> None:
+    """Only a variable, which has one text, separates directories by it."""
+    path = str(tmp_path / "a:b")
+    assert OffloadArguments(actoffload_target="nvme", actoffload_path=path).options()["path"] == path
+    options = OffloadConfig.options_from_environment({"ACTOFFLOAD": "nvme", "ACTOFFLOAD_PATH": path})
+    assert options["path"] == path.split(":")
