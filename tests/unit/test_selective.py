@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts as plain
 from actoffload import Offloader, create_selective_checkpoint_contexts, no_offload
 from actoffload.errors import SavedTensorModifiedError, StorageReadError
 from actoffload.storage.engines.base import IoKind
+from actoffload.storage.engines.posix import PosixEngine
 from actoffload.testing.faults import FailingEngine, GateEngine
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
 from tests.harness import (
@@ -652,6 +654,34 @@ def test_what_a_collective_brings_is_awaited_before_it_moves(late_op: Any, offlo
     offloader.synchronize()
     torch.ops._c10d_functional.wait_tensor(late)
     assert_same(list(torch.autograd.grad(y.sum(), [x])), [x.detach() * 2])
+
+
+class HeldEngine(PosixEngine):
+    """Its writes begin, and end when the test says so."""
+
+    def __init__(self, file: Any) -> None:
+        self.began, self.may_end = threading.Event(), threading.Event()
+        super().__init__(file)
+
+    def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
+        if kind is IoKind.WRITE:
+            self.began.set()
+            assert self.may_end.wait(60)
+        return super()._transfer_once(kind, views, offset)
+
+
+def test_a_recomputation_counts_nothing_once_a_late_write_has_ended(make_offloader: MakeOffloader) -> None:
+    """The write of a cached tensor holds the memory that the recomputation used, until after backward has ended."""
+    offloader = make_offloader(policy="all", engine=HeldEngine)
+    engine: Any = only_engine(offloader)
+    x = matrix()
+    with offloader:
+        loss = region(lambda x: (x @ x).sin().cos(), x).sum()
+    assert engine.began.wait(60)
+    loss.backward()
+    del loss
+    engine.may_end.set()
+    assert_empty(offloader)
 
 
 def test_what_comes_late_into_an_argument_is_taken_from_there(offloader: Offloader) -> None:
