@@ -1,4 +1,4 @@
-"""Whether a storage that autograd saves may leave: module patterns, the policy, what backward wants back at once."""
+"""The decision whether a saved storage may leave: module patterns, policy, plan, and the end of the forward."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _KEEP = Decision.KEEP.value
 InputShapes = tuple[tuple[int, ...], ...]
 """The shapes of a model's inputs."""
 ForwardBegins = Callable[[], Callable[[InputShapes], None] | None]
-"""Gives, while there is one, what is told of a forward that begins."""
+"""Returns the observer of forwards that begin, or None if there is none."""
 
 
 class OffloadDecision:
-    """Decide by the facts of one record and by what the last forward was like.
+    """Decide by the facts of one record and by the size of the last forward.
 
     It has more than fifteen attributes: options, plan and last forward decide together.
 
     Args:
         config: the options.
-        window: how far backward is prefetched; no more than that is kept at the end of a forward by default.
-        phases: what follows the forward that runs, and how much it will have saved.
+        window: of prefetch, which by default bounds the bytes that stay at the end of a forward.
+        phases: predicts the phase after the running forward, and the bytes that this forward will have saved.
     """
 
     def __init__(self, config: OffloadConfig, window: Window, phases: Phases) -> None:
@@ -40,16 +40,16 @@ class OffloadDecision:
         self._window = window
         self._phases = phases
         policy = config.policy
-        # A plan is followed entry by entry instead.
+        # A plan's `decide` is not called: `follow` reads it entry by entry, with tiers and moments of release.
         self._policy: Policy | None = None if isinstance(policy, str) or type(policy) is Plan else policy
         self.why_planned = KeepReason.POLICY
-        """Why a storage stays that the plan keeps."""
+        """The reason of a storage that the plan keeps."""
         if isinstance(policy, str):
             self.why_planned = KeepReason.FITS if config.is_limited else KeepReason.NO_TIME
         self.uses_names = bool(
             config.include or config.exclude or self._policy is not None or config.boundaries == "only"
         )
-        """Whether anything asks for the names of tensors."""
+        """Whether any pattern or policy reads the names of tensors."""
         self._filter = NameFilter(config.include, config.exclude, only_boundaries=config.boundaries == "only")
         self._keeps_last = config.policy in ("auto", "greedy")
         self._names: set[str] = set()
@@ -57,44 +57,46 @@ class OffloadDecision:
         self._plan: Plan | None = None
         self._planned_sizes: tuple[int, ...] = ()
         self.forward_begins: ForwardBegins = lambda: None
-        """Told of a forward's first storage, by its size."""
+        """Its observer receives the size of a forward's first storage."""
         self._unproven = isinstance(policy, Plan) and bool(policy.entries)
-        """The user's plan has not been followed yet: the first forward has to save what it says."""
+        """The user's plan has not been followed yet, and the first forward has to save the storages that it lists."""
         self._forwards = 0
         self.keep_all = config.policy == "keep"
         """Move nothing for now."""
         self.probe: int | None = None
-        """The storage at this place leaves once although a plan keeps it, to measure a link that is not used."""
+        """The storage at this place leaves once although the plan keeps it, to measure a link that is not in use."""
         self.mismatched_bytes = 0
-        """Bytes that a plan knew nothing of at their places; whoever looks at it sets it back."""
+        """Bytes of storages that the plan does not have at their places; the autopilot reads and resets it."""
 
     def follow(self, plan: Plan | None) -> None:
-        """Do as a plan says; None: as before there was one."""
+        """Follow a plan; None: decide without one again."""
         self._plan = plan
         entries = () if plan is None else plan.entries
         self._planned_sizes = tuple(entry.nbytes if entry.action == _KEEP else -1 for entry in entries)
 
     def planned_sizes(self) -> tuple[int, ...]:
-        """Return by index the bytes of each storage that the plan keeps, or -1; () if not only the plan decides."""
+        """Return by index the bytes of each storage that the plan keeps, or -1; () unless the plan alone decides."""
         alone = not (self.uses_names or self._unproven or self.keep_all or self.probe is not None)
         return self._planned_sizes if alone else ()
 
     def why_keep(self, record: Record, tensor: Tensor, tape: Tape[Record]) -> KeepReason | None:
-        """Why a record that was just added to ``tape`` stays, or None.
+        """Return why a record that was just added to ``tape`` stays, or None.
 
         Args:
             record: the storage.
             tensor: the view of it that was saved first.
-            tape: the forward that it is saved in.
+            tape: of the forward that saves it.
         """
         if record.name is None and self._late_names:
             record.name = self._late_names.get((record.index, record.nbytes))
         if record.name is not None:
             self._names.add(record.name)
+        # Before the plan, which does not know the patterns and may move a storage that they keep.
         if self.uses_names and not self._filter.allows(record.module, record.name):
             return KeepReason.EXCLUDED
         if self._policy is not None and self._answer(_facts(record, tensor)) is Decision.KEEP:
             return KeepReason.POLICY
+        # Before the plan is read below: the observer may follow another plan for a forward of this size.
         if not record.index and (begins := self.forward_begins()) is not None:
             begins(((record.nbytes,),))
         if self.keep_all:
@@ -105,7 +107,7 @@ class OffloadDecision:
         if entry is not None:
             record.planned_tier, record.release_after = entry.tier, entry.release_after
             if record.index == self.probe:
-                self.probe = None
+                self.probe = None  # once: a single transfer measures the link
                 return None
             return self.why_planned if entry.action == _KEEP else None
         if self._plan is not None:
@@ -113,10 +115,10 @@ class OffloadDecision:
         return KeepReason.LAST if self._keeps_last and self._is_last(tape) else None
 
     def _answer(self, facts: TensorFacts) -> Decision:
-        """Return what the policy decides.
+        """Return the decision of the policy.
 
         Raises:
-            ConfigError: it answers with anything but a `Decision`, which would move what was meant to stay.
+            ConfigError: it returned no `Decision`. Taken as a truth value, it could move a tensor that was to stay.
         """
         assert self._policy is not None, "it is asked"
         answer = expected(self._policy.decide, facts)
@@ -126,17 +128,17 @@ class OffloadDecision:
         return answer
 
     def named_late(self, record: Record, name: str) -> None:
-        """A record got its name when it was saved again: the next forward's at its place has it from the start."""
+        """Name a record that got its name by a later save; the next forward names the record at its place at once."""
         record.name = name
         self._names.add(name)
         self._late_names[record.index, record.nbytes] = name
 
     def unmatched_names(self) -> list[str]:
-        """The patterns over names of tensors under which nothing was saved yet."""
+        """Return the patterns for tensor names that no saved tensor has matched yet."""
         return self._filter.without(self._names)
 
     def _check(self, record: Record, entry: PlanEntry | None) -> None:
-        """Raise an error where the first forward saves something else than the user's plan says."""
+        """Raise an error if the first forward saves a storage that the user's plan does not list at its place."""
         self._forwards += not record.index
         if self._forwards > 1:
             self._unproven = False
@@ -155,24 +157,24 @@ class OffloadDecision:
             )
 
     def following_bytes(self, record: Record) -> int | None:
-        """What the forward saves after this record, as far as a plan says; None: no plan knows."""
+        """Return the bytes that the forward saves next according to the plan; None without a plan that fits."""
         if self._plan is None or self._entry(record) is None:
             return None
         following = record.index + 1
         return self._plan.entries[following].nbytes if following < len(self._plan.entries) else 0
 
     def _entry(self, record: Record) -> PlanEntry | None:
-        """What the plan says of a record."""
+        """Return the plan's entry for a record, or None."""
         return None if self._plan is None else self._plan.entry(record.index, record.nbytes)
 
     def _is_last(self, tape: Tape[Record]) -> bool:
-        """Whether the newest record of a tape is among the last, and its backward follows at once."""
+        """Return whether the newest record of a tape is among its last, and its backward follows at once."""
         follows = self._phases.follows()
         if follows is not None and follows != ("backward", tape):
-            return False  # in a pipeline: by the time of its backward others have run
+            return False  # in a pipeline: other phases come before its backward, and could use the memory
         last = self._phases.expected_bytes(tape)
         tail = self._config.size("keep_last_bytes", min(last // KEEP_LAST_SHARE, self._window.nbytes))
-        return last - tail < tape.total_bytes <= last  # beyond it: a longer forward, which goes on
+        return last - tail < tape.total_bytes <= last  # above `last`: this forward is longer, and continues
 
 
 def _facts(record: Record, tensor: Tensor) -> TensorFacts:

@@ -1,8 +1,8 @@
-"""Which storage a tensor lives in, which bytes of it a view needs, and which storages never move.
+"""The identity of storages: the storage of a tensor, which bytes of it a view needs, and which storages never move.
 
-A storage is known by a weak reference to its ``StorageImpl``. While that reference lives, PyTorch cannot give the same
-address to another ``StorageImpl``, so a map keyed by the address and holding the reference never confuses a storage
-with a predecessor whose memory was reused: freed addresses are reused within microseconds.
+A weak reference to its ``StorageImpl`` identifies a storage. While the reference lives, PyTorch cannot allocate another
+``StorageImpl`` at that address. So a map keyed by the address, which holds the reference, never takes a storage for a
+dead one. The address alone would not do: freed addresses are reused within microseconds.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ SPAN_ALIGNMENT = 512
 
 
 def byte_span(tensor: Tensor, storage_bytes: int) -> tuple[int, int]:
-    """The bytes ``[begin, end)`` of its storage that a strided view needs, widened to be worth one move.
+    """Return the bytes ``[begin, end)`` of its storage that a strided view needs, widened to be worth one move.
 
-    A view that spans half of its storage or more stands for the whole storage, so that the other views (query, key and
-    value of a fused projection) share one copy; a smaller one stands for its own span, begun at a multiple of 512.
+    A view that spans half of its storage or more stands for the whole storage, so that its other views (query, key and
+    value of a fused projection) share one copy. A smaller view stands for its own span, from a multiple of 512 on.
 
     Args:
         tensor: any strided tensor with at least one element.
@@ -49,29 +49,29 @@ def byte_span(tensor: Tensor, storage_bytes: int) -> tuple[int, int]:
 
 
 class Counter(NamedTuple):
-    """The version counter of a wrapper subclass: a tensor without memory that shares it, and what it said."""
+    """The version counter of a wrapper subclass: a tensor without memory that shares it, and its value at the save."""
 
     probe: Tensor
     version: int
 
     def same(self, other: Counter) -> bool:
-        """Whether both belong to one tensor (or to views of it) that was not changed in between."""
+        """Return whether both belong to one tensor (or its views), which was not changed in between."""
         return self.version == other.version and same_counter(self.probe, other.probe)
 
 
 def own_counter(tensor: Tensor) -> tuple[Counter, ...]:
-    """A counter that nothing else has for what may be the local tensor of a DTensor, or a view of it; else none.
+    """Return a counter of its own for a tensor that may be the local tensor of a DTensor, or a view of it; else ().
 
-    An in-place change of the DTensor counts on the DTensor alone, so two such tensors may look equal and not be. What
-    is taken out of a DTensor is a view of its local tensor, which has no history. (Never ask a tensor for its
-    ``grad_fn`` here: a graph whose nodes Python has seen is freed recursively, and a deep one ends the process.)
+    An in-place change of the DTensor bumps the DTensor's version alone, so local tensors of equal versions may differ.
+    A tensor that is taken out of a DTensor is a view of its local tensor, which has no history. (Never read ``grad_fn``
+    here: a graph whose nodes have Python objects is freed recursively, and a deep one ends the process.)
     """
     base = tensor._base
     if base is None or "torch.distributed.tensor" not in sys.modules:
         return ()
     if not (dist.is_available() and dist.is_initialized()):
         return ()
-    # A view that was made inside of a Function, as `to_local` makes it, says so.
+    # PyTorch marks a view that a Function made, and `to_local` is a Function: such a view may be of a DTensor.
     autograd = torch._C._autograd
     plain = base.requires_grad and autograd._get_creation_meta(tensor) == autograd.CreationMeta.DEFAULT
     return () if plain else (Counter(torch.empty(0), 0),)
@@ -87,18 +87,18 @@ class IdentityMap:
     def find(
         self, storage: torch.UntypedStorage, tensor: Tensor, span: tuple[int, int], counters: tuple[Counter, ...] = ()
     ) -> Record | None:
-        """Return a record of the tensor's storage as it is in this version, whose bytes hold ``span``.
+        """Return a record of the tensor's storage at this version whose bytes include ``span``, or None.
 
         ``counters`` belong to the wrapper subclasses around the tensor, outermost first: an in-place change of a
-        DTensor counts on the DTensor and not on the local tensor inside.
+        DTensor bumps its own version, not its local tensor's.
         """
         for known in self.records.get(storage._cdata, ()):
             if (
                 known.version == tensor._version
                 and known.begin <= span[0]
                 and span[1] <= known.end
-                and known.address == storage.data_ptr()  # a storage that was resized has moved: other bytes
-                and known.thread == threading.get_ident()  # `same_counter` must not be seen by another thread
+                and known.address == storage.data_ptr()  # else it was resized and has moved: other bytes
+                and known.thread == threading.get_ident()  # another thread might see the bump of `same_counter`
                 and same_counter(known.probe, tensor)
                 and len(known.counters) == len(counters)
                 and all(map(Counter.same, known.counters, counters))
@@ -107,12 +107,13 @@ class IdentityMap:
         return None
 
     def add(self, record: Record, tensor: Tensor, counters: tuple[Counter, ...] = ()) -> None:
-        """Remember a record on the device, and pin its storage's identity.
+        """Add a record on the device, and pin its storage's identity.
 
-        ``tensor`` is held until `remove`: its handle makes it a `version_probe`, which holds no memory (nor do
-        ``counters``), unless the record stays, and holds that memory itself.
+        ``tensor`` is held until `remove`. That costs no memory: its handle makes it a `version_probe`, unless the
+        record stays, which holds the memory anyway. ``counters`` hold none either.
         """
         assert record.data is not None, "it was just saved"
+        # Pinned before the number is a key: only while the reference lives does no other storage get the number.
         identity = record.identity = StorageRef(record.data)
         record.probe, record.version, record.counters = tensor, tensor._version, counters
         record.thread = threading.get_ident()
@@ -120,7 +121,7 @@ class IdentityMap:
         self.records[identity.cdata] = [record] if known is None else [*known, record]
 
     def remove(self, record: Record) -> None:
-        """Forget a record."""
+        """Remove a record, and drop its probe."""
         if record.identity is None:
             return
         number = record.identity.cdata
@@ -129,19 +130,20 @@ class IdentityMap:
             self.records[number] = [other for other in known if other is not record]
         elif known:
             del self.records[number]
-        record.probe = None
+        record.probe = None  # if the record stays, the probe holds its storage
 
 
 def same_counter(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of the same version share their version counter.
+    """Return whether two tensors of the same version share their version counter.
 
-    Views and aliases do; the outputs of ``unsafe_chunk`` (which GRU cells change in place one by one) and of ``.data``
-    share a storage, but each counts its own changes, so that equal versions say nothing about the bytes.
+    Views and aliases do. The outputs of ``unsafe_chunk`` (which GRU cells change in place one by one) and of ``.data``
+    share a storage, but each counts its own changes, so that equal versions prove nothing about the bytes.
     """
     version = one._version
     if other._version != version:
         return False
     set_version = torch._C._autograd._unsafe_set_version_counter
+    # PyTorch does not expose the counter's identity. A bump of one version shows in the other only if they share it.
     set_version((one,), (version + 1,))
     try:
         return other._version != version
@@ -150,15 +152,15 @@ def same_counter(one: Tensor, other: Tensor) -> bool:
 
 
 class StorageSet:
-    """Storages with a note each, held weakly: parameters, buffers, inputs, tensors marked with ``keep``."""
+    """A weak map from storages to notes: parameters, buffers, inputs, tensors marked with ``keep``."""
 
     def __init__(self) -> None:
         self.by_number: dict[int, tuple[StorageRef, str]] = {}
-        """The notes by ``storage._cdata``, which no other storage gets as long as the reference lives."""
+        """The notes by ``storage._cdata``; no other storage gets that number while the reference lives."""
         self._sweep_at = 1024
 
     def add(self, tensor: Tensor, note: str) -> None:
-        """Note the storage of a tensor (of each inner tensor, for a wrapper subclass). Others are ignored."""
+        """Add the storage of a tensor, or of each inner tensor of a wrapper subclass; a present note stays."""
         for storage in storages(tensor):
             if storage._cdata not in self.by_number and storage.nbytes():
                 ref = StorageRef(storage)
@@ -167,18 +169,19 @@ class StorageSet:
             self.sweep()
 
     def replace(self, tensor: Tensor, note: str) -> None:
-        """As `add`, and in place of an earlier note."""
+        """Add as `add` does, in place of an earlier note."""
         for storage in storages(tensor):
             self.by_number.pop(storage._cdata, None)
         self.add(tensor, note)
 
     def get(self, storage: torch.UntypedStorage) -> str | None:
-        """The note of a storage, or None."""
+        """Return the note of a storage, or None."""
         entry = self.by_number.get(storage._cdata)
         return None if entry is None else entry[1]
 
     def sweep(self) -> None:
-        """Forget the storages that are gone."""
+        """Remove the storages that have died."""
+        # From a copy, and with a default: other threads add and sweep without a lock.
         for cdata in [c for c, (ref, _) in list(self.by_number.items()) if ref.gone()]:
             self.by_number.pop(cdata, None)
         self._sweep_at = max(1024, 2 * len(self.by_number))
@@ -188,7 +191,7 @@ class StorageSet:
 
 
 def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors inside a wrapper subclass (DTensor, NF4, jagged, ...), or the tensor itself."""
+    """Yield the plain tensors inside a wrapper subclass (DTensor, NF4, jagged, ...), or the tensor itself."""
     if type(tensor) in PLAIN_TYPES or not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
@@ -197,7 +200,7 @@ def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """The storages of a tensor: of each inner one, for a wrapper subclass; a sparse, meta or lazy tensor has none."""
+    """Yield the storages of a tensor and its inner tensors; a sparse, meta or lazy tensor has none."""
     for inner in inner_tensors(tensor):
         if is_lazy(inner):
             continue
@@ -206,7 +209,7 @@ def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def inner_names(tensor: Any) -> list[str]:
-    """The attributes of a wrapper subclass that are tensors; a DTensor names its mesh among its parts as well."""
+    """Return the names of a wrapper subclass's inner tensors; a DTensor also lists its mesh, which is left out."""
     return [name for name in tensor.__tensor_flatten__()[0] if isinstance(getattr(tensor, name), Tensor)]
 
 
@@ -214,10 +217,10 @@ PLAIN_TYPES = frozenset({Tensor, nn.Parameter, nn.Buffer})
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Whether a saved tensor is a parameter, another leaf that wants a gradient, or a view of one.
+    """Return whether a saved tensor is a parameter, another leaf that requires grad, or a view of either.
 
-    A Linear saves ``weight.t()``: no ``Parameter``, but autograd remembers its base. The local tensor in a DTensor that
-    was made of an activation claims to be such a leaf, but its base is none.
+    A Linear saves ``weight.t()``, which is no ``Parameter``, but its ``_base`` is. The local tensor of a DTensor that
+    holds an activation looks like such a leaf, but its base is no leaf.
     """
     base = tensor._base
     wanted = tensor.requires_grad
@@ -229,25 +232,26 @@ def is_parameter(tensor: Tensor) -> bool:
 
 
 def _says_parameter(tensor: Tensor) -> bool:
-    """``isinstance(tensor, nn.Parameter)``, which is slow for what is plainly none."""
+    """Return ``isinstance(tensor, nn.Parameter)``, without that slow call for a plain tensor."""
     kind = type(tensor)
     return kind is not Tensor and (kind is nn.Parameter or isinstance(tensor, nn.Parameter))
 
 
 class ModuleOwners:
-    """The modules whose parameters and buffers never move, known from ``model=`` or found among the live objects."""
+    """The modules whose parameters and buffers never move, from ``model=`` or found among the live objects."""
 
     def __init__(self) -> None:
+        # Weakly: the offloader may outlive a model, and must not keep its parameters.
         self._owners: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._managed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._sharded: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
         self._gathered: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
-        # Not the dictionary itself, whose `len` is a Python function: this is asked for every saved tensor.
+        # The inner dict, as `len` of the weak one is a Python function, and each saved tensor queries it.
         self.sharded: dict[Any, Any] = self._sharded.data  # type: ignore[attr-defined]
-        """The modules with a sharded parameter that was never seen gathered: see `note_gathered`."""
+        """The modules with a sharded parameter that `note_gathered` has not yet found gathered."""
 
     def add(self, modules: Iterable[nn.Module]) -> None:
-        """Remember the modules that own something directly."""
+        """Add the modules that own a parameter or buffer directly."""
         fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
         for module in modules:
             if module._parameters or module._buffers:
@@ -256,7 +260,7 @@ class ModuleOwners:
                 self._managed.update(module.modules())
 
     def note_storages(self, notes: StorageSet) -> None:
-        """Note every parameter and buffer as it is now (``.to()`` and resharding replace them)."""
+        """Note the present storage of each parameter and buffer; ``.to()`` and resharding replace them."""
         for module in list(self._owners):
             managed = module in self._managed
             for name, parameter in module._parameters.items():
@@ -270,19 +274,19 @@ class ModuleOwners:
                     notes.add(buffer, "buffer")
 
     def note_gathered(self, notes: StorageSet) -> bool:
-        """Note the parameters that ``fully_shard`` has gathered for the first time; returns whether there were any.
+        """Note the parameters that ``fully_shard`` has gathered for the first time; return whether there were any.
 
-        A gathered parameter lies in a storage of its own, which appears in the middle of a forward and is freed and
-        filled again for the rest of training: whatever autograd saves of it has to see that, so it must never move.
+        A gathered parameter has a storage of its own, which appears in the middle of a forward. FSDP frees and fills it
+        again for the rest of training, and saved views of it must show that. So it must never move.
         """
         found = False
-        for module, meshes in list(self._sharded.items()):
+        for module, meshes in list(self._sharded.items()):  # a copy, as entries are removed below
             for name, dimensions in list(meshes.items()):
                 parameter = module._parameters.get(name)
                 if parameter is not None and _mesh_dimensions(parameter) < dimensions:
                     notes.add(parameter, "parameter")
                     self._gathered.setdefault(module, set()).add(name)
-                    meshes.pop(name, None)  # another thread may be here as well
+                    meshes.pop(name, None)  # another thread may have popped it
                     found = True
             if not meshes:
                 self._sharded.pop(module, None)
@@ -290,13 +294,13 @@ class ModuleOwners:
 
 
 def _mesh_dimensions(parameter: Tensor) -> int:
-    """Over how many dimensions of a mesh a parameter is laid out; gathering takes those of ``fully_shard`` away."""
+    """Return the number of mesh dimensions that a parameter is laid out over; gathering removes FSDP's dimensions."""
     mesh = getattr(parameter, "device_mesh", None)
     return int(mesh.ndim) if mesh is not None else 0
 
 
 def live_modules() -> list[nn.Module]:
-    """Every ``nn.Module`` alive in the process: how buffers are known when no ``model=`` is given."""
+    """Return every ``nn.Module`` alive in the process, whose buffers stay if the user passes no ``model=``."""
     import gc
 
     kinds: set[type] = set()
@@ -306,7 +310,7 @@ def live_modules() -> list[nn.Module]:
         if kind not in kinds:
             kinds.add(kind)
             waiting += type.__subclasses__(kind)
-    # Hundreds of thousands of objects are looked at. A module that another thread begins to make, or that the cyclic
-    # collector has cleared, has no buffers' dictionary and owns nothing.
+    # By type, as a process has hundreds of thousands of objects, and `isinstance` is slower. A module that another
+    # thread is making, or that the cyclic collector has cleared, has no `_buffers` and owns nothing.
     found: list[Any] = [o for o in gc.get_objects() if type(o) in kinds and "_buffers" in o.__dict__]
     return found

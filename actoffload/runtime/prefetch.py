@@ -1,4 +1,4 @@
-"""What is brought back before backward asks for it: along the tape that it follows, then along the next one's."""
+"""Prefetch of the records that backward needs next: along the tape that it walks, then along the next tape."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from .tape import FOR_EVER, LearnedOrders, Tape, Window
 CPU_PREFETCH_BYTES = 64 << 20
 DEVICE_PREFETCH_BYTES = 128 << 20
 REFILL_BELOW = 3 / 4
-"""Where copies go together, the window is filled up as soon as less than this share of it is on its way."""
+"""If a tier batches its copies, the window is refilled once less than this share of it is under way."""
 
 LATE_S = 1e-4
-"""A step whose compute streams waited no longer had what it wanted in time."""
+"""A step whose compute streams waited no longer than this had its records in time."""
 SHORTER = 0.95
-"""The window is widened again where the waits were shorter by this factor since the last time."""
+"""The window grows again only if the last growth cut the waits to less than this share."""
 
 
 def first_window(config: OffloadConfig, *, on_cpu: bool) -> Window:
-    """How far ahead of backward to fetch at first, of CPU tensors or an accelerator's."""
+    """Return the first window, for CPU tensors or for an accelerator's."""
     first = CPU_PREFETCH_BYTES if on_cpu else DEVICE_PREFETCH_BYTES
     return Window(config.size("prefetch_bytes", first), fixed=config.prefetch_bytes is not None)
 
 
 class Prefetch:
-    """Bring back what backward will ask for within the next so many bytes. The caller holds the store's lock.
+    """Fetch the records that backward needs within the window. The caller holds the store's lock.
 
     Args:
-        shared: its budget bounds what is fetched ahead.
+        shared: its budget bounds the bytes that are fetched ahead.
         tiers: by device type.
         window: how far ahead to fetch.
-        phases: which forward or backward comes next.
+        phases: predicts the next forward or backward.
     """
 
     def __init__(self, shared: Shared, tiers: Mapping[str, Tier], window: Window, phases: Phases) -> None:
@@ -46,22 +46,20 @@ class Prefetch:
         self.phases = phases
         self.orders = LearnedOrders()
         self._late_s = float("inf")
-        """What compute streams waited in the step for which the window was widened last, while they wait in each."""
+        """Seconds that compute streams waited in the step after which the window grew last; infinite after no wait."""
         self._shared = shared
         self._tiers = tiers
         self._refill_below = REFILL_BELOW if any(tier.gathers for tier in tiers.values()) else 1.0
 
     def begin_forward(self) -> None:
-        """Fetch further ahead where compute streams waited for it, as long as that helps.
+        """Widen the window if compute streams waited, as long as that helps; halve it if the device had no memory.
 
-        And again, half as far, where there was no memory.
-
-        The host's own waits have widened the window one by one: those of a stream are known once they are over.
+        Each wait of the host has widened the window at once. A stream's waits are known only after the step.
         """
         late_s, self._shared.late_s = self._shared.late_s, 0.0
         if late_s <= LATE_S:
             self._late_s = float("inf")
-        elif late_s < SHORTER * self._late_s:  # a full link makes it wait as long, however far ahead is fetched
+        elif late_s < SHORTER * self._late_s:  # else the link is full, and a wider window would not shorten the waits
             self._late_s = late_s
             self.window.waited()
         if self._shared.no_memory_ahead:
@@ -69,25 +67,25 @@ class Prefetch:
             self.window.halve()
 
     def expect(self, hint: Hint) -> None:
-        """A phase is about to begin; the first bytes of a backward are fetched at once."""
+        """Note the phase that is about to begin; fetch the first records of a backward at once."""
         tape = self.phases.hint(hint)
         if tape is not None and not tape.in_backward:
             self._fetch(tape, self._ahead(tape))
 
     def reach(self, record: Record | KeptPlace, round_: int) -> None:
-        """Backward has reached a record; ``round_`` is how often this handle was unpacked before."""
+        """Note that backward has reached a record; ``round_`` is how often this handle was unpacked before."""
         tape = record.tape
         if tape is None:
             return
         if not tape.in_backward:
             self.phases.begin_backward(tape)
-            self._tiers[record.kind].count_alive()
-        if round_ > record.round:
+            self._tiers[record.kind].count_alive()  # now: the forward has ended, and its local variables are gone
+        if round_ > record.round:  # this handle was unpacked in this round, so backward has begun again
             tape.rewind()
         self._shared.events += tape.advance(record.index, self.orders)
 
     def given(self, record: Record, waited_s: float) -> None:
-        """Backward has a record that had moved; count what it waits for as it begins, and how much that is."""
+        """Note that backward has received a record; count the wait, and the bytes, if backward has just begun."""
         tape, accounts = record.tape, self._shared.accounts
         if tape.is_first:
             accounts.first_wait_s += waited_s
@@ -95,15 +93,15 @@ class Prefetch:
         tape.given_bytes += record.nbytes
 
     def during_backward(self, tape: Tape[Record]) -> None:
-        """Fill the window along the tape that backward walks, and what is left of it along the next backward's."""
+        """Fill the window along the tape that backward walks, and the rest of it along the next backward's tape."""
         if not tape.exhausted:
             self._fill(tape, self._ahead(tape))
         if tape.exhausted and not tape.idle(self.phases.changes):
             self._fetch_next(tape, tape.left_bytes)
 
     def during_forward(self, tape: Tape[Record]) -> None:
-        """Near the end of a forward: fill the window along the tape whose backward comes next, if it is another."""
-        changes = self.phases.changes
+        """Near the end of a forward, fill the window along the tape of the next backward, if that is another tape."""
+        changes = self.phases.changes  # each save comes here, so the answer "nothing to do" is kept until it may change
         if tape.idle(changes):
             return
         expected = self.phases.expected_bytes(tape)
@@ -118,12 +116,12 @@ class Prefetch:
             self._fetch(other, self._ahead(other))
 
     def after_forward(self, tape: Tape[Record]) -> None:
-        """A forward has ended: fetch what the backward that comes next, of another one, will want first."""
-        self.begin_copies()
+        """At the end of a forward, fetch the first records of the next backward, if that is of another tape."""
+        self.begin_copies()  # no save of this forward fills the batch any more
         self._fetch_next(tape)
 
     def learn(self, tape: Tape[Record]) -> None:
-        """The last record of a tape was released: remember the order in which backward walked it."""
+        """Store the order in which backward walked a tape, once all its records are released."""
         order = tape.learned() if tape.live == 0 else None
         if order is not None:
             self.orders.put(tape.signature, order)
@@ -133,7 +131,7 @@ class Prefetch:
         return max(ahead if spare is None else min(ahead, spare), 2 * self._shared.largest_moved_bytes)
 
     def _fetch_next(self, tape: Tape[Record], left_bytes: int = 0) -> None:
-        """Fetch what the next backward, of another tape, wants first, less what is left of the one that runs."""
+        """Fetch the first records of the next backward, in the part of the window that the running one leaves."""
         other = self._next_backward(tape)
         if other is None:
             tape.idle_until(self.phases.changes, FOR_EVER)
@@ -141,17 +139,18 @@ class Prefetch:
             self._fetch(other, self._ahead(other) - left_bytes)
 
     def _next_backward(self, tape: Tape[Record]) -> Tape[Record] | None:
-        """The tape that is walked next, if it is another one, not begun, and complete."""
+        """Return the tape of the next backward, if it is complete, not begun, and not ``tape``."""
         follows = self.phases.follows()
         if follows is None:
             return None
         direction, other = follows
+        # A tape that a graph-building backward saves (`built`) is fetched only once its own backward begins.
         if direction != "backward" or other is tape or other is None or other.in_backward or other.built:
             return None
         return other
 
     def _fetch(self, tape: Tape[Record], nbytes: int) -> None:
-        tape.prepare(self.orders)
+        tape.prepare(self.orders)  # its backward has not begun, so no order is chosen yet
         self._fill(tape, nbytes)
 
     def _fill(self, tape: Tape[Record], nbytes: int) -> None:
@@ -159,32 +158,32 @@ class Prefetch:
             self.begin_copies()
 
     def begin_copies(self) -> None:
-        """Begin the copies that wait for others to go with them: no others come for now."""
+        """Begin the copies that wait in a batch, as no more records join it for now."""
         for tier in self._tiers.values():
             tier.begin_copies()
 
     def _bring(self, record: Record, early: bool) -> int | None:
-        """Begin to bring a record back; return the bytes that makes, or None when it is too early or there is no room.
+        """Begin to fetch a record; return the bytes that this brings, or None if it is too early or there is no room.
 
         Args:
-            record: what backward will ask for.
-            early: it is so far ahead that only what is on the device already is looked at.
+            record: a record that backward will need.
+            early: it is so far ahead that it is taken only if it is still on the device.
         """
         shared, on_device = self._shared, record.on_device
         limited = shared.budget.limit_bytes is not None
         if (on_device and record.stays and not limited) or record.original() is not None:
-            return 0  # it takes nothing and gives nothing
+            return 0  # taking it neither uses room nor withholds any
         if not on_device and (early or shared.stopped or shared.no_memory_ahead):
             return None
         if record.state is State.FETCHING and not limited:
             record.wanted = True
-            return record.nbytes  # it comes with another
-        # What is still on its way out takes no more memory when it stays, but the room that it would have given.
+            return record.nbytes  # the read of another record brings it
+        # A record on its way out takes no memory if it stays after all, but its room is not freed: hence 0 bytes.
         if not shared.budget.has_room_early(0 if on_device else record.nbytes):
             return None
         try:
             brought = self._tiers[record.kind].fetch(record, urgent=False)
-        except torch.OutOfMemoryError:  # it is only early: what backward needs now is there
+        except torch.OutOfMemoryError:  # no harm to the step: backward does not need this record yet
             brought, shared.no_memory_ahead = False, True
-        record.wanted = True  # after: the tier counts what it forwards when it is first wanted
+        record.wanted = True  # after `fetch`, which counts a forwarded record when it is first wanted
         return (0 if on_device else record.nbytes) if brought else None

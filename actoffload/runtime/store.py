@@ -1,4 +1,4 @@
-"""What happens to each saved storage between pack and the death of its last handle. Knows no hooks and no views."""
+"""The life of each saved storage between pack and the death of its last handle; hooks and views are unknown here."""
 
 from __future__ import annotations
 
@@ -46,30 +46,30 @@ SHORT_WAIT_S = 1e-4
 
 
 class ActivationStore:
-    """Take storages in, move them, and hand them back: the offloader without its hooks.
+    """Admit storages, move them, and return them to backward: the offloader without its hooks.
 
-    Handles own the records. A handle that dies calls `drop`, which may run anywhere, as a finalizer does: it notes the
-    death in a list, and whoever holds the lock, or finds it free, counts it.
+    Handles own the records. A handle that dies calls `drop`, which may run anywhere, as finalizers do: it appends the
+    death to a list. The thread that holds the lock counts it on release; if the lock is free, `drop` counts it itself.
 
-    An interrupt (Ctrl-C, or whatever a signal's handler raises) inside of it may leave records and counts half changed.
-    So whoever catches an exception calls `abort_if_interrupted`: the store ends, what its handles still need is lost,
-    and the offloader makes another store. It has more than fifteen attributes, as the parts of a step meet here.
+    An interrupt (Ctrl-C, or any exception of a signal handler) may leave records and counts half changed. A method that
+    catches an exception passes it to `abort_if_interrupted`: the store ends, its handles lose their bytes, and the
+    offloader makes another store. It has more than fifteen attributes, as the parts of a step meet here.
 
     Args:
         config: the options.
-        accelerator: drives the tensors' device; None picks by device type. Tests pass a simulated one.
+        accelerator: drives the tensors' device; None selects it by device type. Tests pass a simulated one.
 
     Attributes:
         shared: the lock, the counts, the budget and the reporter.
         tiers: the spool, the host memory and a tier for each type of device.
-        prefetch: brings back what backward needs next.
-        decision: says what stays; ``regions``: which checkpointed regions run once.
-        profiler: notes a step while one is recorded.
+        prefetch: fetches the records that backward needs next.
+        decision: decides which storages stay; ``regions``: which checkpointed regions run once.
+        profiler: records a step for the planner.
         identities: the live records by storage.
-        trace: takes down the steps; None when nobody asks for a file of them.
-        closed: nothing more is taken; ``forked``: this process is a fork and has none of the threads.
-        interrupted: it was aborted by an interrupt.
-        run: when it began, and what it found.
+        trace: writes the steps to a file; None without ``trace=`` and ``ACTOFFLOAD_TRACE``.
+        closed: it admits nothing more; ``forked``: this process is a fork and has none of the threads.
+        interrupted: an interrupt has aborted it.
+        run: when the run began, and the memory that it found.
         out_of_memory: the errors of the device's allocator.
     """
 
@@ -83,8 +83,8 @@ class ActivationStore:
         self._following_bytes: int | None = None
         self._backward_end = BackwardEnd(self._backward_ended)
         self._swallowed: BaseException | None = None
-        path = trace_path(config)  # before anything is opened
-        self.shared.lock.after_release = weakref.WeakMethod(self._count_dropped_if_free)
+        path = trace_path(config)  # may raise: before a file is opened or a thread starts
+        self.shared.lock.after_release = weakref.WeakMethod(self._count_dropped_if_free)  # no cycle with the lock
         self.tiers = Tiers(self.shared, accelerator)
         self.out_of_memory = OutOfMemory(config, self.shared.accounts, self.tiers)
         self.profiler = Profiler(self.tiers.stopwatch())
@@ -99,7 +99,7 @@ class ActivationStore:
 
     @aborts_when_interrupted
     def begin_forward(self, *, first: bool) -> None:
-        """A context is entered; ``first``: nothing is alive, so that a step begins with it."""
+        """Note that a context is entered; ``first``: nothing is alive, so that a step begins with it."""
         accounts = self.shared.accounts
         with self.shared.lock:
             self._count_dropped()
@@ -116,7 +116,7 @@ class ActivationStore:
 
     @property
     def min_bytes(self) -> dict[str, int]:
-        """The size of the smallest tensor that moves, by the types of device from which something moves."""
+        """The bytes of the smallest tensor that moves, for each type of device from which tensors move."""
         size = self.shared.config.size
         least = {"cpu": CPU_MIN_BYTES}
         return {
@@ -132,14 +132,14 @@ class ActivationStore:
         names: tuple[str | None, str | None],
         counters: tuple[Counter, ...] = (),
     ) -> Record:
-        """Return a handle's record for a span of a storage: an earlier one that holds the same bytes, else a new one.
+        """Return the record of a span of a storage: a live one that holds the same bytes, else a new one.
 
         Args:
             tensor: the tensor being saved, without conjugate and negative bits.
             span: the bytes of the storage that it needs.
             storage: its storage.
-            tape: the forward that it is saved in.
-            names: of the module that is running, and of the tensor, where they are known.
+            tape: of the forward that saves it.
+            names: of the module that runs, and of the tensor, where they are known.
             counters: of the wrapper subclasses around the tensor, outermost first.
         """
         shared, accounts = self.shared, self.shared.accounts
@@ -154,7 +154,7 @@ class ActivationStore:
             record = self.identities.find(storage, tensor, span, counters)
             if record is not None:
                 accounts.deduplicated_bytes += end - begin
-                tier.saved_again(record, tensor)
+                tier.saved_again(record, tensor)  # perhaps on another stream, which uses its memory from now on
                 record.handles += 1
                 record.waiting += 1
                 if names[1] is not None and record.name is None:
@@ -171,13 +171,14 @@ class ActivationStore:
                 tape.number = accounts.microbatches
                 self.prefetch.phases.begin_forward(tape)
             record.tape, record.index = tape, tape.append(record, record.nbytes)
-            record.handles = record.waiting = 1  # before anything that may let go of the lock
+            record.handles = record.waiting = 1  # first: `_place` may wait, which releases the lock
             shared.events += 1
             try:
                 self._place(record, tensor, tape, tier)
-            except BaseException:  # a policy's error: no handle will own the record
+            except BaseException:  # of a policy, say: no handle will own the record, so its death is noted here
                 self._dropped.append((record, record.round))
                 raise
+            # After `_place`: the size of the first storage may select the plan. Budgets and sinks must see every save.
             if not record.index and shared.budget.limit_bytes is None and shared.reporter.sink is None:
                 tape.planned = self.decision.planned_sizes()
             self._saved_by_node(tape, record.nbytes)
@@ -185,19 +186,19 @@ class ActivationStore:
 
     def _saved_by_node(self, tape: Tape[Record], nbytes: int) -> None:
         if tape.by_node.saved(torch._C._autograd._get_sequence_nr(), nbytes):
-            # The node holds all that it saves until it saved the last.
+            # A node holds all its saves until the last one, so these bytes are resident together.
             self.shared.accounts.resident_at_once(tape.by_node.node_bytes)
 
     def keep_planned(self, nbytes: int, kind: str, tape: Tape[Record], module: str | None) -> KeptPlace | None:
-        """Count a storage that the plan keeps, and that needs no record; None where `admit` has to decide.
+        """Count a storage that the plan keeps without a record; return None where `admit` has to decide.
 
         Args:
             nbytes: its size, all of which is saved.
             kind: the type of its device.
-            tape: the forward that it is saved in.
-            module: that is running, if that is known.
+            tape: of the forward that saves it.
+            module: the name of the module that runs, if known.
         """
-        shared, index = self.shared, len(tape.records)
+        shared, index = self.shared, len(tape.records)  # without the lock: only this thread appends to the tape
         if index >= len(tape.planned) or tape.planned[index] != nbytes or shared.stopped or self.closed:
             return None
         self.speak()
@@ -211,7 +212,7 @@ class ActivationStore:
             tape.decisions.append((nbytes, reason, module))
             self._saved_by_node(tape, nbytes)
             shared.events += 1
-            if shared.largest_moved_bytes:  # others move under this plan
+            if shared.largest_moved_bytes:  # other storages move under this plan, and this save is a position for them
                 tier = self.tiers.by_device[kind]
                 with tier.watched():
                     tier.notice_resized()
@@ -221,7 +222,7 @@ class ActivationStore:
         return KeptPlace(self, tape, index, nbytes, kind, module)
 
     def _place(self, record: Record, tensor: Tensor, tape: Tape[Record], tier: Tier) -> None:
-        """Decide what becomes of a new record, and begin it."""
+        """Decide whether a new record moves, and begin its move."""
         shared = self.shared
         tier.poll()
         tier.count_resident(record)
@@ -233,14 +234,14 @@ class ActivationStore:
         else:
             reason = self.decision.why_keep(record, tensor, tape)
             if reason is KeepReason.LAST and not shared.budget.has_room_early(0):
-                reason = None  # what stays for convenience must not take the room of what a step cannot do without
+                reason = None  # staying saves time only, and this room is for bytes that the step needs at once
         with tier.watched():
             if reason is None:
                 reason = tier.offload(record)
             budget = shared.budget
             budget.largest_bytes = max(budget.largest_bytes, record.nbytes)
             if budget.limit_bytes is not None:
-                # Whether this one stays or not, there must be room for the next: it exists before it is saved.
+                # Room for the next storage now, whether this one stays or not: it is allocated before its save.
                 self._following_bytes = self.decision.following_bytes(record)
                 waited_s = self._make_room(tier)
                 if waited_s > SHORT_WAIT_S:
@@ -256,21 +257,21 @@ class ActivationStore:
                 self.profiler.saved(record, reason)
                 self.run.look_at_memory(self.tiers)
             self.prefetch.during_forward(tape)
-            tier.release_due()  # last: the storage that was saved existed before this hook could release anything
+            tier.release_due()  # last, at no loss: the saved storage was allocated before this hook ran
         tape.decisions.append((record.nbytes, reason, record.module))
         self._decisions = tape.decisions
         if not tape.built:
             self.regions.last = tape.regions
 
     def _make_room(self, tier: Tier) -> float:
-        """Keep the budget before the next storage comes; return the seconds that this thread waited."""
+        """Make room in the budget for the next storage; return the seconds that this thread waited."""
         following = self.shared.budget.largest_bytes if self._following_bytes is None else self._following_bytes
         waited_s = tier.make_room(following)
         self.shared.accounts.pack_wait_s += waited_s
         return waited_s
 
     def keep_static(self, reason: KeepReason, nbytes: int) -> None:
-        """Count a tensor that stays and is no activation."""
+        """Count a tensor that stays and is not an activation. An append needs no lock."""
         deferred = self.shared.accounts.deferred
         deferred.append((reason._value_, nbytes, False))
         if len(deferred) >= MANY_DEFERRED:
@@ -278,12 +279,12 @@ class ActivationStore:
 
     @aborts_when_interrupted
     def count_deferred(self) -> None:
-        """Count what stays without a record."""
+        """Count the tensors that stay without a record."""
         with self.shared.lock:
             self._count_dropped()
 
     def keep_activation(self, nbytes: int, reason: KeepReason, device: torch.device) -> SavedStorage | None:
-        """Make room for an activation that stays without a record; return what the profiler notes of it.
+        """Make room for an activation that stays without a record; return its entry in the profiler.
 
         Its handle has appended it to ``Accounts.deferred``.
         """
@@ -298,7 +299,7 @@ class ActivationStore:
             return self.profiler.kept(nbytes, reason)
 
     def speak(self) -> None:
-        """Say what is to be said, on a thread of the user's: warnings, or the interrupt that a finalizer swallowed."""
+        """Log pending warnings, and raise the interrupt that a finalizer caught. Runs on a thread of the user's."""
         if self.shared.reporter.unsaid:
             self.shared.reporter.warn()
         if self._swallowed is not None:
@@ -311,22 +312,20 @@ class ActivationStore:
     def obtain(self, record: Record, round_: int) -> tuple[torch.UntypedStorage, int, int]:
         """Return the storage with a record's bytes, the byte of the original at which it begins, and the next round.
 
-        Blocks until the bytes are there.
-
         Args:
-            record: what to bring back.
-            round_: how often this handle was unpacked before, as `obtain` said.
+            record: the record to bring back; the call blocks until its bytes are there.
+            round_: how often this handle was unpacked before, as `obtain` returned it.
 
         Raises:
-            StorageReadError: the only copy could not be read back.
-            OffloaderClosedError: the copy went with ``abort()``, or belongs to the parent of a forked process.
+            StorageReadError: the only copy could not be read.
+            OffloaderClosedError: ``abort()`` dropped the copy, or the copy belongs to the parent of a forked process.
         """
         tier = self.tiers.by_device[record.kind]
         self.speak()
         with self.shared.lock, tier.watched():
             self._reach(record, round_, tier)
             first, on_device, since_s, waited_s = record.state, record.on_device, now(), 0.0
-            storage, begin = record.original(), 0
+            storage, begin = record.original(), 0  # first, copy or not: plain PyTorch would read its present contents
             if storage is not None:
                 tier.original_taken(record)
             else:
@@ -345,13 +344,13 @@ class ActivationStore:
                     self.prefetch.window.waited()
             self.prefetch.given(record, waited_s)
             next_round = self._pass(record, round_, tier)
-            if record.waiting <= 0:
+            if record.waiting <= 0:  # `storage` holds the bytes for this unpack, later ones have the weak reference
                 tier.evict(record)
             return storage, begin, next_round
 
     @aborts_when_interrupted
     def passed(self, record: Record | KeptPlace, round_: int) -> int:
-        """Note that backward takes a storage that stays; return the handle's next round, as `obtain` does."""
+        """Note that backward uses a storage that stays; return the handle's next round, as `obtain` does."""
         self.speak()
         with self.shared.lock:
             tier = self.tiers.by_device[record.kind]
@@ -360,8 +359,8 @@ class ActivationStore:
                 return self._pass(record, round_, tier)
 
     def _reach(self, record: Record | KeptPlace, round_: int, tier: Tier) -> None:
-        """Backward has come to a record."""
-        self._count_dropped()
+        """Note that backward has reached a record."""
+        self._count_dropped()  # first: dead records give their room to the fetches that follow
         tier.notice_resized()
         tier.poll()
         if self.regions.hold:
@@ -371,8 +370,8 @@ class ActivationStore:
             self.trace.backward(record.tape.number)
 
     def _pass(self, record: Record | KeptPlace, round_: int, tier: Tier) -> int:
-        """Backward has the bytes, and goes on; return the handle's next round."""
-        again = round_ > record.round  # a second unpack of this handle: everybody may ask again
+        """Note that backward has the bytes and continues; return the handle's next round."""
+        again = round_ > record.round  # a second unpack of this handle: every handle may be unpacked again
         record.round = max(record.round, round_)
         if isinstance(record, Record):
             record.waiting = record.handles - 1 if again else record.waiting - 1
@@ -380,13 +379,13 @@ class ActivationStore:
                 self.profiler.needed(record, alive=record.alive or record.held_elsewhere())
                 self.run.look_at_memory(self.tiers)
         self.prefetch.during_backward(record.tape)
-        tier.release_due()  # last: a copy that backward takes instead of its original would be for nothing
+        tier.release_due()  # last: a fetch above may still take an original that is due, without a copy
         self._backward_end.expect()
         return record.round + 1
 
     @aborts_when_interrupted
     def _backward_ended(self) -> None:
-        """Hold no device memory of dead records: the optimizer's step comes next."""
+        """Release the device memory of dead records before the optimizer's step."""
         with self.shared.lock:
             self._count_dropped()
             self.regions.passed()
@@ -397,7 +396,7 @@ class ActivationStore:
                     self.run.backward_ends(self.tiers, recorded=bool(self.profiler.running))
 
     def _fetch_now(self, record: Record, tier: Tier) -> torch.UntypedStorage:
-        record.error = None  # a prefetch that failed is tried once more
+        record.error = None  # of a prefetch, which is tried once more
         while True:
             if not record.on_device and (self.forked or (self.shared.stopped and not tier.recover(record))):
                 where = "in a forked process" if self.forked else "after abort()"
@@ -406,17 +405,17 @@ class ActivationStore:
             storage = tier.ready(record)
             if storage is not None:
                 return storage
-            if self.forked:  # the engine thread that was bringing it back is the parent's
+            if self.forked:  # a thread of the parent reads it, so no thread here would end this wait
                 raise OffloaderClosedError(f"a saved tensor of {record.nbytes} bytes was asked for in a forked process")
-            self.shared.changed.wait()
+            self.shared.changed.wait()  # gives up the lock, which the engine's thread needs to complete the read
             if record.error is not None:
                 error, record.error = record.error, None
-                # A copy: the engine's own is in a cycle with the engine's frames, which would hold the handle as well.
+                # A copy: the engine's error is in a cycle with the engine's frames, and would hold this handle as well.
                 raise copy.copy(error) from error
 
     @aborts_when_interrupted
     def expect(self, hint: Hint) -> None:
-        """A schedule says that a forward or a backward is about to begin."""
+        """Note that a schedule begins a forward or a backward next."""
         with self.shared.lock:
             self._count_dropped()
             self.prefetch.expect(hint)
@@ -424,18 +423,18 @@ class ActivationStore:
     # -- the end of a handle ------------------------------------------------------------------------------------------
 
     def drop(self, record: Record | KeptPlace, round_: int) -> None:
-        """Note that a handle died. It may be called anywhere, also with our own lock held: it never blocks."""
+        """Note that a handle died. It may run anywhere, even in a thread that holds our lock: it never blocks."""
         if self.interrupted:
-            return
+            return  # the abort has dropped every record
         try:
-            self._dropped.append((record, round_))
-            if self.closed or not isinstance(record, KeptPlace):  # which holds nothing; the next save counts it
+            self._dropped.append((record, round_))  # atomic, so it needs no lock
+            if self.closed or not isinstance(record, KeptPlace):  # it frees nothing: the next save counts it
                 self._count_dropped_if_free()
         except BaseException as error:
             self._tell_later(error)
 
     def drop_kept(self, nbytes: int, entry: SavedStorage | None) -> None:
-        """Note that a kept tensor without a record died. It may be called anywhere."""
+        """Note that a kept tensor without a record died. It may run anywhere."""
         try:
             if entry is not None:
                 self.profiler.kept_died(entry)
@@ -444,7 +443,7 @@ class ActivationStore:
             self._tell_later(error)
 
     def _tell_later(self, error: BaseException) -> None:
-        """Keep what was raised in a finalizer for `speak`, as Python would only print it."""
+        """Keep an exception of a finalizer for `speak`, as Python would only print it."""
         self.abort_if_interrupted(error)
         self._swallowed = error
 
@@ -452,12 +451,12 @@ class ActivationStore:
         while self._dropped:
             last = self.shared.lock.run_if_free(self._count_dropped_and_look)
             if last is None:
-                return  # whoever releases the lock goes on
-            if last:  # closing joins threads, and this may be one of them
+                return  # a thread holds the lock, and counts them when it releases it
+            if last:  # closing joins the engine's threads, and this thread may be one of them
                 threading.Thread(target=self._shut, kwargs={"wait": True}, name="actoffload-close", daemon=True).start()
 
     def _count_dropped_and_look(self) -> bool:
-        """Count the dead handles; return whether that was the last one after `close`, so that nothing more comes."""
+        """Count the dead handles; return whether the store was closed and none is left, so that it can shut."""
         self._count_dropped()
         return self.closed and self.shared.accounts.live_records == 0 and not self.shared.stopped
 
@@ -465,22 +464,22 @@ class ActivationStore:
         """Count the handles that died. The lock is held."""
         accounts = self.shared.accounts
         if accounts.deferred:
-            accounts.count_deferred()
-        while self._dropped:
+            accounts.count_deferred()  # first: it has the births of tensors whose deaths may be noted below
+        while self._dropped:  # no iteration: finalizers append meanwhile
             record, round_ = self._dropped.popleft()
             if isinstance(record, KeptPlace):
                 accounts.remove_resident(record.nbytes)
                 self._leave(record)
                 continue
             record.handles -= 1
-            if round_ <= record.round:
+            if round_ <= record.round:  # else it was unpacked in this round, and waits no more
                 record.waiting -= 1
             if record.handles == 0:
                 self._release(record)
             elif record.waiting <= 0:
                 self.tiers.by_device[record.kind].evict(record)
         if self.regions.hold and accounts.baseline_bytes == accounts.recomputed_bytes:
-            self.regions.passed()  # backward is over
+            self.regions.passed()  # only recomputations hold bytes: backward is over
 
     def _release(self, record: Record) -> None:
         self.tiers.by_device[record.kind].release(record)
@@ -489,10 +488,10 @@ class ActivationStore:
         self.identities.remove(record)
         self._leave(record)
         self.shared.reporter.event(EventKind.RELEASE, record)
-        self.shared.changed.notify_all()
+        self.shared.changed.notify_all()  # a thread may wait for the room that this freed
 
     def _leave(self, record: Record | KeptPlace) -> None:
-        """A storage has no handles any more: its place on the tape is free."""
+        """Free the place on the tape of a storage without handles."""
         if record.tape is not None:
             record.tape.forget(record.index)
             self.prefetch.learn(record.tape)
@@ -500,7 +499,7 @@ class ActivationStore:
 
     @aborts_when_interrupted
     def nothing_is_alive(self) -> bool:
-        """Whether no record is, those of handles that died just now counted out."""
+        """Return whether no record is alive, after counting the handles that have died."""
         with self.shared.lock:
             self._count_dropped()
             return self.shared.accounts.live_records == 0
@@ -509,45 +508,46 @@ class ActivationStore:
 
     @aborts_when_interrupted
     def synchronize(self) -> None:
-        """Wait until nothing is on its way out: every copy and write that was begun has ended."""
+        """Wait until every copy and write that was begun has ended."""
         shared = self.shared
         with shared.lock:
             self._count_dropped()
             self.tiers.flush()
             while shared.pending_bytes > 0 and not shared.stopped:
                 shared.changed.wait()
-                self.tiers.flush()  # what came meanwhile may wait for others
+                self.tiers.flush()  # again: another thread may have begun a batch that would wait to be filled
             self.tiers.count_alive()
         shared.reporter.warn()
 
     @aborts_when_interrupted
     def close(self) -> None:
-        """Take no more work and wait for what is under way. Idempotent.
+        """Admit nothing more and wait for running transfers. Idempotent.
 
-        What is still alive stays usable: backward can still read it, and the disk space goes when its last handle dies.
+        Backward can still read the records that are alive; their disk space is freed when the last handle dies.
         """
         if self.forked:
             return
-        self.closed = True
+        self.closed = True  # before the wait: from now on, no save begins a move that would prolong it
         self.synchronize()
         if self.nothing_is_alive():
             self._shut(wait=True)
 
     def abort(self) -> None:
-        """Stop at once: cancel what is queued and give everything back; what is not in memory is lost. Idempotent."""
+        """Stop at once: cancel queued transfers, release everything, lose bytes that are not in memory. Idempotent."""
         self.closed = True
         if not self.forked:
             self._shut(wait=False)
 
     def abort_if_interrupted(self, error: BaseException) -> bool:
-        """Abort from whatever an interrupt has left, on the thread that was interrupted; return whether it was one."""
+        """Abort on the interrupted thread, in any state that an interrupt left; return whether ``error`` is one."""
         if not is_interrupt(error):
             return False
+        # Before the lock is free: completions that take it next must not touch records that are half changed.
         self.interrupted = self.shared.interrupted = self.shared.stopped = True
         self.shared.lock.abandon()
         try:
             with self.shared.lock:
-                self._dropped.clear()
+                self._dropped.clear()  # counts are half changed as well, so no death can be counted
                 self.identities = IdentityMap()
                 self.prefetch.phases.forget()
                 self.tiers.abandon()
@@ -558,13 +558,13 @@ class ActivationStore:
     def _shut(self, *, wait: bool) -> None:
         with self.shared.lock:
             self.shared.stopped = True
-            self.shared.changed.notify_all()
-        if self.trace is not None:
+            self.shared.changed.notify_all()  # threads that wait for bytes or room must see `stopped`
+        if self.trace is not None:  # without the lock: closing joins threads that take it
             self.trace.close(wait=wait, ask=not self.interrupted)
         self.tiers.close(wait=wait)
 
     def after_fork_in_child(self) -> None:
-        """Keep what is saved in the child and give up what is not in memory: it has none of our threads."""
+        """Keep the saved tensors that are in memory, and lose the rest: the child has none of our threads."""
         self.forked = True
         self.profiler.forget()
         if self.trace is not None:
@@ -573,11 +573,11 @@ class ActivationStore:
         self.shared.after_fork_in_child()
         self.tiers.after_fork_in_child()
 
-    # -- what was done ------------------------------------------------------------------------------------------------
+    # -- results ------------------------------------------------------------------------------------------------------
 
     @aborts_when_interrupted
     def statistics(self) -> Statistics:
-        """Return what was done since the store began."""
+        """Return the counts since the store began."""
         self.shared.reporter.warn()
         self.tiers.count_waits()
         elsewhere = {**self.tiers.counts(), "process_before_bytes": self.run.process_before_bytes}
@@ -587,13 +587,13 @@ class ActivationStore:
             self.run.count_optimizer_steps()
             statistics = self.shared.accounts.freeze(**elsewhere)
             last = self.closed and statistics.live_records == 0 and not self.shared.stopped
-        if last:
+        if last:  # without the lock, as in `_shut`
             self._shut(wait=True)
         return statistics
 
     @property
     def plan(self) -> Plan:
-        """What was decided in the last forward, as data; given as ``policy=``, it is followed."""
+        """The decisions of the last forward as data; pass it as ``policy=`` to follow it."""
         regions = self.regions.last
         once = tuple(place for place, runs_once in enumerate(regions) if runs_once)
         return replace(decided(self._decisions), once=once, regions=len(regions))

@@ -1,4 +1,4 @@
-"""In which order backward will want the records of a forward, and how far ahead to fetch. Pure: no torch, no clock."""
+"""The order in which backward will need the records of a forward, and how far ahead to fetch. No torch, no clock."""
 
 from __future__ import annotations
 
@@ -12,43 +12,42 @@ from .saved_by_node import SavedByNode
 R = TypeVar("R")
 
 GROWTH = 1.5
-"""A window that was too small grows by this factor ..."""
+"""A window that was too small grows by this factor at a time ..."""
 GROWTH_LIMIT = 8
-"""... up to so many times its first size."""
+"""... and at most to this multiple of its first size."""
 FOR_EVER = 1 << 62
-"""Bytes that no forward saves."""
+"""More bytes than any forward saves."""
 FIRST = 1 / 16
-"""Backward has just begun while it was given no more than this share of what a forward saved."""
+"""Backward has just begun while it has received at most this share of the bytes that the forward saved."""
 MOST = 1 / 4
-"""Nor does it reach further than over this share of what a forward saved: else all of it would be back at once."""
+"""The window spans at most this share of the bytes that a forward saved: else all would be back at once."""
 
 
 class LearnedOrders:
-    """The orders in which backward really walked earlier tapes, by the tape's signature; the oldest are forgotten."""
+    """The orders in which backward walked earlier tapes, by signature; the oldest are dropped."""
 
     def __init__(self, capacity: int = 64) -> None:
         self._orders: OrderedDict[int, tuple[int, ...]] = OrderedDict()
         self._capacity = capacity
 
     def get(self, signature: int) -> tuple[int, ...] | None:
-        """The order seen for this signature, or None."""
+        """Return the last order observed for this signature, or None."""
         return self._orders.get(signature)
 
     def put(self, signature: int, order: tuple[int, ...]) -> None:
-        """Remember the order seen."""
+        """Store an observed order."""
         self._orders[signature] = order
-        self._orders.move_to_end(signature)
+        self._orders.move_to_end(signature)  # assigning to a present key leaves it in its old place
         if len(self._orders) > self._capacity:
             self._orders.popitem(last=False)
 
 
 class Window:
-    """How far ahead of backward to fetch, in bytes of what it will ask for.
+    """The prefetch window: how many bytes ahead of backward to fetch.
 
-    It grows when backward had to wait, unless the user fixed it or a plan is followed: the plan weighed what waits for
-    what a wider window holds in memory, and is made anew where there are more waits than it expected. Unless the
-    user or a plan said how wide it is, it is also bounded by what the forward saved: with little, nothing would be
-    away.
+    It grows when backward had to wait, unless the user or a plan set it. A plan has weighed its waits against the
+    memory of a wider window, and is replaced if there are more waits than it expected. A window that neither has set
+    is also bounded by a share of the forward's bytes: without the bound, all of a small forward would be back at once.
     """
 
     def __init__(self, first_bytes: int, *, fixed: bool = False) -> None:
@@ -59,50 +58,50 @@ class Window:
         self._planned = False
 
     def over(self, saved_bytes: int) -> int:
-        """How far ahead to fetch, in bytes, where a forward saved so many."""
+        """Return the window in bytes over a forward that saved ``saved_bytes``."""
         return self.nbytes if self._fixed or self._planned else min(self.nbytes, int(MOST * saved_bytes))
 
     def follow(self, nbytes: int) -> None:
-        """Fetch so many bytes ahead from now on, as a plan says. Does nothing where the user fixed it."""
+        """Use the window of a plan from now on, unless the user fixed it."""
         if not self._fixed:
             self.nbytes = nbytes
             self._planned = True
 
     def start_over(self) -> None:
-        """There is no plan any more: begin with the first size again, and grow."""
+        """Return to the first size, and grow again, as there is no plan any more."""
         self.nbytes = self._first_bytes
         self._planned = False
 
     def waited(self) -> None:
-        """Backward had to wait for a fetch that the window had not begun in time."""
+        """Grow, as backward had to wait for a fetch that began too late."""
         if not self._fixed and not self._planned:
             self.nbytes = min(self._most_bytes, int(self.nbytes * GROWTH))
 
     def halve(self) -> None:
-        """The device had no memory for what was fetched ahead: fetch half as far from now on, whoever fixed it."""
+        """Halve the window and its bound, even if the user or a plan set it: the device had no memory to prefetch."""
         self.nbytes = self._most_bytes = max(1, self.nbytes // 2)
 
 
 class Tape(Generic[R]):
-    """The records of one forward in the order in which autograd saved them, and backward's way through them.
+    """The records of one forward in the order in which autograd saved them, and backward's position in them.
 
-    It has more than fifteen attributes, as the order of saving and backward's place in it change together.
+    It has more than fifteen attributes, as the order of saving and backward's position in it change together.
 
     Attributes:
         records: by index; None once released, and for a storage that stays without a record.
-        live: records that are not released.
+        live: the number of places that are not released.
         total_bytes: of all records.
         signature: equal for forwards that saved storages of the same sizes in the same order.
         in_backward: backward has begun on it.
         built: a backward that builds a graph saves it, so that it grows while that backward walks another tape.
-        number: which micro-batch it is, from 1; 0 before it has saved anything.
-        given_bytes: what backward was given of the records that had moved.
-        by_node: what each autograd node saved.
-        regions: of each checkpointed region that has begun, in order, whether it runs once; ``ran_again``: backward has
-            run one of them again.
-        decisions: what was decided of each record, as the store notes it; outlives the records.
+        number: the number of its micro-batch, from 1; 0 before the first save.
+        given_bytes: bytes that backward has received of records that had moved.
+        by_node: the bytes that each autograd node saved.
+        regions: whether each checkpointed region that has begun runs once, in order; ``ran_again``: backward has run
+            a region again.
+        decisions: the decision on each record, as the store appends it; outlives the records.
         planned: by index, the bytes of a storage that the plan keeps without a record, or -1.
-        order: the indices in the order in which backward is expected to come.
+        order: the indices in the order in which backward is expected to reach them.
     """
 
     def __init__(self) -> None:
@@ -136,7 +135,7 @@ class Tape(Generic[R]):
         return len(self.records)
 
     def append(self, record: R | None, nbytes: int) -> int:
-        """Add a record of so many bytes, or None for a storage that stays without one; returns its index."""
+        """Append a record of ``nbytes``, or None for a storage that stays without a record; return its index."""
         self._sizes.append(nbytes)
         self.records.append(record)
         self.live += 1
@@ -145,90 +144,91 @@ class Tape(Generic[R]):
         return len(self.records) - 1
 
     def idle_until(self, changes: int, nbytes: int) -> None:
-        """There is nothing to look for until a phase begins or this forward has saved so many bytes.
+        """Note that there is nothing to prefetch until a phase begins or this forward has saved ``nbytes``.
 
         Args:
-            changes: of `Phases`, as they are now.
-            nbytes: bytes; `FOR_EVER` when only a phase can change it.
+            changes: the present ``Phases.changes``.
+            nbytes: the bytes; `FOR_EVER` if only another phase can change that.
         """
         self._idle = changes, nbytes
 
     def idle(self, changes: int) -> bool:
-        """Whether that still holds; ``changes`` as they are now."""
+        """Return whether the last `idle_until` still holds; ``changes`` as there."""
         return changes == self._idle[0] and self.total_bytes < self._idle[1]
 
     def forget(self, index: int) -> None:
-        """The record at ``index`` was released."""
-        if self._sizes[index]:
+        """Free the place of a record that was released."""
+        if self._sizes[index]:  # 0: it was freed before, and `live` counts each place once
             self._sizes[index] = 0
             self.records[index] = None
             self.live -= 1
-        self._uncount(index)
+        self._uncount(index)  # a record that dies unused no longer takes room in the window
 
     def learned(self) -> tuple[int, ...] | None:
-        """The order in which backward walked, if it walked at all."""
+        """Return the order in which backward reached the records, or None if it reached none."""
         return tuple(self._seen) if self._seen else None
 
     def advance(self, index: int, orders: LearnedOrders) -> bool:
-        """Backward has reached the record at ``index``; return whether for the first time."""
-        self.prepare(orders)
+        """Note that backward has reached the record at ``index``; return whether for the first time."""
+        self.prepare(orders)  # first: the positions below are in the order that it chooses
         self.in_backward = True
         self._uncount(index)
         is_first = index not in self._was_seen
         self.see(index)
         position = self._position.get(index)
         if position is not None:
-            self._cursor = max(self._cursor, position + 1)
-            self._frontier = max(self._frontier, self._cursor)
+            self._cursor = max(self._cursor, position + 1)  # never back: backward may reach records out of this order
+            self._frontier = max(self._frontier, self._cursor)  # no fetch of a record that backward has passed
         return is_first
 
     def see(self, index: int) -> None:
-        """Backward has come to a storage, and there is nothing to fetch."""
+        """Note that backward has reached a storage, with nothing to fetch."""
         if index not in self._was_seen:
             self._was_seen.add(index)
             self._seen.append(index)
 
     def prepare(self, orders: LearnedOrders) -> None:
-        """The forward has ended: choose the order in which backward will want the records, unless that was done."""
+        """Choose the order in which backward will need the records, unless no save came since the last choice."""
         count = len(self.records)
         if count == self._prepared:
             return
         self._prepared = count
         self._cursor = self._frontier = 0
-        order = orders.get(self.signature)
+        order = orders.get(self.signature)  # else the reverse of saving, which backward usually follows
         self.order = order if order is not None else tuple(range(count - 1, -1, -1))
         self._position = {index: position for position, index in enumerate(self.order)}
         self._reach = [0, *accumulate(self._sizes[index] for index in self.order)]
 
     def rewind(self) -> None:
-        """Backward starts over (``retain_graph``): the same order again. What is ahead stays ahead."""
+        """Start again at the first record of the order (``retain_graph``)."""
+        # `_ahead` stays: those records are still in memory for backward, and take room in the window.
         self._cursor = self._frontier = 0
 
     def fetch_ahead(self, window_bytes: int, fetch: Callable[[R, bool], int | None], refill_below: float = 1.0) -> bool:
-        """Fetch the records that backward will want within the next ``window_bytes``.
+        """Fetch the records that backward will need within the next ``window_bytes``.
 
-        Records that are in memory count for that distance: the one that is needed last is fetched last, also where it
-        is the only one that is away.
+        Records in memory count for that distance. So the record that backward needs last is fetched last, even if all
+        records before it are in memory.
 
         Args:
-            window_bytes: how far ahead to look, and how much to have under way at most (one record at least).
-            fetch: begins to bring a record, unless it is away and the second argument says that it is too early;
-                returns the bytes that makes (0 when it was near already), or None when it did nothing.
-            refill_below: do nothing while this share of the window, or more, is under way.
+            window_bytes: how far ahead to look, and how many bytes to have under way at most (one record at least).
+            fetch: begins to fetch a record; if the second argument is true, it is too early for a record that has left.
+                Returns the bytes that this brings (0 for a record in memory), or None if it did nothing.
+            refill_below: do nothing while at least this share of the window is under way.
 
         Returns:
-            Whether it has looked for records.
+            Whether it looked for records.
         """
         if self._ahead_bytes >= refill_below * window_bytes:
             return False
         while self._frontier < len(self.order) and self._ahead_bytes < window_bytes:
             index = self.order[self._frontier]
             record = self.records[index]
-            if record is not None and index not in self._ahead:
+            if record is not None and index not in self._ahead:  # else released, or fetched before a `rewind`
                 early = self._reach[self._frontier] - self._reach[self._cursor] >= window_bytes
                 nbytes = fetch(record, early)
                 if nbytes is None:
-                    break
+                    break  # `_frontier` stays here, so that the next call tries this record again
                 self._ahead[index] = nbytes
                 self._ahead_bytes += nbytes
             self._frontier += 1
@@ -236,21 +236,21 @@ class Tape(Generic[R]):
 
     @property
     def is_first(self) -> bool:
-        """Whether what backward asks for now is among what it asks for first."""
+        """Whether backward has just begun, so that the record it needs now is among its first."""
         return self.given_bytes <= FIRST * self.total_bytes
 
     @property
     def exhausted(self) -> bool:
-        """Whether nothing of this tape is left to fetch."""
+        """Whether every record of the order was fetched or passed."""
         return self._frontier >= len(self.order)
 
     def bytes_up_to(self, index: int) -> int:
-        """Bytes that backward asks for up to the record at ``index``, that one included."""
+        """Return the bytes that backward needs up to the record at ``index``, itself included."""
         return self._reach[self._position[index] + 1] if index in self._position else 0
 
     @property
     def left_bytes(self) -> int:
-        """Bytes that lie before backward on this tape; what was released unused counts until it is passed."""
+        """Bytes that backward has yet to pass on this tape, with records that were released unused."""
         return self._reach[-1] - self._reach[self._cursor]
 
     def _uncount(self, index: int) -> None:
