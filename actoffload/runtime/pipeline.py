@@ -1,7 +1,7 @@
-"""Which forward or backward comes next when several are under way, as in a pipeline. Pure: no torch, no clock.
+"""Prediction of the next forward or backward while several are under way, as in a pipeline. No torch, no clock.
 
-A step is the phases from the first forward until no forward of it is alive any more. The order of one step predicts the
-next one's for as long as they agree; a hint for a phase goes before what was learned.
+A step consists of the phases from its first forward until none of its forwards is alive. The order of one step predicts
+the next step for as long as both agree. A hint overrides the learned order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .tape import Tape
 Direction = Literal["forward", "backward"]
 
 LONGEST_STEP = 4096
-"""Phases after which a step is given up: something of it stays alive for ever, and its order says nothing."""
+"""A step with more phases is abandoned: a forward of it stays alive for ever, and its order predicts nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """What a schedule says of a phase that is about to begin, and of the one after it."""
+    """A schedule's announcement of the phase that begins next, and of the phase after it."""
 
     key: Hashable
     direction: Direction
@@ -37,7 +37,7 @@ class Hint:
 
 
 class Phases:
-    """The phases of this step so far, those of the step before, and what follows. A tape stands for its forward."""
+    """The phases of this step so far and of the step before, and the next phase. A tape stands for its forward."""
 
     def __init__(self) -> None:
         self.changes = 0
@@ -54,42 +54,42 @@ class Phases:
         self._next: tuple[Hashable, Direction] | None = None
 
     def hint(self, hint: Hint) -> Tape[Any] | None:
-        """A phase is about to begin; returns the forward that a backward belongs to, if it is known."""
+        """Note the phase that begins next; return the forward of a backward, if it is known."""
         self._pending = hint
         self.changes += 1
         return self._keys.get(hint.key) if hint.direction == "backward" else None
 
     def begin_forward(self, forward: Tape[Any]) -> None:
-        """A forward has saved its first bytes."""
+        """Note that a forward has saved its first bytes."""
         if not any(other.live for other in self._forwards) or len(self._now) >= LONGEST_STEP:
             self._begin_step()
         number = len(self._forwards)
         self._forwards.append(forward)
-        self._numbers[id(forward)] = number  # of an object that `_forwards` keeps alive
+        self._numbers[id(forward)] = number  # `_forwards` holds it, so its id stays its own
         hint = self._begin(Phase("forward", number))
         if hint is not None:
             self._keys[hint.key] = forward
         self.changes += 1
 
     def begin_backward(self, forward: Tape[Any]) -> None:
-        """Backward has asked for the first bytes of a forward."""
+        """Note that backward has reached a forward's first record."""
         number = self._numbers.get(id(forward))
-        if number is not None:  # else it is of a step that was given up
+        if number is not None:  # else its step was abandoned
             self._bytes[number] = forward.total_bytes
             if self._pending is not None and self._keys.get(self._pending.key) is not forward:
-                self._pending = None  # the hint was of another one
+                self._pending = None  # the hint is for the backward of another forward
             self._begin(Phase("backward", number))
             self.changes += 1
 
     def forget(self) -> None:
-        """Hold no forward any more: the step was given up."""
+        """Drop all forwards, as the step was abandoned."""
         self._forwards.clear()
         self._numbers.clear()
         self._keys.clear()
 
     def follows(self) -> tuple[Direction, Tape[Any] | None] | None:
-        """What comes after the phase that runs: its direction, and its forward if that has begun. None: not known."""
-        if self._next is not None:
+        """Return the direction of the next phase, and its forward if that has begun; None if unknown."""
+        if self._next is not None:  # the schedule knows its order, the last step only suggests one
             key, direction = self._next
             return direction, self._keys.get(key) if direction == "backward" else None
         if not self._agrees or len(self._now) >= len(self._past):
@@ -99,11 +99,12 @@ class Phases:
         return phase.direction, self._forwards[phase.number] if known else None
 
     def expected_bytes(self, forward: Tape[Any]) -> int:
-        """What a forward that runs will have saved at its end, judged by the step before; 0 when nothing is known."""
+        """Return the bytes that a running forward will save in all, judged by the step before; 0 if unknown."""
         number = self._numbers.get(id(forward))
         known = None if number is None else self._past_bytes.get(number)
         if known is not None:
             return known
+        # The last step has no forward of this number: the most recent forward is the best guess.
         last = next(reversed(self._bytes.values()), None)
         return last if last is not None else next(reversed(self._past_bytes.values()), 0)
 
@@ -119,7 +120,7 @@ class Phases:
         return hint
 
     def _begin_step(self) -> None:
-        if self._bytes:  # a step that never reached backward teaches nothing
+        if self._bytes:  # else the step never reached backward, as in evaluation, and predicts nothing
             self._past, self._past_bytes = self._now, self._bytes
         self._now, self._bytes = [], {}
         self._forwards, self._numbers, self._keys = [], {}, {}
@@ -127,7 +128,7 @@ class Phases:
 
 
 def check_phase(direction_field: str, key_field: str, phase: tuple[Hashable, str]) -> None:
-    """Refuse what is no phase.
+    """Check a phase that a user passed.
 
     Raises:
         ConfigError: names the field, ``direction_field`` or ``key_field``.

@@ -1,4 +1,4 @@
-"""When a run began, what memory it found and needs beside saved tensors, and how many optimizer steps it has made."""
+"""The beginning of a run, the memory that it found and needs beside saved tensors, and its optimizer steps."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .optimizer_steps import Watcher, optimizer_steps
 class RunSoFar:
     """A store's run. The caller holds the store's lock.
 
-    It has more than fifteen attributes: what the run found at first, and what looks at memory have shown.
+    It has more than fifteen attributes: the memory at the beginning, and the results of each look at memory since.
 
     Attributes:
-        memory_before: as `Tiers.memory` was when the first forward began.
+        memory_before: `Tiers.memory` as the first forward began.
         process_before_bytes: the resident memory of the process then.
-        first_step: when the second step began, and what was counted by then: the first one allocates what all use.
-        beside_bytes: the most that the device had beside resident saved tensors, in the last recorded step.
-        began_bytes: what it had as that step began.
-        passed_bytes: the most that it had in the forwards and backwards of the step that runs or ran last, where that
-            was more than ever before; else 0, as an allocator says the highest peak alone.
-        states_bytes: the most that it had as an optimizer's step ended: parameters, gradients and states.
+        first_step: the time at which the first step ended, and its counts; it allocates memory that all steps use.
+        beside_bytes: the most bytes on the device beside resident saved tensors, in the last recorded step.
+        began_bytes: the bytes on the device as that step began.
+        passed_bytes: the most bytes on the device in the forwards and backwards of the last step, if that was a new
+            peak; else 0, as an allocator reports the highest peak alone.
+        states_bytes: the most bytes on the device as an optimizer's step ended: parameters, gradients and states.
     """
 
     def __init__(self, accounts: Accounts) -> None:
@@ -43,10 +43,10 @@ class RunSoFar:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the step that begins now has all that any has: optimizer states, and gradients if they accumulate.
+        """Whether the step that begins now has all memory that a step has: optimizer states, accumulated gradients.
 
-        Where several micro-batches go into a step, the first one after the optimizer's step begins without gradients.
-        That step may have been counted already: whoever asks for statistics has it counted.
+        If a step has several micro-batches, the first one begins without gradients. The optimizer's step before it may
+        have been counted already, as each call of `Offloader.statistics` counts it.
         """
         steps, accounts = optimizer_steps(), self._accounts
         uncounted = steps > self._optimizer_steps
@@ -55,7 +55,7 @@ class RunSoFar:
         return steps > self._first_optimizer_steps and not (accumulates and begins)
 
     def forward_begins(self, tiers: Tiers, *, first: bool) -> None:
-        """A forward begins; ``first``: nothing is alive, so that a step begins with it."""
+        """Note that a forward begins; ``first``: nothing is alive, so that a step begins with it."""
         accounts = self._accounts
         if self._began_s is None:
             self._began_s, self.process_before_bytes = now(), rss_bytes()
@@ -66,7 +66,7 @@ class RunSoFar:
             self.first_step = now(), copy.copy(accounts)
 
     def _watch_states(self, tiers: Tiers) -> None:
-        mine, theirs = weakref.ref(self), weakref.ref(tiers)
+        mine, theirs = weakref.ref(self), weakref.ref(tiers)  # the watcher, which this object holds, holds `look`
 
         def look() -> None:
             run, tiers = mine(), theirs()
@@ -77,17 +77,17 @@ class RunSoFar:
         self._watcher = Watcher(look)
 
     def count_optimizer_steps(self) -> None:
-        """Count one step where an optimizer has stepped since a forward saved something; several may step in turn."""
+        """Count one step if any optimizer has stepped since a forward saved a tensor; several may step in turn."""
         accounts, before = self._accounts, self._optimizer_steps
         self._optimizer_steps = optimizer_steps()
         if self._optimizer_steps > before and accounts.microbatches > self._microbatches_stepped:
             accounts.optimizer_steps += 1
             self._microbatches_stepped = accounts.microbatches
 
-    # -- what the device has beside saved tensors ---------------------------------------------------------------------
+    # -- the device's memory beside saved tensors ---------------------------------------------------------------------
 
     def begin_looking(self, tiers: Tiers, *, recorded: bool) -> None:
-        """A step begins in which memory is looked at: highest peaks from before it say nothing of it."""
+        """Begin to look at memory in this step, without the peaks of earlier steps."""
         if recorded and tiers.shared.config.device_memory is not None:
             tiers.reset_peak()
         memory = tiers.in_use()
@@ -98,11 +98,11 @@ class RunSoFar:
             self._beside_now = self.passed_bytes = 0
 
     def look_at_memory(self, tiers: Tiers) -> None:
-        """Note what the device has beside saved tensors now, and had since the last look. In few steps: it takes time.
+        """Note the bytes beside saved tensors on the device, now and at a peak since the last look. In few steps only.
 
-        Between two looks the allocator may have passed its highest peak: then at least the lesser of what was resident
-        at both was a part of it. But of what a recomputation holds the greater, as a plan counts all of it until
-        backward has left the region.
+        Between two looks the allocator may have passed its peak. The peak then included at least the lesser of the
+        resident bytes at both looks. Of the bytes that a recomputation holds, the greater count: a plan counts all of
+        them until backward has left the region.
         """
         memory = tiers.in_use()
         if memory is None:
@@ -117,7 +117,7 @@ class RunSoFar:
         self._resident_bytes, self._held_bytes = resident, held
 
     def backward_ends(self, tiers: Tiers, *, recorded: bool) -> None:
-        """A backward has ended: look once more, and learn `beside_bytes` if the step was recorded."""
+        """Look once more as a backward has ended, and set `beside_bytes` if the step was recorded."""
         self.look_at_memory(tiers)
         if recorded and self._beside_now:
             self.beside_bytes, self.began_bytes = self._beside_now, self._began_now
