@@ -1,1 +1,1 @@
-"""One step: which saved storage is which, in what order they come and go, what moves, and what was seen."""
+"""One step: the identity of its saved storages, their order, the decision to move each, and records of the step."""

@@ -1,4 +1,4 @@
-"""What the compiled hooks hold of a storage that a plan keeps."""
+"""The object that the compiled hooks hold for a storage that a plan keeps."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 
 class KeptPlace:
-    """The place on its tape of a storage that a plan keeps, and that has no record.
+    """The place on a tape of a storage that a plan keeps, and that has no record.
 
-    The compiled hooks hold it for as long as the storage has handles, and tell one version of a storage from another.
+    The compiled hooks hold it while the storage has handles. They distinguish the versions of a storage.
 
     Attributes:
-        store: counts it.
-        tape: the forward that it was saved in; ``index``: its place there.
+        store: the store that counts it.
+        tape: of the forward that saved it; ``index``: its place there.
         nbytes: the size of the storage.
         kind: the type of its device.
-        module: that saved it, if that is known.
-        round: as of a `Record`.
+        module: the name of the module that saved it, if known.
+        round: as in a `Record`.
     """
 
     __slots__ = ("index", "kind", "module", "nbytes", "round", "store", "tape")
@@ -39,20 +39,20 @@ class KeptPlace:
         self.store = store  # last: its death counts from here on
 
     def passed(self, round_: int) -> int:
-        """Note that backward takes a tensor of the storage; return the handle's next round.
+        """Note that backward uses a tensor of the storage; return the handle's next round.
 
         Args:
-            round_: how often this handle was unpacked before, as this said.
+            round_: how often this handle was unpacked before, as this method returned it.
         """
         tape, shared = self.tape, self.store.shared
         more = shared.largest_moved_bytes or shared.accounts.recomputed_bytes or not tape.in_backward
         if more or round_ or self.round:
             return self.store.passed(self, round_)
-        tape.see(self.index)  # nothing moves under this plan
+        tape.see(self.index)  # nothing moves under this plan, so there is nothing to fetch or to release
         return 1
 
     def __del__(self) -> None:
         store = getattr(self, "store", None)
         if store is not None:
             store.drop(self, 0)
-            del self.store  # else a store that has noted this, and that nobody holds, would hold itself for ever
+            del self.store  # the store's list of deaths holds this object now: if the store is dropped, no cycle

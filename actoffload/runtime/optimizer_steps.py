@@ -1,4 +1,4 @@
-"""How often the optimizers of this process have stepped: it tells micro-batches from steps."""
+"""A count of the optimizers' steps in this process, which separates steps from micro-batches."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from .untraced import skipped
 
 _steps: list[int] = []
-"""Empty until somebody asks, then one number."""
+"""Empty until the first query, then one number."""
 
 
 def optimizer_steps() -> int:
-    """Steps of any ``torch.optim.Optimizer`` since this was called first."""
+    """Return the steps of all ``torch.optim.Optimizer`` since the first call."""
     if not _steps:
         _steps.append(0)
         register_optimizer_step_post_hook(_stepped)
     return _steps[0]
 
 
+# Weakly: the hook is for the whole process, and must not keep the run of a dropped offloader.
 _watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
 
 
 class Watcher:
-    """Has a function called at each end of an optimizer's step, when gradients and states are all there."""
+    """Calls a function at the end of each optimizer's step, when all gradients and states exist."""
 
     def __init__(self, function: Callable[[], object]) -> None:
         self.function = function
@@ -37,5 +38,5 @@ class Watcher:
 def _stepped(*_: object) -> None:
     if not torch.compiler.is_compiling():
         _steps[0] += 1
-        for watcher in tuple(_watchers):
+        for watcher in tuple(_watchers):  # a copy: another thread may add one
             watcher.function()

@@ -1,4 +1,4 @@
-"""``strict=True``: a forward that saved something and moved nothing is an error that says what stayed and why."""
+"""``strict=True``: if a forward saves tensors and moves none, raise an error that lists each reason to stay."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ..tiers.accounts import Accounts
 
 
 class MovedSince:
-    """What was counted when a forward began."""
+    """The counts at the beginning of a forward."""
 
     def __init__(self, accounts: Accounts) -> None:
         self._before = accounts.packed_tensors, accounts.moved_bytes, Counter(accounts.kept_bytes)
 
     def check(self, accounts: Accounts, *, with_gradients: bool) -> None:
-        """The forward has ended; ``with_gradients``: autograd should have saved something.
+        """Check a forward that has ended; ``with_gradients``: autograd should have saved tensors.
 
         Raises:
             NothingOffloadedError: nothing was moved.
