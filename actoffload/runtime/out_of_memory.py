@@ -1,4 +1,4 @@
-"""Errors of the device's allocator: a note in those that a step raises, and whether there were any."""
+"""Errors of the device's allocator: a note in each one that a step raises, and whether any occurred."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ MOST_MODULES = 3
 
 
 class OutOfMemory:
-    """What a store knows of such errors. We see those that leave a forward, and those of our own requests in backward.
+    """The errors that a store sees: errors that leave a forward, and errors of its own requests in backward.
 
     Args:
         config: the options.
-        accounts: what is resident.
-        tiers: have the device, whose allocator counts the errors that nobody shows us.
+        accounts: have the resident bytes.
+        tiers: have the device, whose allocator also counts errors that the store does not see.
     """
 
     def __init__(self, config: OffloadConfig, accounts: Accounts, tiers: Tiers) -> None:
@@ -28,10 +28,10 @@ class OutOfMemory:
         self._counted = tiers.allocator_count("num_ooms")
 
     def note(self, error: BaseException, saves: Iterable[tuple[int, object, str | None]]) -> None:
-        """Note in an error what was resident, the modules that save the most, and the option that takes less.
+        """Add a note to an error: the resident bytes, the modules that save the most, and an option that takes less.
 
         Args:
-            error: is raised.
+            error: is raised after this call.
             saves: bytes, reason and module of each storage that the forward has saved.
         """
         self._seen = True
@@ -41,11 +41,11 @@ class OutOfMemory:
         largest = ", ".join(f"{format_size(nbytes)} in {name}" for name, nbytes in by_module.most_common(MOST_MODULES))
         told = f"actoffload: {format_size(self._accounts.resident_bytes)} of saved tensors were on the device"
         told += f"; the forward had saved {largest}" if largest else ""
-        if not any(note.startswith("actoffload: ") for note in getattr(error, "__notes__", ())):  # or it has one
+        if not any(note.startswith("actoffload: ") for note in getattr(error, "__notes__", ())):  # else it has one
             error.add_note(f"{told}. Next: {self._next}")
 
     def happened(self) -> bool:
-        """Whether there was an error since the last call."""
+        """Return whether there was an error since the last call."""
         before, self._counted = self._counted, self._tiers.allocator_count("num_ooms")
         seen, self._seen = self._seen or self._counted > before, False
         return seen

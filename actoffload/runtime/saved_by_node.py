@@ -1,20 +1,20 @@
-"""Whether one autograd node saves most of a forward at once, as a graph of ``torch.compile`` does. No torch here."""
+"""Detect an autograd node that saves most of a forward, as a graph of ``torch.compile`` does. No torch here."""
 
 from __future__ import annotations
 
 from ..sizes import format_size
 
 MANY = 8
-"""PyTorch's own operations save fewer storages than this; a compiled graph saves all of its own in one node."""
+"""PyTorch's own operations save fewer storages than this; a compiled graph saves all its storages in one node."""
 
 
 class SavedByNode:
-    """What the autograd nodes of one forward saved: none of what a node saves can be gone while that node runs.
+    """The saves of one forward by autograd node: no storage of a node can leave while the node runs.
 
     Attributes:
-        node_bytes: what the node that saved last has saved so far.
+        node_bytes: saved so far by the node that saved last.
         largest_bytes: the most that one node with `MANY` storages or more has saved.
-        largest_count: its storages.
+        largest_count: the number of that node's storages.
     """
 
     def __init__(self) -> None:
@@ -25,10 +25,10 @@ class SavedByNode:
         self._count = 0
 
     def saved(self, node: int, nbytes: int) -> bool:
-        """Count a new storage; return whether its node has saved many and may save more.
+        """Count a new storage; return whether its node has saved `MANY` or more.
 
         Args:
-            node: a number that differs between nodes that save one after the other.
+            node: a number that differs between consecutive nodes.
             nbytes: bytes of the storage.
         """
         if node != self._node:
@@ -43,7 +43,7 @@ class SavedByNode:
 
 
 def advice(saved: SavedByNode, total_bytes: int) -> str | None:
-    """Return what to say when one node saved more than half of a forward's ``total_bytes``, else None."""
+    """Return an advice if one node saved more than half of a forward's ``total_bytes``, else None."""
     if 2 * saved.largest_bytes <= total_bytes or not saved.largest_bytes:
         return None
     return (
