@@ -1,4 +1,4 @@
-"""Notes one step as it runs and makes its `Profile`: what is saved when and for how long, and how long all takes."""
+"""The recording of one step, and its `Profile`: the life of each saved storage, and the durations of the phases."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .regions import collectives
 from .tape import Tape
 
 STAMP_BYTES = 1 << 20
-"""Of storages that no plan moves, so many bytes at most share one moment."""
+"""At most this many bytes of storages that no plan moves share one stamp."""
 MOST_STORAGES = 100_000
-"""A recording with more is given up."""
+"""A recording with more storages is dropped."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,14 +47,14 @@ class RunRegion:
         place: its number in its forward; ``tape``: the number of that forward.
         name: of its function.
         once: it does not run again.
-        begin: when its forward began; ``end``: when that ended; None if it raised.
-        over: its forward has ended, or raised; a finalizer may set this.
-        held: what it held when it ran again; None before that.
-        again_end: when that second run had ended.
-        saves: when each storage was saved again, its bytes, and why it would stay.
+        begin: of its forward; ``end``: likewise, None if the forward raised.
+        over: its forward has ended or raised; a finalizer may set this.
+        held: the storages that its second run left alive, as one entry; None before that run.
+        again_end: the end of the second run.
+        saves: of the second run: the moment of each save, its bytes, and why it would stay.
         communicates: a collective ran in it, or may have.
-        versions: of each tensor that its first run saved, a tensor that shares its version counter, and the version.
-        changed: one of them was changed in place before the region ran again.
+        versions: of each tensor that the first run saved, a tensor that shares its version counter, and the version.
+        changed: one of these tensors was changed in place before the second run.
     """
 
     place: int
@@ -71,69 +71,69 @@ class RunRegion:
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
     changed: bool = False
     collectives: int | None = 0
-    """That had been enqueued when it began to run, or to run again."""
+    """The number of collectives that were enqueued before the last run."""
 
     def count_collectives(self) -> None:
-        """It has run: see whether a collective was enqueued meanwhile."""
+        """Note, after a run, whether a collective was enqueued meanwhile."""
         found = collectives()
         self.communicates |= found is None or found != self.collectives
 
 
 class SharedStamp:
-    """A moment for what no plan moves: small tensors share one, until they are together as large as one that moves.
+    """A stamp for several small tensors, until their bytes together reach the size of a tensor that moves.
 
-    A stamp is an event of the device, and a step may save 20,000 small tensors. Each is taken to live from the moment
-    before its birth to the one after its death, never for less, so that a plan keeps its budget.
+    A stamp is an event of the device, and a step may save 20,000 small tensors. Each counts as alive from the last
+    stamp before its birth to the first after its death, never for less, so that a plan keeps its budget.
     """
 
     def __init__(self, stopwatch: Stopwatch) -> None:
         self._stopwatch = stopwatch
         self._birth: Stamp = None
         self._born_bytes = self._dead_bytes = 0
-        """Of those that share a moment."""
+        """Of the storages that share the present stamp."""
         self._dead: deque[SavedStorage] = deque()
 
     def birth(self, nbytes: int) -> Stamp:
-        """A moment no later than now, for a storage of ``nbytes`` that is saved."""
+        """Return a stamp no later than now for a storage of ``nbytes``."""
         self._born_bytes += nbytes
         if self._birth is None or self._born_bytes >= STAMP_BYTES:
             self._birth, self._born_bytes = self._stopwatch.stamp(), 0
         return self._birth
 
     def died(self, entry: SavedStorage) -> None:
-        """Note the death of a storage. May be called anywhere: only atomic operations on the list."""
+        """Note the death of a storage. It may run anywhere: the deque's operations are atomic."""
         self._dead.append(entry)
-        self._dead_bytes += entry.nbytes
+        self._dead_bytes += entry.nbytes  # an update that another thread overwrites only delays the stamp
         if self._dead_bytes >= STAMP_BYTES:
             self.dead_by(self._stopwatch.stamp())
 
     def dead_by(self, stamp: Stamp) -> None:
-        """Those whose death was noted were dead by this moment."""
+        """Set the death of all noted storages to this stamp."""
         self._dead_bytes = 0
         while self._dead:
             try:
                 self._dead.popleft().death = stamp
-            except IndexError:  # another thread took the last one
+            except IndexError:  # another thread took the last entry after the check
                 return
 
 
 class Profiler:
-    """The notes of one step. The offloader's lock is held.
+    """The recording of one step. The caller holds the offloader's lock.
 
     Args:
-        stopwatch: tells the time.
+        stopwatch: makes the stamps.
     """
 
     def __init__(self, stopwatch: Stopwatch) -> None:
         self.stopwatch = stopwatch
         self._local = threading.local()
         self.running: list[None] = []
-        """Not empty while a step is recorded: looked at for each tensor, in C as well."""
+        """Not empty while a step is recorded. A list, as the compiled hooks check it for each tensor."""
         self._backward_end = BackwardEnd(self._backward_ended)
         self.forget()
 
     def forget(self) -> None:
-        """Drop what was recorded, and record nothing more."""
+        """Drop the recording, and record nothing more."""
         self.running.clear()
         self._saved: list[SavedStorage] = []
         self._number_of: dict[Record, int] = {}
@@ -145,7 +145,7 @@ class Profiler:
         self._end: Stamp = None
         self._shared = SharedStamp(self.stopwatch)
         self.finished = False
-        """The step has ended, and its profile may be asked for."""
+        """The step has ended, and `profile` may be called."""
 
     @property
     def active(self) -> bool:
@@ -155,13 +155,13 @@ class Profiler:
     # -- while the step runs ------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A step begins; forget the last one."""
+        """Begin to record a step; drop the last recording."""
         self.forget()
         self.running.append(None)
         self.stopwatch.begin()
 
     def saved(self, record: Record, reason: KeepReason | None) -> None:
-        """A new record was made, and stays for a reason or moves."""
+        """Note a new record, which moves, or stays for a reason."""
         if not self.running:
             return
         if len(self._saved) >= MOST_STORAGES:
@@ -176,7 +176,7 @@ class Profiler:
         self._saved.append(SavedStorage(record.nbytes, birth, tape, record.index, record.module, place, kept))
 
     def kept(self, nbytes: int, reason: KeepReason) -> SavedStorage | None:
-        """An activation stays without a record; returns what `kept_died` takes."""
+        """Note an activation that stays without a record; return its entry, for `kept_died`."""
         if not self.running:
             return None
         stamp = self._shared.birth(nbytes)
@@ -187,12 +187,12 @@ class Profiler:
         return entry
 
     def kept_died(self, entry: SavedStorage) -> None:
-        """Its last user died. May be called anywhere."""
+        """Note the death of such an activation. It may run anywhere."""
         if self.running:
             self._shared.died(entry)
 
     def needed(self, record: Record, *, alive: bool) -> None:
-        """Backward has a record's bytes, from now on; ``alive``: others than us hold them as well."""
+        """Note that backward has a record's bytes from now on; ``alive``: the program holds them as well."""
         number = self._number_of.get(record) if self.running else None
         if number is None or self._saved[number].need is not None:
             return
@@ -203,34 +203,34 @@ class Profiler:
         self._reach(entry.tape, entry.need)
 
     def died(self, record: Record) -> None:
-        """The last handle of a record died."""
+        """Note that the last handle of a record died."""
         number = self._number_of.pop(record, None) if self.running else None
         if number is not None:
             self._saved[number].death = stamp = self.stopwatch.stamp()
-            self._shared.dead_by(stamp)
+            self._shared.dead_by(stamp)  # these storages died before it, so it serves them at no further event
 
     def region_began(self, tape: Tape[Record], place: int, name: str, once: bool) -> RunRegion:
-        """A checkpointed region begins to run in this thread."""
+        """Note that a checkpointed region begins to run in this thread."""
         begin = self.stopwatch.stamp()
         region = RunRegion(place, self._tape_of(tape, begin), name, once, begin, collectives=collectives())
         self._regions.append(region)
-        self._running()  # drops those that are over
+        self._running()  # drops the regions that are over
         self._stack().append(region)
         return region
 
     def region_ended(self, region: RunRegion) -> None:
-        """Its forward has ended."""
+        """Note that the forward of a region has ended."""
         if region in self._regions:
             region.end = self.stopwatch.stamp()
             region.count_collectives()
 
     def region_saved(self, region: RunRegion, nbytes: int, reason: KeepReason | None) -> None:
-        """A region that runs again saves a storage that did not exist before; ``reason``: why it would stay."""
+        """Note a new storage that a second run saves; ``reason``: why it would stay."""
         if region in self._regions and region.again_end is None:
             region.saves.append((self.stopwatch.stamp(), nbytes, "" if reason is None else reason.value))
 
     def recomputation_begins(self, region: RunRegion, *, nested: bool) -> SavedStorage | None:
-        """Backward begins to run a region again, or a checkpoint that is nested in it."""
+        """Note that backward runs a region, or a checkpoint nested in it, again; return an entry for its bytes."""
         if region not in self._regions:
             return None
         stamp = self.stopwatch.stamp()
@@ -238,13 +238,14 @@ class Profiler:
         self._recomputations.append(held)
         if not nested and region.held is None:
             region.held, region.collectives = held, collectives()
+            # Such a region cannot run once: backward would need a tensor that has changed, which is an error.
             region.changed = any(probe._version != version for probe, version in region.versions)
             region.versions.clear()
         self._reach(region.tape, stamp)
         return held
 
     def recomputation_ended(self, held: SavedStorage, nbytes: int) -> None:
-        """What was to run again has done so, and saved so many bytes that are alive."""
+        """Note that the second run has ended, with ``nbytes`` of its saves alive."""
         held.nbytes = nbytes
         region = next((region for region in self._regions if region.held is held), None)
         if region is not None:
@@ -252,12 +253,12 @@ class Profiler:
             region.count_collectives()
 
     def recomputation_left(self, held: SavedStorage) -> None:
-        """Backward has used all that was saved."""
+        """Note that backward has used all bytes of a recomputation."""
         if held in self._recomputations and held.death is None:
             held.death = self.stopwatch.stamp()
 
     def _reach(self, tape: int, stamp: Stamp) -> None:
-        """Backward is in a forward from this moment on."""
+        """Begin a phase of backward as it reaches a tape for the first time."""
         if tape not in self._in_backward:
             self._in_backward.add(tape)
             self._phases.append(("backward", stamp))
@@ -275,21 +276,21 @@ class Profiler:
         if known is not None:
             return known[0]
         number = len(self._tapes)
-        self._tapes[id(tape)] = number, tape  # held, so that its address is its own
-        if number:  # the first one began with the step
+        self._tapes[id(tape)] = number, tape  # held, so that no other tape gets this id
+        if number:  # the first forward began with the step
             self._phases.append(("forward", birth))
         return number
 
     def _stack(self) -> list[RunRegion]:
-        """The regions that run in this thread; of a step that was given up, none."""
+        """Return the regions that run in this thread, without regions of an earlier recording."""
         owner, stack = getattr(self._local, "stack", (None, []))
-        if owner is not self._regions:
+        if owner is not self._regions:  # `forget` makes another list, and cannot reach the stacks of other threads
             stack = []
             self._local.stack = self._regions, stack
         return stack
 
     def _running(self) -> RunRegion | None:
-        """The region that runs in this thread, if it runs once: its checkpoint's own hooks take what others save."""
+        """Return the region that runs in this thread if it runs once: else its checkpoint's hooks receive its saves."""
         stack = self._stack()
         while stack and stack[-1].over:
             stack.pop()
@@ -298,7 +299,7 @@ class Profiler:
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """The step has ended: nothing more is noted."""
+        """End the recording with the step."""
         if self.running:
             self._end = self.stopwatch.stamp()
             self._shared.dead_by(self._end)
@@ -307,16 +308,16 @@ class Profiler:
 
     @property
     def has_no_record(self) -> bool:
-        """Whether no plan moves any of what the step saved, nor what a region would save if it ran once."""
+        """Whether no plan could move a storage of the step, not even if a region ran once."""
         return not self._regions and all(entry.index is None for entry in self._saved)
 
     @property
     def useful(self) -> bool:
-        """Whether the step that was recorded reached backward."""
+        """Whether the recorded step reached backward."""
         return bool(self._in_backward)
 
     def profile(self, device: str = "cpu") -> Profile | None:
-        """The step as a profile, of tensors on this device; None while the device has not come to its end."""
+        """Return the profile of the step on this device; None while the device has not reached the step's end."""
         self.finish()
         if not self.stopwatch.end():
             return None

@@ -1,4 +1,4 @@
-"""Which checkpointed regions of a forward run once, which run again in backward, and what those hold there."""
+"""The checkpointed regions of a forward: which run once, which run again in backward, and the bytes they hold then."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Region:
     """One run of a checkpointed region in a forward.
 
     Attributes:
-        tape: the forward; ``place``: the number of the region in it, from 0.
+        tape: of its forward; ``place``: the number of the region in it, from 0.
         once: it does not run again in backward.
-        recorded: what the profiler notes of it; None while no step is recorded.
+        recorded: the profiler's entry; None while no step is recorded.
     """
 
     __slots__ = ("once", "place", "recorded", "tape")
@@ -37,13 +37,13 @@ class Region:
 
 
 class Recomputation:
-    """The storages that one recomputation has saved, and those of them that are alive still.
+    """The storages that one recomputation has saved and that are still alive.
 
     Attributes:
-        region: that runs again, or in which a nested checkpoint does.
-        key: of all recomputations of its kind: the region's place, or less than 0 for what is nested in it.
-        saved: each storage with its bytes. The weak reference keeps its number from being another storage's.
-        held: what the profiler notes of what is saved; None while no step is recorded.
+        region: the region that runs again, or that has the nested checkpoint which does.
+        key: equal for all recomputations of one kind: the region's place, or less than 0 for a nested checkpoint.
+        saved: each storage with its bytes, by its number. The weak reference keeps the number its own.
+        held: the profiler's entry for its bytes; None while no step is recorded.
     """
 
     __slots__ = ("held", "key", "region", "saved")
@@ -55,25 +55,25 @@ class Recomputation:
         self.held: SavedStorage | None = None
 
     def alive_bytes(self) -> int:
-        """Bytes of the storages that are alive."""
+        """Return the bytes of the live storages, and drop the dead."""
         self.saved = {number: entry for number, entry in self.saved.items() if not entry[0].gone()}
         return sum(nbytes for _, nbytes in self.saved.values())
 
 
 class Regions:
-    """The choice that a plan makes of the checkpointed regions. A region is known by its place in its forward.
+    """A plan's choice among the checkpointed regions. The place in its forward identifies a region.
 
-    What a recomputation saves goes past our hooks, to those of the checkpoint. It is on the device all the same, so it
-    is counted as resident and has room made for it.
+    The tensors that a recomputation saves pass our hooks and go to the checkpoint's hooks. They are on the device all
+    the same, so they count as resident, and the store makes room for them.
 
     Args:
-        store: has the counts; ``backward_end``: calls it when a run of backward ends.
+        store: has the counts; ``backward_end``: calls the store when a run of backward ends.
 
     Attributes:
-        once: the places of the regions that run once. Every other region runs again in backward, as its program says.
-        last: of each region of the last forward, whether it ran once.
-        any_once: some region of this process has run once.
-        expected: how many regions the first forward has to have, under a plan that the user gave.
+        once: the places of the regions that run once. Every other region runs again in backward, as programmed.
+        last: for each region of the last forward, whether it ran once.
+        any_once: a region of this process has run once.
+        expected: the number of regions that the first forward must have under the user's plan.
     """
 
     any_once: ClassVar[bool] = False
@@ -83,7 +83,7 @@ class Regions:
         self.last: list[bool] = []
         self.expected: int | None = None
         self.tiers = store.tiers
-        self._store = weakref.ref(store)
+        self._store = weakref.ref(store)  # the store holds this object
         self._shared, self._profiler, self._backward_end = store.shared, store.profiler, backward_end
         self._bytes: dict[int, int] = {}
         """The most that each region held when it ran again, by `Recomputation.key`."""
@@ -97,7 +97,7 @@ class Regions:
         self._reserve()
 
     def abort_if_interrupted(self, error: BaseException) -> None:
-        """As of the store, which knows what to do."""
+        """Call the store's method of this name."""
         store = self._store()
         if store is not None:
             store.abort_if_interrupted(error)
@@ -106,17 +106,17 @@ class Regions:
 
     @aborts_when_interrupted
     def begin(self, tape: Tape[Record], name: str) -> Region:
-        """A region begins in a forward.
+        """Note that a region begins in a forward.
 
         Raises:
-            ConfigError: the user gave a plan of fewer regions.
+            ConfigError: the user's plan has fewer regions.
         """
         region = Region(tape, len(tape.regions) in self.once)
         if self.expected is not None and region.place >= self.expected:
             self._refuse(f"more than {self.expected}")
-        Regions.any_once |= region.once
+        Regions.any_once |= region.once  # for all stores: any handle may raise the error that has this hint
         with self._shared.lock:
-            self.last = tape.regions
+            self.last = tape.regions  # the list itself, which the forward's later regions extend
             tape.regions.append(region.once)
             self._most = max(self._most, len(tape.regions))
             if self._profiler.running:
@@ -125,16 +125,16 @@ class Regions:
 
     @aborts_when_interrupted
     def end(self, region: Region) -> None:
-        """The forward of a region has ended."""
+        """Note that the forward of a region has ended."""
         if region.recorded is not None:
             with self._shared.lock:
                 self._profiler.region_ended(region.recorded)
 
     def forward_ended(self, tape: Tape[Record]) -> None:
-        """A forward has ended.
+        """Note that a forward has ended.
 
         Raises:
-            ConfigError: the user gave a plan of more regions.
+            ConfigError: the user's plan has more regions.
         """
         if self.expected is None or not (len(tape) or tape.regions):
             return
@@ -154,16 +154,16 @@ class Regions:
 
     @aborts_when_interrupted
     def again(self, region: Region, *, nested: bool = False) -> Recomputation:
-        """A region is about to run again: make room for what it will hold, as far as writes under way give any.
+        """Prepare for a region that runs again: make room for its bytes, as far as running writes free any.
 
         Args:
             region: the region.
-            nested: what runs again is a checkpoint inside of it.
+            nested: a checkpoint inside of it runs again, not the region itself.
         """
         shared, recomputation = self._shared, Recomputation(region, nested)
         with shared.lock:
-            region.tape.ran_again = True
-            self.passed()
+            region.tape.ran_again = True  # so that the next save begins another tape
+            self.passed()  # first: room is counted without the recomputations that backward has used up
             expected = self._bytes.get(recomputation.key, 0)
             for tier in self.tiers.by_device.values():
                 shared.accounts.unpack_wait_s += tier.make_room(expected)
@@ -175,7 +175,7 @@ class Regions:
 
     @aborts_when_interrupted
     def ran_again(self, recomputation: Recomputation) -> None:
-        """It has run: what it saved is held until backward has used it."""
+        """Note that a recomputation has run; it holds its bytes until backward has used them."""
         key = recomputation.key
         with self._shared.lock:
             self._held.append(recomputation)
@@ -188,13 +188,13 @@ class Regions:
             self._look_at_memory()
 
     def _look_at_memory(self) -> None:
-        """While a step is recorded: a recomputation is between two looks, and backward through its region as well."""
+        """Look at memory in a recorded step: around a recomputation, and around the backward of its region."""
         store = self._store()
         if store is not None and self._profiler.running:
             store.run.look_at_memory(self.tiers)
 
     def passed(self) -> None:
-        """Something else happens: count what recomputations hold still. The lock is held."""
+        """Count the bytes that recomputations still hold. The lock is held."""
         nbytes, held = 0, []
         for recomputation in self._held:
             alive = recomputation.alive_bytes()
@@ -209,17 +209,17 @@ class Regions:
 
     @property
     def hold(self) -> bool:
-        """Whether a recomputation was seen to hold something."""
+        """Whether a recomputation held bytes at the last count."""
         return bool(self._held)
 
     def _reserve(self) -> None:
-        """Leave what is fetched ahead no room that a recomputation needs at once."""
+        """Leave prefetch no room that a recomputation needs at once."""
         again = (nbytes for place, nbytes in self._bytes.items() if place not in self.once)
         self._shared.budget.recompute_bytes = max(again, default=0)
 
 
 def collectives() -> int | None:
-    """How many collectives this process has enqueued so far, over all groups; None where a backend does not count."""
+    """Return how many collectives this process has enqueued, over all groups; None if a backend does not count."""
     distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if distributed is None or not distributed.is_initialized() or distributed.get_world_size() == 1:
         return 0
