@@ -1,7 +1,7 @@
-"""What a trace has of one offloader: phases, transfers, waits, plans, and memory by what it is, over time.
+"""The trace of one offloader over time: phases, transfers, waits, plans, and memory by its use.
 
-All of it goes to `TraceWriter`. A thread looks at memory, and takes at most `LOOKING_SHARE` of a processor for it;
-beside that it is looked at where a forward or an optimizer's step ends.
+`TraceWriter` writes all of it. A thread samples memory, with at most `LOOKING_SHARE` of a processor. Besides, memory is
+sampled as a forward or an optimizer's step ends.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ VARIABLE = "ACTOFFLOAD_TRACE"
 LOOKING_SHARE = 0.005
 LEAST_LOOK_S = 0.005
 LOOKS, AT_ONCE_S = 5, 0.005
-"""Where a look took longer, other threads ran between its figures, and it is repeated, up to so many times."""
+"""A sample that took longer is repeated, up to this many times: other threads ran between its figures."""
 RECOUNT_FORWARDS = 64
-"""After so many forwards parameters are counted again: their owner may have changed their sizes."""
+"""Parameters are counted again after this many forwards: their owner may have changed their sizes."""
 RATE_S = 0.01
-"""Bytes per second of a link are told for stretches of so many seconds."""
+"""A trace has the bytes per second of a link for stretches of this length."""
 OVERLAP_S = 2.0
-"""So long after a stretch has passed its rate is told: a transfer that ends later counts from there on."""
+"""A stretch is written this long after its end. A transfer that ends later counts in later stretches."""
 
 
 _TOLD_OTHERWISE = (EventKind.PACK, EventKind.WRITE, EventKind.READ, EventKind.RELEASE, EventKind.KEEP)
-"""Of saved storages; a trace has the transfers, and bytes by why they stay."""
+"""Events that a trace does not need: it has the transfers, and the bytes by reason to stay."""
 
 
 def trace_path(config: OffloadConfig) -> str | None:
-    """The file of the trace: as the options or ``ACTOFFLOAD_TRACE`` say, with the rank before its suffix if several.
+    """Return the file of the trace, from the options or ``ACTOFFLOAD_TRACE``; one of several ranks is in its name.
 
     Raises:
-        ConfigError: no file can be written where ``ACTOFFLOAD_TRACE`` says.
+        ConfigError: no file can be written at the path in ``ACTOFFLOAD_TRACE``.
     """
     given = os.environ.get(VARIABLE) if config.trace is None else config.trace
     if not given or callable(given):
@@ -71,7 +71,7 @@ def trace_path(config: OffloadConfig) -> str | None:
 
 
 def rank_and_ranks() -> tuple[int, int]:
-    """This process's global rank, and how many there are."""
+    """Return this process's global rank, and the number of ranks."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     try:
@@ -81,9 +81,9 @@ def rank_and_ranks() -> tuple[int, int]:
 
 
 class Recorder:
-    """Takes down one offloader's steps. It is the sink of its events, which come under its lock.
+    """Records one offloader's steps. It is the sink of the offloader's events, which come with the store's lock held.
 
-    It has more than fifteen attributes: what it was given, what it has told, and the thread that looks at memory.
+    It has more than fifteen attributes: its sources, the state of the output, and the thread that samples memory.
 
     Args:
         path: the file.
@@ -94,7 +94,7 @@ class Recorder:
         self._shared = shared
         self._tiers = tiers
         self.ask: Callable[[], Callable[[], dict[str, Any]] | None] = lambda: None
-        """Gives, while there is one, what tells all that is known at the end, ready for JSON."""
+        """Returns a function for the facts at the end of the run, ready for JSON; None once its owner is gone."""
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._backward_end = BackwardEnd(self._backward_ended)
@@ -114,15 +114,15 @@ class Recorder:
         shared.reporter.sink, shared.reporter.unwanted = self.event, _TOLD_OTHERWISE
         if tiers.spool is not None:
             tiers.spool.on_moved = self.moved
-        self._hooks = [
+        self._hooks = [  # weakly: these hooks are for the whole process, and must not keep a dropped recorder
             register_optimizer_step_pre_hook(functools.partial(_tell, weakref.WeakMethod(self.optimizer_begins))),
             register_optimizer_step_post_hook(functools.partial(_tell, weakref.WeakMethod(self.optimizer_ended))),
         ]
 
-    # -- what happens -------------------------------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------------------------------
 
     def event(self, event: TraceEvent) -> None:
-        """Take down an event of a saved storage: the sink."""
+        """Record an event of a saved storage: the sink."""
         kind = event.kind
         args = {"module": event.module, "bytes": event.nbytes}
         if kind in (EventKind.UNPACK_WAIT, EventKind.PACK_WAIT):
@@ -137,7 +137,7 @@ class Recorder:
             self._writer.instant("notes", event.detail, event.time_s)
 
     def moved(self, transfer: Transfer) -> None:
-        """Take down a transfer of the spool that has moved bytes."""
+        """Record a transfer of the spool that has moved bytes."""
         tensors = [(record.module, record.nbytes) for record in transfer.records]
         self._transfer(f"disk {transfer.kind.value}", transfer.began_s, now(), tensors, transfer.moved_bytes)
 
@@ -150,11 +150,11 @@ class Recorder:
     # -- phases -------------------------------------------------------------------------------------------------------
 
     def watch(self, model: nn.Module) -> None:
-        """Know a model: its parameters, buffers and gradients are told apart from other memory."""
+        """Count a model's parameters, buffers and gradients apart from other memory."""
         self._models.add(model)
 
     def forward_begins(self) -> None:
-        """A context is entered."""
+        """Record that a context is entered."""
         self._writer.forwards += 1
         self._take_timeline()
         self._memory.count(self._models, self._optimizers, anew=self._writer.forwards % RECOUNT_FORWARDS == 0)
@@ -163,14 +163,14 @@ class Recorder:
         self._phases.append(self._begin("forward"))
 
     def forward_ended(self) -> None:
-        """It is left."""
+        """Record that the context is left."""
         self.look()
         self._end("forward")
 
     def backward(self, number: int) -> None:
-        """Backward asks for something that the forward of micro-batch ``number`` saved."""
+        """Record that backward unpacks a tensor that the forward of micro-batch ``number`` saved."""
         running = next((phase for phase in self._phases if phase.name == "backward"), None)
-        if running is not None and running.forwards < self._writer.forwards:  # it ended by an exception
+        if running is not None and running.forwards < self._writer.forwards:  # it raised, and so had no end
             self._end("backward", running.last_s)
         elif running is not None:
             running.last_s = begin_s = now()
@@ -187,21 +187,21 @@ class Recorder:
         self._end("backward")
 
     def optimizer_begins(self, optimizer: Optimizer) -> None:
-        """An optimizer steps."""
+        """Record that an optimizer's step begins."""
         self._memory.count_gradients()
         self._optimizers.add(optimizer)
         before = next((phase for phase in self._phases if phase.optimizer == id(optimizer)), None)
         if before is not None and before.teller != id(self):
-            return  # another offloader has the same file
-        if before is not None:  # its last step ended by an exception
+            return  # another offloader with the same file has recorded this step
+        if before is not None:  # the optimizer's last step raised, and had no end of its own
             self._end(before.name, before.last_s)
-        within = any(phase.name == "optimizer" for phase in self._phases)  # another's, that calls this one
+        within = any(phase.name == "optimizer" for phase in self._phases)  # another optimizer calls this one
         phase = self._begin(f"{type(optimizer).__name__}.step" if within else "optimizer")
         phase.optimizer, phase.teller = id(optimizer), id(self)
         self._phases.append(phase)
 
     def optimizer_ended(self, optimizer: Optimizer) -> None:
-        """It has stepped."""
+        """Record the end of an optimizer's step."""
         self._memory.count_gradients()
         self._memory.count(self._models, self._optimizers)
         self.look()
@@ -212,7 +212,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def region(self, name: str, link: str, nbytes: int) -> Iterator[None]:
-        """Take down what runs inside of the context: as a phase, or as bytes that go over a link, but not by us."""
+        """Record the code inside of the context as a phase, or as bytes that the program moves over a link."""
         begin_s = now()
         if not link:
             self.look()
@@ -233,7 +233,7 @@ class Recorder:
         return _Phase(name, now(), number, index, moment, self._writer.forwards, now())
 
     def _end(self, name: str, end_s: float | None = None) -> None:
-        """The innermost phase of this name has ended; those within it have no end of their own, by an exception."""
+        """End the innermost phase of this name, and the phases in it, which have no end as they raised."""
         phases, end_s = self._phases, now() if end_s is None else end_s
         if not any(phase.name == name for phase in phases):
             return
@@ -249,7 +249,7 @@ class Recorder:
 
     @property
     def _phases(self) -> list[_Phase]:
-        """What runs in this thread, outermost first."""
+        """The phases that run in this thread, outermost first."""
         phases: list[_Phase] | None = getattr(self._writer.running, "phases", None)
         if phases is None:
             phases = self._writer.running.phases = []
@@ -265,7 +265,7 @@ class Recorder:
         return name
 
     def _take_timeline(self, *, last: bool = False, wait: bool = False) -> None:
-        """Take down what the device has done meanwhile; ``last``: also copies that are under way."""
+        """Record the copies and phases that the device has completed; ``last``: also copies that are under way."""
         done = self._timeline.take(wait=wait) if self._timeline is not None else []
         under_way = self._timeline.under_way() if self._timeline is not None and last else []
         for what, begin_s, end_s, about in [*done, *under_way]:
@@ -280,8 +280,8 @@ class Recorder:
     # -- counters -----------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Take down what memory is used for now, unless another thread does so."""
-        if self._looking.acquire(blocking=False):
+        """Sample the use of memory, unless another thread is doing so."""
+        if self._looking.acquire(blocking=False):  # no thread of the program waits for a sample
             try:
                 if not self._closed.is_set():
                     self._look()
@@ -326,9 +326,9 @@ class Recorder:
 
         Args:
             wait: for copies that are under way, to know their times.
-            ask: write what is known at the end; not after an interrupt, which may have left locks that are taken.
+            ask: write the facts at the end; not after an interrupt, which may have left locks held.
         """
-        with self._looking:  # a look takes no other lock, and less than a millisecond
+        with self._looking:  # the wait is short: a sample takes no other lock, and less than a millisecond
             if self._closed.is_set():
                 return
             self._closed.set()
@@ -348,8 +348,8 @@ class Recorder:
         self._writer.close(known)
 
     def after_fork_in_child(self) -> None:
-        """Take nothing down any more, nor ask the device for a time: file and device are the parent's."""
-        self._looking, self._closed = threading.RLock(), threading.Event()  # a thread of the parent's may hold the old
+        """Record nothing more, and query no time of the device: file and device are the parent's."""
+        self._looking, self._closed = threading.RLock(), threading.Event()  # a thread of the parent may hold the old
         self._closed.set()
         self._stop()
         self._timeline = None
@@ -364,14 +364,14 @@ class Recorder:
 
 @dataclass(slots=True, eq=False)
 class _Phase:
-    """One that runs.
+    """A phase that runs.
 
     Attributes:
-        number: of the micro-batch; None: the one that saved last when it ends.
-        index: of the device, None before a tensor was seen; ``moment``: when the phase began there.
-        forwards: how many forwards had begun when it began.
-        last_s: when it was seen last.
-        optimizer: the number of the optimizer that steps; ``teller``: of the recorder that tells that.
+        number: of the micro-batch; None: of the last micro-batch at the end of the phase.
+        index: of the device, None before the first tensor; ``moment``: of the beginning there.
+        forwards: the number of forwards that had begun before it.
+        last_s: when it was last seen to run.
+        optimizer: the id of the optimizer that steps; ``teller``: of the recorder that records the step.
     """
 
     name: str
@@ -386,14 +386,14 @@ class _Phase:
 
 
 class Memory:
-    """What the memory of the device, or of the process on the CPU, is used for.
+    """The use of the device's memory, or of the process's on the CPU.
 
     Args:
         device_types: of the tensors that move.
 
     Attributes:
-        saved: bytes of saved activations by module; whoever moves them keeps it.
-        on_device: an accelerator's memory is looked at.
+        saved: bytes of saved activations by module; the tiers update it.
+        on_device: the memory is an accelerator's.
     """
 
     def __init__(self, device_types: Iterable[str]) -> None:
@@ -410,9 +410,9 @@ class Memory:
         self._counted: tuple[int, ...] = ()
 
     def count(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer], *, anew: bool = False) -> None:
-        """Count parameters, buffers and optimizer state, if there may be others, or ``anew``; note the current device.
+        """Count parameters, buffers and optimizer state if they may have changed, or ``anew``; note the current device.
 
-        What an optimizer steps and no model has counts as its state.
+        A tensor that an optimizer steps and no model has counts as optimizer state.
         """
         if self.on_device:
             self._index = torch.accelerator.current_device_index()
@@ -441,10 +441,10 @@ class Memory:
         self._state_bytes = sum(map(self._bytes, states))
 
     def count_gradients(self, index: int | None = None) -> None:
-        """Count the gradients that there are: on the thread that makes them, as nothing locks a tensor's ``grad``.
+        """Count the gradients that exist. Call it on the thread that makes them, as no lock guards a tensor's ``grad``.
 
         Args:
-            index: of the device of a thread of autograd's, which gives others' parameters none; None: no backward runs.
+            index: the device of an autograd thread, which makes gradients on this device alone; None: no backward runs.
         """
         for place, parameters in self._parameters.items():
             if index in (None, place):
@@ -452,15 +452,15 @@ class Memory:
                 self._gradient_bytes[place] = sum(n for p, n in there if p is not None and p.grad is not None)
 
     def total(self) -> int:
-        """All that PyTorch has allocated on the device, or what is resident of the process."""
+        """Return the bytes that PyTorch has allocated on the device, or the resident bytes of the process."""
         return rss_bytes() if self._type == "cpu" else int(torch.accelerator.memory_allocated(self._index))
 
     def values(self, total: int, resident_bytes: int) -> dict[str, int]:
-        """Bytes by what they are. "other" is what is left of the total.
+        """Return the bytes by use. "other" is the rest of the total.
 
         Args:
-            total: as `total` has just said.
-            resident_bytes: saved activations that are on the device, with those of no module.
+            total: as `total` has just returned it.
+            resident_bytes: saved activations on the device, also without a module.
         """
         values = {
             "parameters": self._parameter_bytes,
@@ -476,13 +476,13 @@ class Memory:
         if small > 0:
             values["saved, small or recomputed"] = small
         left = max(0, total - sum(values.values()))
-        values["gradients"] = min(left, sum(self._gradient_bytes.values()))  # some may be gone since they were counted
+        values["gradients"] = min(left, sum(self._gradient_bytes.values()))  # some may have died since the count
         values["other"] = left - values["gradients"]
         return values
 
     def _bytes(self, tensor: Tensor) -> int:
         if tensor.layout is not torch.strided:
-            return 0  # a sparse one has no bytes of its own
+            return 0  # a sparse tensor has no storage of its own
         if type(tensor) is nn.Parameter or type(tensor) is Tensor:
             return tensor.nbytes if tensor.device.type == self._type else 0
         return sum(inner.nbytes for inner in inner_tensors(tensor) if inner.device.type == self._type)
@@ -490,7 +490,7 @@ class Memory:
 
 @functools.cache
 def block_of(module: str | None) -> str:
-    """The block of a module: its name as far as the first number in it, else its first two parts."""
+    """Return the block of a module: its name up to the first number in it, else the first two parts."""
     parts = (module or "a module without a name").split(".")
     numbers = [place for place, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[0] + 1] if numbers else parts[:2])
@@ -513,15 +513,15 @@ class Rates:
         self._last = 0.0
 
     def add(self, begin_s: float, end_s: float, nbytes: int) -> None:
-        """So many bytes went over it, evenly, in this time. Any thread may say so."""
-        self._added.append((begin_s, end_s, nbytes))
+        """Add bytes that went over the link evenly in this time. Any thread may call it."""
+        self._added.append((begin_s, end_s, nbytes))  # atomic, so it needs no lock
 
     def _count(self, begin_s: float, end_s: float, nbytes: int) -> None:
         first, last = int(begin_s / RATE_S), int(end_s / RATE_S)
         first = max(first, min(self._told, last))
         for stretch in range(first, last + 1):
             self._bytes[stretch] = self._bytes.get(stretch, 0.0) + nbytes / (last + 1 - first)
-        while self._busy and self._busy[-1][1] >= begin_s:  # they come in the order in which they ended
+        while self._busy and self._busy[-1][1] >= begin_s:  # transfers come in the order of their ends
             earlier = self._busy.pop()
             self._busy_s -= earlier[1] - earlier[0]
             begin_s, end_s = min(begin_s, earlier[0]), max(end_s, earlier[1])
@@ -531,7 +531,7 @@ class Rates:
         self.can_do = self._moved / self._busy_s if self._busy_s else 0.0
 
     def told(self, until_s: float) -> Iterable[tuple[float, float]]:
-        """The time at which a rate begins, and the rate, of the stretches before that were not told yet."""
+        """Yield the beginning and the rate of each stretch before ``until_s`` that was not yielded yet."""
         while self._added:
             self._count(*self._added.popleft())
         for stretch in sorted(self._bytes):
@@ -577,7 +577,7 @@ def _plain(value: object) -> object:
 
 
 def _look_often(recorder: weakref.ref[Recorder], closed: threading.Event) -> None:
-    """Have a recorder look at memory until it is closed or gone: the work of its thread."""
+    """Have a recorder sample memory until it is closed or dropped: the work of its thread."""
     pause_s = LEAST_LOOK_S
     while not closed.wait(pause_s):
         there = recorder()
@@ -586,12 +586,12 @@ def _look_often(recorder: weakref.ref[Recorder], closed: threading.Event) -> Non
         begin_s = time.thread_time()
         there.look()
         pause_s = max(LEAST_LOOK_S, (time.thread_time() - begin_s) / LOOKING_SHARE)
-        del there
+        del there  # else this thread would keep a dropped recorder during the pause
 
 
 @skipped
 def _tell(told: weakref.WeakMethod[Callable[[Optimizer], None]], optimizer: Optimizer, *_: object) -> None:
-    """Tell a recorder of an optimizer's step, while there is one."""
+    """Pass an optimizer's step to a recorder, while there is one."""
     method = told()
     if method is not None and not torch.compiler.is_compiling():
         method(optimizer)

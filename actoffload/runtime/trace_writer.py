@@ -1,7 +1,7 @@
-"""The file of a trace, in Chrome's trace event format: a thread writes it while the run goes on. Knows no tensors.
+"""The file of a trace, in Chrome's trace event format, which a thread writes during the run. It knows no tensors.
 
-While it is open the file is an array without its end, which the format allows, so that a killed run still has its
-trace. `TraceWriter.close` makes it an object: the same bytes but for the first few, and what is known at the end.
+While the file is open it is an array without its end, which the format allows, so that a killed run still has its
+trace. `TraceWriter.close` makes it an object: it changes the first few bytes, and appends the facts at the end.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from contextlib import suppress
 from typing import Any
 
 FLUSH_S = 0.25
-"""A killed run loses what happened in so many seconds."""
+"""The time between two writes, whose events a killed run loses."""
 MOST_ROWS = 200_000
-"""So many events wait to be written at most, about 60 MB; what comes then is counted and dropped."""
+"""At most this many events wait to be written, about 60 MB; further events are counted and dropped."""
 TRACK_IDS = 2_000_000_000
-"""Tracks are numbered from here on: no thread of the system has such a number, so that traces may be merged."""
+"""The first number of a track. No thread of the system has such a number, so that traces can be merged."""
 QUARTER_S = 7_889_238
-"""Times count from the last multiple of a quarter of a year, as those of ``torch.profiler`` do: a double holds them."""
+"""Times count from the last multiple of a quarter of a year, as in ``torch.profiler``, so that a double holds them."""
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
 _ARRAY, _OBJECT = b"[               ", b'{"traceEvents":['
@@ -32,20 +32,20 @@ Row = tuple[str, str, str, float, float, Mapping[str, Any] | None]
 
 
 class TraceWriter:
-    """One file. Any thread adds to it; nothing but an append is done on its way.
+    """The writer of one file. Any thread adds events to it, at the cost of an append.
 
     It has more than fifteen attributes: a file, its tracks, its clock and the thread that writes it.
 
     Args:
-        path: the file; an old one is overwritten.
-        about: what is known of the run at its beginning, ready for JSON.
+        path: the file; an old file is overwritten.
+        about: the facts of the run at its beginning, ready for JSON.
 
     Attributes:
-        dropped: events that came faster than they could be written.
+        dropped: events that came faster than the thread could write them.
         failed: why nothing is written any more, or "".
-        running: what runs in a thread, for all that add to the file: spans of one thread lie within each other.
-        forwards: that have begun.
-        opened: how often it was opened.
+        running: the phases of each thread, for all users of the file: spans of one thread must nest.
+        forwards: how many have begun.
+        opened: how often `open` was called.
     """
 
     def __init__(self, path: str, about: Mapping[str, Any]) -> None:
@@ -54,6 +54,7 @@ class TraceWriter:
         self.failed = ""
         self.users = self.opened = self.forwards = 0
         self.running = threading.local()
+        # The largest of five: a pause between the readings of the two clocks makes a difference smaller.
         unix_ns = max(time.time_ns() - time.monotonic_ns() for _ in range(5))
         self.base_ns = time.time_ns() // (QUARTER_S * 10**9) * QUARTER_S * 10**9
         self._shift_us = (unix_ns - self.base_ns) / 1e3
@@ -71,18 +72,18 @@ class TraceWriter:
         self._put(_ARRAY + b"\n" + self._metadata("process_name", 0, name))
         self._put(self._metadata("actoffload", 0, self._about))
 
-    # -- what is added ------------------------------------------------------------------------------------------------
+    # -- any thread ---------------------------------------------------------------------------------------------------
 
     def span(self, track: str, name: str, begin_s: float, end_s: float, args: Mapping[str, Any] | None = None) -> None:
-        """Something that took time; on one track spans are one after the other, or one within the other."""
+        """Add an event with a duration. Two spans of a track must be apart, or nest."""
         self._add(("X", track, name, begin_s, max(0.0, end_s - begin_s), args))
 
     def instant(self, track: str, name: str, time_s: float, args: Mapping[str, Any] | None = None) -> None:
-        """Something that happened."""
+        """Add an event without a duration."""
         self._add(("i", track, name, time_s, 0.0, args))
 
     def counter(self, name: str, time_s: float, values: Mapping[str, float]) -> None:
-        """The values of a counter from now on. A series that is left out stays as it was."""
+        """Add the values of a counter from now on. A series that is left out keeps its value."""
         self._add(("C", "", name, time_s, 0.0, values))
 
     def _add(self, row: Row) -> None:
@@ -91,10 +92,10 @@ class TraceWriter:
         else:
             self.dropped += 1
 
-    # -- what is written ----------------------------------------------------------------------------------------------
+    # -- the file -----------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Begin to write, or go on where `close` has ended the file."""
+        """Begin to write, or continue where `close` has ended the file."""
         with self._writing:
             self.users += 1
             self.opened += 1
@@ -104,12 +105,12 @@ class TraceWriter:
                 self._file = os.open(self.path, _FLAGS, 0o666)
                 os.pwrite(self._file, _ARRAY, 0)
                 os.truncate(self._file, self._end)
-            self._stopped = threading.Event()
+            self._stopped = threading.Event()  # a new one: the old thread may not have seen the old one set
         threading.Thread(target=self._run, args=(self._stopped,), name="actoffload-trace", daemon=True).start()
 
     def close(self, known: Mapping[str, Any]) -> None:
-        """One of those that opened it is done: the last one ends the file, with what is known at the end."""
-        self.flush()
+        """Undo one `open`; the last call ends the file, with the facts at the end of the run."""
+        self.flush()  # before the lock, which it takes
         missing = {"dropped_events": self.dropped, "ended_early": self.failed}
         other = {**self._about, **known, **missing, "offloaders": self.opened}
         end = {"displayTimeUnit": "ms", "baseTimeNanoseconds": self.base_ns, "otherData": other}
@@ -118,15 +119,15 @@ class TraceWriter:
             if self.users:
                 return
             self._stopped.set()
-            with suppress(OSError):  # then it stays an array
-                os.truncate(self._file, self._end)  # what there is of a write that failed
+            with suppress(OSError):  # on an error the file stays an array
+                os.truncate(self._file, self._end)  # cut off the part of a write that failed
                 _write(self._file, b"\n]," + _json(end)[1:] + b"\n", self._end)
                 _write(self._file, _OBJECT, 0)
             os.close(self._file)
             self._file = -1
 
     def flush(self) -> None:
-        """Write what was added so far; what comes later than the end waits for the file to be opened again."""
+        """Write the events so far. Events after the last `close` wait until the file is opened again."""
         with self._writing:
             while self._rows and not self.failed and self._file >= 0:
                 lines = [self._line(self._rows.popleft()) for _ in range(min(1000, len(self._rows)))]
@@ -138,10 +139,10 @@ class TraceWriter:
                 self._rows.clear()
 
     def after_fork_in_child(self) -> None:
-        """Write nothing any more: the file is the parent's."""
+        """Write nothing more: the file is the parent's."""
         self.failed = "a forked process"
         self._rows.clear()
-        self._writing = threading.Lock()
+        self._writing = threading.Lock()  # a thread that this process does not have may hold the old one
 
     def _run(self, stopped: threading.Event) -> None:
         while not stopped.wait(FLUSH_S):
@@ -160,7 +161,7 @@ class TraceWriter:
         event["ts"] = round(begin_s * 1e6 + self._shift_us, 3)
         before = b""
         if letter != "C":
-            if track.endswith("*"):  # transfers overlap: each goes to the first lane that is free
+            if track.endswith("*"):  # transfers overlap, so each goes to the first free lane
                 track = self._lane(track, begin_s, duration_s)
             before, event["tid"] = self._track(track)
         if letter == "X":
@@ -178,7 +179,7 @@ class TraceWriter:
         return f"{track[:-1]} #{lane + 1}"
 
     def _track(self, track: str) -> tuple[bytes, int]:
-        """Return what names a track, where it is new, and its number."""
+        """Return the events that name a new track, or nothing, and its number."""
         number = self._tracks.get(track)
         if number is not None:
             return b"", number
@@ -193,9 +194,9 @@ class TraceWriter:
 
 
 def _write(file: int, data: bytes, place: int) -> None:
-    """Write all of it."""
+    """Write all of ``data``."""
     while data:
-        written = os.pwrite(file, data, place)
+        written = os.pwrite(file, data, place)  # may be a part
         place += written
         data = data[written:]
 
@@ -208,7 +209,7 @@ def _json(value: object) -> bytes:
 
 
 _writers: dict[str, TraceWriter] = {}
-"""The files of this process: offloaders with the same file share it."""
+"""The writers of this process by path: offloaders with the same file share one."""
 
 
 def writer_for(path: str, about: Mapping[str, Any]) -> TraceWriter:
@@ -233,8 +234,8 @@ def _in_child() -> None:
 
 def _at_exit() -> None:
     for writer in _writers.values():
-        if writer.users:  # its offloader was dropped without close()
-            writer.users = 1
+        if writer.users:  # an offloader was dropped without `close`
+            writer.users = 1  # so that this one call ends the file
             writer.close({})
 
 
