@@ -49,7 +49,7 @@ class OffloadDecision:
         self.uses_names = bool(
             config.include or config.exclude or self._policy is not None or config.boundaries == "only"
         )
-        """Whether any pattern or policy reads the names of tensors."""
+        """Whether a pattern or policy reads tensor names."""
         self._filter = NameFilter(config.include, config.exclude, only_boundaries=config.boundaries == "only")
         self._keeps_last = config.policy in ("auto", "greedy")
         self._names: set[str] = set()
@@ -59,14 +59,14 @@ class OffloadDecision:
         self.forward_begins: ForwardBegins = lambda: None
         """Its observer receives the size of a forward's first storage."""
         self._unproven = isinstance(policy, Plan) and bool(policy.entries)
-        """The user's plan has not been followed yet, and the first forward has to save the storages that it lists."""
+        """The first forward under the user's plan, which must save the storages that the plan lists, has not ended."""
         self._forwards = 0
         self.keep_all = config.policy == "keep"
         """Move nothing for now."""
         self.probe: int | None = None
         """The storage at this place leaves once although the plan keeps it, to measure a link that is not in use."""
         self.mismatched_bytes = 0
-        """Bytes of storages that the plan does not have at their places; the autopilot reads and resets it."""
+        """Bytes of storages that the plan does not list at their places; the autopilot resets it."""
 
     def follow(self, plan: Plan | None) -> None:
         """Follow a plan; None: decide without one again."""
@@ -118,7 +118,7 @@ class OffloadDecision:
         """Return the decision of the policy.
 
         Raises:
-            ConfigError: it returned no `Decision`. Taken as a truth value, it could move a tensor that was to stay.
+            ConfigError: it returned no `Decision`, so a tensor that was to stay might move.
         """
         assert self._policy is not None, "it is asked"
         answer = expected(self._policy.decide, facts)

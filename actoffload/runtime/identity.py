@@ -1,8 +1,8 @@
-"""The identity of storages: the storage of a tensor, which bytes of it a view needs, and which storages never move.
+"""The identity of storages: a tensor's storage, the bytes of it that a view needs, and the storages that never move.
 
 A weak reference to its ``StorageImpl`` identifies a storage. While the reference lives, PyTorch cannot allocate another
-``StorageImpl`` at that address. So a map keyed by the address, which holds the reference, never takes a storage for a
-dead one. The address alone would not do: freed addresses are reused within microseconds.
+``StorageImpl`` at that address. So a map by address that holds the reference never takes a storage for a dead one. An
+address alone proves nothing: freed addresses are reused within microseconds.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class IdentityMap:
         self.records[identity.cdata] = [record] if known is None else [*known, record]
 
     def remove(self, record: Record) -> None:
-        """Remove a record, and drop its probe."""
+        """Remove a record."""
         if record.identity is None:
             return
         number = record.identity.cdata
@@ -160,7 +160,7 @@ class StorageSet:
         self._sweep_at = 1024
 
     def add(self, tensor: Tensor, note: str) -> None:
-        """Add the storage of a tensor, or of each inner tensor of a wrapper subclass; a present note stays."""
+        """Add the storage of a tensor, or of each inner tensor of a wrapper subclass; an earlier note stays."""
         for storage in storages(tensor):
             if storage._cdata not in self.by_number and storage.nbytes():
                 ref = StorageRef(storage)

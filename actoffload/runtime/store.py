@@ -66,7 +66,7 @@ class ActivationStore:
         decision: decides which storages stay; ``regions``: which checkpointed regions run once.
         profiler: records a step for the planner.
         identities: the live records by storage.
-        trace: writes the steps to a file; None without ``trace=`` and ``ACTOFFLOAD_TRACE``.
+        trace: records the steps in a file; None without one.
         closed: it admits nothing more; ``forked``: this process is a fork and has none of the threads.
         interrupted: an interrupt has aborted it.
         run: when the run began, and the memory that it found.
@@ -271,9 +271,9 @@ class ActivationStore:
         return waited_s
 
     def keep_static(self, reason: KeepReason, nbytes: int) -> None:
-        """Count a tensor that stays and is not an activation. An append needs no lock."""
+        """Count a tensor that stays and is not an activation."""
         deferred = self.shared.accounts.deferred
-        deferred.append((reason._value_, nbytes, False))
+        deferred.append((reason._value_, nbytes, False))  # atomic, so it needs no lock
         if len(deferred) >= MANY_DEFERRED:
             self.count_deferred()
 
@@ -313,12 +313,12 @@ class ActivationStore:
         """Return the storage with a record's bytes, the byte of the original at which it begins, and the next round.
 
         Args:
-            record: the record to bring back; the call blocks until its bytes are there.
+            record: the call blocks until its bytes are there.
             round_: how often this handle was unpacked before, as `obtain` returned it.
 
         Raises:
             StorageReadError: the only copy could not be read.
-            OffloaderClosedError: ``abort()`` dropped the copy, or the copy belongs to the parent of a forked process.
+            OffloaderClosedError: ``abort()`` dropped the copy, or it belongs to the parent of a forked process.
         """
         tier = self.tiers.by_device[record.kind]
         self.speak()
@@ -428,7 +428,7 @@ class ActivationStore:
             return  # the abort has dropped every record
         try:
             self._dropped.append((record, round_))  # atomic, so it needs no lock
-            if self.closed or not isinstance(record, KeptPlace):  # it frees nothing: the next save counts it
+            if self.closed or not isinstance(record, KeptPlace):  # else it frees nothing: the next save counts it
                 self._count_dropped_if_free()
         except BaseException as error:
             self._tell_later(error)
@@ -465,7 +465,7 @@ class ActivationStore:
         accounts = self.shared.accounts
         if accounts.deferred:
             accounts.count_deferred()  # first: it has the births of tensors whose deaths may be noted below
-        while self._dropped:  # no iteration: finalizers append meanwhile
+        while self._dropped:  # not a `for`: finalizers may append meanwhile
             record, round_ = self._dropped.popleft()
             if isinstance(record, KeptPlace):
                 accounts.remove_resident(record.nbytes)
@@ -559,9 +559,9 @@ class ActivationStore:
         with self.shared.lock:
             self.shared.stopped = True
             self.shared.changed.notify_all()  # threads that wait for bytes or room must see `stopped`
-        if self.trace is not None:  # without the lock: closing joins threads that take it
+        if self.trace is not None:
             self.trace.close(wait=wait, ask=not self.interrupted)
-        self.tiers.close(wait=wait)
+        self.tiers.close(wait=wait)  # without the lock: it joins threads that take it
 
     def after_fork_in_child(self) -> None:
         """Keep the saved tensors that are in memory, and lose the rest: the child has none of our threads."""

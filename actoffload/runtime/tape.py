@@ -12,9 +12,9 @@ from .saved_by_node import SavedByNode
 R = TypeVar("R")
 
 GROWTH = 1.5
-"""A window that was too small grows by this factor at a time ..."""
+"""A window that was too small grows by this factor ..."""
 GROWTH_LIMIT = 8
-"""... and at most to this multiple of its first size."""
+"""... up to this multiple of its first size."""
 FOR_EVER = 1 << 62
 """More bytes than any forward saves."""
 FIRST = 1 / 16
@@ -31,7 +31,7 @@ class LearnedOrders:
         self._capacity = capacity
 
     def get(self, signature: int) -> tuple[int, ...] | None:
-        """Return the last order observed for this signature, or None."""
+        """Return the order for this signature, or None."""
         return self._orders.get(signature)
 
     def put(self, signature: int, order: tuple[int, ...]) -> None:
@@ -94,7 +94,7 @@ class Tape(Generic[R]):
         signature: equal for forwards that saved storages of the same sizes in the same order.
         in_backward: backward has begun on it.
         built: a backward that builds a graph saves it, so that it grows while that backward walks another tape.
-        number: the number of its micro-batch, from 1; 0 before the first save.
+        number: of its micro-batch, from 1; 0 before the first save.
         given_bytes: bytes that backward has received of records that had moved.
         by_node: the bytes that each autograd node saved.
         regions: whether each checkpointed region that has begun runs once, in order; ``ran_again``: backward has run
@@ -157,7 +157,7 @@ class Tape(Generic[R]):
         return changes == self._idle[0] and self.total_bytes < self._idle[1]
 
     def forget(self, index: int) -> None:
-        """Free the place of a record that was released."""
+        """Free the place of a released record."""
         if self._sizes[index]:  # 0: it was freed before, and `live` counts each place once
             self._sizes[index] = 0
             self.records[index] = None
@@ -165,7 +165,7 @@ class Tape(Generic[R]):
         self._uncount(index)  # a record that dies unused no longer takes room in the window
 
     def learned(self) -> tuple[int, ...] | None:
-        """Return the order in which backward reached the records, or None if it reached none."""
+        """Return the order in which backward reached the records, if it reached any."""
         return tuple(self._seen) if self._seen else None
 
     def advance(self, index: int, orders: LearnedOrders) -> bool:
@@ -236,7 +236,7 @@ class Tape(Generic[R]):
 
     @property
     def is_first(self) -> bool:
-        """Whether backward has just begun, so that the record it needs now is among its first."""
+        """Whether the record that backward needs now is among its first."""
         return self.given_bytes <= FIRST * self.total_bytes
 
     @property

@@ -1,4 +1,4 @@
-"""Keeps ``torch.compile`` out of our frames, and lets modules that carry our hooks be copied and pickled.
+"""Keep ``torch.compile`` out of our frames, and let modules with our hooks be copied and pickled.
 
 Nothing here imports the compiler: that takes seconds, and most programs do not use it.
 """
@@ -27,21 +27,21 @@ UNTRACED_REASON = (
 
 
 def _owned(function: Callable[[], object]) -> bool:
-    """Whether the None that a C function returns is the caller's own; one that is only lent would be worn out."""
+    """Return whether a C function returns a new reference to None; a borrowed one would be released too often."""
     before = sys.getrefcount(None)
     for _ in range(_LOANS):
         function()
     return abs(sys.getrefcount(None) - before) < _LOANS // 2
 
 
-# Private names of PyTorch's own. Without them, what is below is only slower, and imports the compiler.
+# Private names of PyTorch. Without them, the functions below import the compiler and are slower.
 _frames: Any = sys.modules.get("torch._C._dynamo.eval_frame")
 _NEEDED = ("get_eval_frame_callback", "set_eval_frame", "set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
 _at_hand = all(hasattr(_frames, name) for name in _NEEDED) and _owned(_frames.get_eval_frame_callback)
 
 
 def _skip(code: CodeType) -> None:
-    """Have the compiler leave frames of this code as they are; what they call is compiled."""
+    """Have the compiler run frames of this code as they are, and still compile their callees."""
     if _at_hand:
         action = _frames._FrameAction
         _frames.set_code_exec_strategy(code, _frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
@@ -50,13 +50,13 @@ def _skip(code: CodeType) -> None:
 
 
 def _mark(function: Callable[..., Any]) -> None:
-    """Have the compiler break its graph at a call of this function, and say why."""
+    """Have the compiler break its graph at a call of this function, and show our reason."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = UNTRACED_REASON  # type: ignore[attr-defined]
 
 
 class _Thread(threading.local):
-    """Whether this thread is in a frame of ours that was kept out of ``torch.compile``, which is at work around it."""
+    """Whether this thread runs a frame of ours, inside of a function that ``torch.compile`` compiles."""
 
     compiled = False
 
@@ -65,14 +65,14 @@ _thread = _Thread()
 
 
 def inside_compiled() -> bool:
-    """Return whether ``torch.compile`` is at work around this `untraced` frame, or may be."""
+    """Return whether the caller of this `untraced` frame is being compiled, or may be."""
     return _thread.compiled or not _at_hand
 
 
 def untraced(function: F) -> F:
     """Keep ``torch.compile`` out of our own frames; inside a compiled function they are a graph break.
 
-    Nearly free where nothing is being compiled, as autograd calls some of them for each tensor.
+    It costs almost nothing outside of compilation, as autograd calls some of these functions for each tensor.
     """
     if not _at_hand:
         disabled: F = torch.compiler.disable(function, reason=UNTRACED_REASON)  # type: ignore[no-untyped-call]
@@ -88,7 +88,7 @@ def untraced(function: F) -> F:
             return function(*args, **kwargs)
         finally:
             _thread.compiled = outer
-            set_compiling(before)
+            set_compiling(before)  # in any case: else the rest of this thread would no longer be compiled
 
     _skip(direct.__code__)
     _mark(direct)
@@ -96,31 +96,32 @@ def untraced(function: F) -> F:
 
 
 def untraced_frame(function: F) -> F:
-    """Keep ``torch.compile`` out of this frame of ours, but not out of what it calls."""
+    """Keep ``torch.compile`` out of this frame of ours, but not out of its callees."""
     _mark(skipped(function))
     return function
 
 
 def skipped(function: F) -> F:
-    """Keep ``torch.compile`` from beginning at this frame of ours. What it calls is compiled; an export reads it."""
+    """Keep ``torch.compile`` from beginning at this frame of ours. Its callees are compiled; an export traces it."""
     _skip(function.__code__)
     return function
 
 
 class Hooking:
-    """Something that modules' hooks hold: a copy of such a module shares it, a pickled module leaves it behind."""
+    """Base of objects that modules' hooks hold: a copy of the module shares it, a pickled module leaves it behind."""
 
     def __init__(self) -> None:
+        # Weakly: this object must not keep a model that the program drops.
         self._hooks: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
 
     def forget(self, module: nn.Module) -> None:
-        """Take the hooks away that are noted for a module."""
+        """Remove the hooks of a module."""
         for handle in self._hooks.pop(module, ()):
             handle.remove()
 
     def remove(self) -> None:
-        """Take every hook away again."""
-        for module in list(self._hooks):
+        """Remove every hook."""
+        for module in list(self._hooks):  # a copy, as `forget` removes entries
             self.forget(module)
 
     def __deepcopy__(self, memo: object) -> Hooking:
@@ -131,7 +132,7 @@ class Hooking:
 
 
 class _Gone:
-    """What the hooks of an unpickled module hold: does nothing."""
+    """The object in the hooks of an unpickled module: it does nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("__"):
