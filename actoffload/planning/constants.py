@@ -121,8 +121,6 @@ TIGHTER = 0.9
 
 # -- reports and explanations -----------------------------------------------------------------------------------------
 
-# -- what people are told ---------------------------------------------------------------------------------------------
-
 SLOW = 0.05
 """Share of the time. A step that waits for this much is slow."""
 SMALL_PART = 0.2

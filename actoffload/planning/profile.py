@@ -177,6 +177,7 @@ class Profile:
     def once(self) -> tuple[int, ...]:
         """The places of the regions that ran once; regions that backward never reached are not among them."""
         ran = {s.region for s in self.storages if s.region is not None}
+        # Such a region may have saved nothing, so no storage names it.
         ran |= {r.place for r in self.regions if r.again_s is None and r.backward_end_s is not None}
         return tuple(sorted(ran))
 

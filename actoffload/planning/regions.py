@@ -120,6 +120,7 @@ def _holder(storage: Storage, regions: Sequence[Region]) -> int | None:
     """The place of the region whose recomputation holds a storage: the last one that began before it; else None."""
     if storage.kept != RECOMPUTED:
         return None
+    # A storage is held from the moment at which its recomputation begins; both are sums, equal up to rounding.
     before = [(r.again_s, r.place) for r in regions if r.tape == storage.tape and r.again_s is not None]
     return max(((s, place) for s, place in before if s <= storage.birth_s + ROUNDING), default=(0.0, None))[1]
 

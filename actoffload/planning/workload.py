@@ -73,6 +73,7 @@ class Workload:
         known = {p for item in self.items for p in item.positions}
         self._unmatched = [p for p, storage in enumerate(storages) if storage.movable and p not in known]
         self.events = self._make_events()
+        # Equal moments keep the order of saving: equal profiles give equal plans.
         self.order = [p for _, p in sorted((need, p) for p, need in enumerate(self.need) if need is not None)]
         self.place = [-1] * len(storages)
         self.reach = [0]
