@@ -1,5 +1,4 @@
-"""Lets all ranks of a group run the same checkpointed regions once: if ranks communicate in one, all run it once or
-none.
+"""Lets all ranks run the same checkpointed regions once: a region in which ranks communicate has to run alike on all.
 
 Only the program calls this, because only the program knows a moment that all ranks share. In a pipeline one rank may
 wait for another in the middle of a step, and a rank may skip steps that the rest take.

@@ -121,6 +121,7 @@ class Plan:
             raise ConfigError(
                 "policy", text[:80], f"not a plan of version {VERSION} ({error}); give the text of Plan.to_json()"
             ) from error
+        # `parse` checks types only, and an unknown action would count as a decision to move.
         choices = {d.value for d in Decision}
         legal = all(entry.action in choices and entry.tier in TIERS for entry in plan.entries)
         if not legal:

@@ -287,6 +287,7 @@ class _Step:
                     self._need(p, now, self.workload.place[p])
                 if self.workload.recorded[p]:
                     self._events += 1
+                    # Later than `now` if the event had to wait.
                     self._let_go(base + clock.delay)
             elif kind == DEATH and not (mode == KEEP and state[p] == ON_DEVICE):
                 self.transfers.free(p, now)
@@ -308,6 +309,7 @@ class _Step:
 
     def _save(self, p: int, mode: int, now: float) -> None:
         device = self.device
+        # Its own save is an event as well, which `run` counts afterwards: a release there comes 0 events later.
         self._saved_at[p] = self._events + 1
         device.phase = "forward"
         if device.used + self.workload.nbytes[p] > device.limit:
@@ -329,6 +331,7 @@ class _Step:
             now = self._wait_for_pending(nbytes, self._most_pending, now)
             if now < 0:
                 return now
+        # If the disk is full, a storage that is bound for it goes as far as host memory.
         to_disk = mode == NVME and transfers.disk.has_room(nbytes)
         if mode == NVME and not to_disk and not transfers.has_host:
             return -1.0
@@ -432,6 +435,7 @@ class _Step:
         )
 
     def _note_peak(self) -> None:
+        # Copied at each new peak: the simulator cannot know yet which one is the last.
         self._at_peak = self.device.holds[:], self.transfers.state[:], self.transfers.left[:]
 
     def _describe_peak(self) -> Peak | None:
@@ -453,6 +457,7 @@ class _Step:
             kinds[kind] += nbytes
             name = self.workload.profile.storages[p].module or ""
             modules[name] = modules.get(name, 0) + nbytes
+        # By name where bytes are equal, so that equal steps are explained alike.
         largest = sorted(modules.items(), key=lambda pair: (-pair[1], pair[0]))[:MOST_MODULES]
         device = self.device
         return Peak(

@@ -140,6 +140,7 @@ class Links:
 
     def enqueue(self, queue: int, p: int, now: float) -> None:
         self._queues[queue].append(p)
+        # A busy queue begins its next transfer when the running one ends.
         if self._current[queue] < 0:
             self._start(queue, now)
             if self._ends[queue] < self.next_end:

@@ -135,6 +135,7 @@ class Workload:
         tiers = [KEEP] * len(self.items)
         for number, item in enumerate(self.items):
             entry = plan.entry(number, self.nbytes[item.positions[0]])
+            # A storage without an entry moves: so the offloader treats storages that its plan does not list.
             if not item.movable or (entry is not None and entry.action == Decision.KEEP.value):
                 continue
             to_host = entry is not None and entry.tier == "host" and self.profile.host is not None
