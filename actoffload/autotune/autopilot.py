@@ -581,7 +581,7 @@ class Autopilot:
             self._shared.reporter.advise("agree", told)
             self._shared.reporter.warn()
 
-    # -- for people ---------------------------------------------------------------------------------------------------
+    # -- for explanations ---------------------------------------------------------------------------------------------
 
     def facts(self) -> PlanFacts:
         """The plans of all shapes, for an explanation."""

@@ -84,7 +84,7 @@ class Budgets:
         usable, memory = self._tiers.usable_bytes(), self._tiers.in_use()
         if usable is None or memory is None or not self._run.beside_bytes:
             return None
-        # The memory in use now is no loss: except for the part beside saved tensors it is theirs again.
+        # Memory in use counts as room too, except for the part beside saved tensors: the rest is saved tensors now.
         return max(0, int((1 - MEMORY_MARGIN) * usable) + memory[0] - self._run.beside_bytes)
 
     # -- device_memory ------------------------------------------------------------------------------------------------

@@ -50,8 +50,7 @@ def with_regions(base: Profile, once: Collection[int]) -> Profile:
     # A chosen region's held storages go, because `_saved_once` adds the same storages to its forward.
     stays = [s for s in base.storages if (place := _holder(s, base.regions)) is None or place not in once]
     kept = [_moved(s, sooner) for s in stays]
-    # Without the removed time, different moments may become equal. The order of saving has to survive that, because a
-    # plan counts places in it.
+    # Removing time may make moments equal. The order of saving has to survive that: a plan counts places in it.
     born = accumulate((s.birth_s for s in kept), max)
     placed = list(zip(born, kept, strict=True))
     placed += [(s.birth_s, s) for region in chosen for s in _saved_once(region, sooner)]
@@ -159,6 +158,7 @@ def _saved_once(region: Region, shift: _Shift) -> list[Storage]:
     until_s = shift(region.backward_end_s)
     backward_s = until_s - shift(_again_s(region))
     saves = sorted(region.saves, key=lambda save: save.offset_s)
+    # So that no share passes 1, and a region that took no time divides by something.
     whole_s = max([region.recompute_s, *(save.offset_s for save in saves)]) or 1.0
     shares = [save.offset_s / whole_s for save in saves]
     # An operator's forward ends as the next storage is saved. Backward reverses that: the operator, which needs its own

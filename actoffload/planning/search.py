@@ -170,6 +170,7 @@ class Search:
         seen = self.predict(choice)
         if budget is not None and seen.peak_bytes > budget:
             raise self._over(seen.peak_bytes)
+        # A first plan knows nothing of the time that hooks and copies take, for which a small gain does not pay.
         if budget is None and seen.peak_bytes > self._worth_it:
             return self._decline(self._why_declined(choice))
         return self.finish(choice, self._why_moved)

@@ -212,8 +212,7 @@ class _ReadAhead:
                 return  # a later forward saves it: backward has not begun there
             nbytes = self.workload.nbytes[p]
             if ON_HOST <= where <= ON_DISK:
-                # Storages that are still on the device fill the window as well: without them it reached further than
-                # the offloader's, which counts bytes from backward's position.
+                # Kept storages fill the window as well: the offloader's window counts bytes from backward's position.
                 if reach[self.place] - reach[self.cursor] >= self.window:
                     return
                 if not self._has_room(nbytes):

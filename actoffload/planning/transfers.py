@@ -292,7 +292,7 @@ class Transfers:
                 self._fetch_to_device(p, now)
         elif state[p] == FETCHING:
             state[p] = ON_DEVICE
-            # From disk, host memory was only a station. Otherwise the host copy stays until the storage dies.
+            # A storage from disk needs its host memory no more. Any other host copy stays until its storage dies.
             if self.disk.holds[p]:
                 self.host.remove(p)
         links.start_next(queue, now)

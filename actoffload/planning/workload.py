@@ -117,6 +117,7 @@ class Workload:
             first = self.profile.storages[item.positions[0]]
             moves = item.movable and tier != KEEP
             # One entry serves every forward of the step, and the latest release is late enough for the copies of all.
+            # 0 events: backward used the storage before it had left, so the entry sets no moment.
             entries.append(
                 PlanEntry(
                     index=number,
@@ -150,8 +151,7 @@ class Workload:
         for number, storage in enumerate(storages):
             if storage.index is not None:
                 same = places.setdefault(storage.index, [])
-                # An offloader matches plan entries by place and size, so a storage of another size is no part of the
-                # item.
+                # An offloader matches entries by place and size, so a storage of another size is not in this item.
                 if not same or storage.nbytes == self.nbytes[same[0]]:
                     same.append(number)
         return [self._item(tuple(places[index])) for index in sorted(places)]
