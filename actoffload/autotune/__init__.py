@@ -1,1 +1,1 @@
-"""``policy="auto"``: when to plan, correct a plan and recompute, and how ranks agree on one."""
+"""``policy="auto"``: when the library plans, corrects a plan or recomputes, and how ranks agree on one plan."""

@@ -1,7 +1,7 @@
-"""The same checkpointed regions run once on all ranks of a group: where ranks communicate in one, all do it or none.
+"""Lets all ranks run the same checkpointed regions once: a region in which ranks communicate has to run alike on all.
 
-It is asked for, never done by itself: only the caller knows a moment that all ranks share. In a pipeline one rank may
-wait for the other in the middle of a step, and a rank may skip steps that others take.
+Only the program calls this, because only the program knows a moment that all ranks share. In a pipeline one rank may
+wait for another in the middle of a step, and a rank may skip steps that the rest take.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNEQUAL = "agree(): the ranks save different tensors: each plans for itself, and
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Brought:
-    """What one rank brings: the regions that it would run once, by place, what it saves, why it cannot agree now."""
+    """One rank's part: the places of the regions that it would run once, its storages, why it cannot agree now."""
 
     once: tuple[int, ...] | None = None
     fits: tuple[Any, ...] = ()
@@ -31,28 +31,30 @@ class Brought:
 
 
 def several_ranks(group: Any = None) -> bool:
-    """Whether there is more than one rank."""
+    """Whether the process group has more than one rank."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
 def bring(planner: Any, base: Profile, limits: Limits) -> Brought:
-    """This rank's choice for the step in which all regions run again, and the storages and regions of that step."""
+    """This rank's choice for the step in which all regions run again, with the storages and regions of that step."""
     fits = tuple(s.nbytes for s in base.storages), tuple((r.place, r.name) for r in base.regions)
     try:
         once = planner.propose(base, replace(limits, agreed=True)).once
+        # Without a choice that keeps the budget this rank proposes to run every region again, as the program does.
     except BudgetError:
         once = frozenset()
     return Brought(once=tuple(sorted(once)), fits=fits)
 
 
 def agree(pilot: Autopilot | None, group: Any, problem: str) -> bool:
-    """`Offloader.agree`: every rank takes part in the collective, also one that can agree on nothing now.
+    """`Offloader.agree`: every rank takes part in the collective, even if it cannot agree now.
 
     Raises:
-        StateError: a rank has a problem, or does not plan; on all of them.
+        StateError: on all ranks, if one has a problem or does not plan.
     """
     if not several_ranks(group):
         return pilot is not None and pilot.plan is not None
+    # A problem travels through the collective: a rank that raised before it would leave the other ranks waiting.
     problem = problem or ("its policy is not 'auto'" if pilot is None else "")
     mine = Brought(problem=problem) if pilot is None or problem else pilot.brings()
     found: list[Any] = [None] * dist.get_world_size(group)
@@ -62,6 +64,7 @@ def agree(pilot: Autopilot | None, group: Any, problem: str) -> bool:
             raise StateError(f"agree(): rank {rank} of the group: {each.problem}")
     assert pilot is not None, "a rank without a planner has a problem, which raises on all ranks"
     ready = all(each.once is not None for each in found)
+    # The first rank decides: ranks measure different times, and may choose different regions for the same step.
     equal = len({each.fits for each in found}) == 1
     once = frozenset(found[0].once) if ready and equal else None
     pilot.agreed(once, UNEQUAL if ready and not equal else "")

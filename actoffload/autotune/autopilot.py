@@ -1,10 +1,9 @@
-"""Plans from what the steps show, follows the plan, and corrects it: what ``policy="auto"`` does from step to step.
+"""Makes plans from recorded steps, follows and corrects them: ``policy="auto"``, from step to step.
 
-Each shape of inputs is in one `Stage`. A step is recorded in which every checkpointed region runs again, the base;
-`propose` says which regions should run once. The next step follows a plan for them that was made on paper, and is
-recorded; `plan` says what leaves. From then on plans are judged by the steps under them: the one with the shortest is
-followed again, predicted ones only until they are measured. Where the last steps are not as the plan has it, another
-step is recorded and planned from.
+Each shape of inputs is in one `Stage`. From a recorded step in which every checkpointed region runs again, the base,
+`propose` chooses the regions that should run once. The next step follows a plan for them made on paper, and is
+recorded; `plan` chooses the storages that leave. Then measured steps decide between plans. If the last steps differ
+from their plan, another step is recorded and planned from.
 """
 
 from __future__ import annotations
@@ -51,16 +50,16 @@ from .shapes import AGAIN, UNRECORDED, Shape, Shapes, Stage, Tried
 
 
 class Autopilot:
-    """One offloader's planning. Called between steps, when nothing that was saved is alive.
+    """One offloader's planning. Called between steps, when no saved tensor is alive.
 
-    It has more than fifteen attributes: what it was given, the shape that runs, and when to look for a plan again.
+    It has more than fifteen attributes: the parts of its store, the shape that runs, and when to plan again.
 
     Args:
-        store: is recorded and counted.
-        following: follows the plan.
+        store: its steps are recorded and counted.
+        following: applies the plan.
 
     Attributes:
-        history: why each of the last plans was made, oldest first.
+        history: the reasons of the last plans, oldest first.
         making: makes the plans.
     """
 
@@ -73,34 +72,34 @@ class Autopilot:
         self._recording = Recording(store)
         self._budgets = Budgets(store)
         self._recorded_shape = self._shape = Shape(())
-        """The shape of the step that is or was recorded, and of the one that runs: as the one before, until known."""
+        """The shape of the recorded step, and of the running one: the shape of the step before until that is known."""
         self._settled = False
-        """The step that is or was recorded began with all that any step has beside saved tensors."""
+        """The recorded step began with all the memory that a step needs beside saved tensors."""
         self._shapes = Shapes()
         self.making = Making(store, self._budgets, self._shapes)
         self._shape_is_known = False
         self._signatures: set[Hashable] = set()
-        """Of the forwards of models in the step that runs, if nothing moves in it."""
+        """Signatures of the models' forwards in the running step, if nothing moves in it."""
         self._watch: Watch[Shape] = Watch(store)
         self._count = self._changes = self._record_from = 0
-        """Steps so far; changes since all was as planned; the step from which on one is recorded."""
+        """Steps so far; changes in a row; the first step that may be recorded again."""
         self._agreed: frozenset[int] | None = None
-        """The regions that run once on all ranks; None while each rank is on its own."""
+        """The regions that run once on all ranks; None while each rank decides alone."""
         self._gave_up = self._said = False
 
     @property
     def limits(self) -> Limits:
-        """What a plan for the step that was recorded has to respect."""
+        """The limits of a plan for the recorded step."""
         return self.making.limits(self._recorded_shape)
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that is followed; None before there is one."""
+        """The followed plan; None before there is one."""
         return self._shape.plan
 
     @property
     def profile(self) -> Profile | None:
-        """What the plan was made from."""
+        """The step that the plan was made from."""
         return self._shape.profile
 
     @property
@@ -109,20 +108,20 @@ class Autopilot:
         return self._shape.steps.seen
 
     def model_begins(self, key: InputShapes, signature: Callable[[], Hashable]) -> bool:
-        """As `forward_begins`; return whether the forward needs no hooks. ``signature``: see `ModelInputs`."""
+        """Begin a forward, as `forward_begins`; return whether it needs no hooks. ``signature``: see `ModelInputs`."""
         self.forward_begins(key)
-        if self._shape.nothing_moves:  # else no signature is needed, and it takes time
+        if self._shape.nothing_moves:  # otherwise no forward rests, and a signature takes time
             self._signatures.add(signature())
         return self._shape.stage is Stage.RESTING and self._signatures == {self._shape.signature} and not self._gave_up
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
     def between_steps(self) -> None:
-        """A step has ended and the next one begins with the forward that follows.
+        """End a step; the next one begins with the forward that follows.
 
         Raises:
-            BudgetError: no plan keeps the ``device_budget``, and the last step did not keep it either; or what is no
-                saved tensor takes more than ``device_memory``.
+            BudgetError: neither a plan nor the last step keeps the ``device_budget``; or memory beside saved tensors
+                passes ``device_memory``.
         """
         if self._gave_up:
             self._profiler.forget()
@@ -134,19 +133,19 @@ class Autopilot:
                 self._begin_step()
         except BudgetError:
             raise
-        except Exception as error:  # training does not end because a plan could not be made
+        except Exception as error:  # training must not end because planning failed
             if is_interrupt(error):
                 raise
             self._give_up(error)
         shape = self._shape
         if shape.regions and shape.plan is not None and shape.stage is not Stage.PAPER and not self._said:
-            self._said = True  # and said without the lock, on a thread of the user's
+            self._said = True  # logged after the lock is released, on a thread of the user's
             say(self._shared.config, f"actoffload: {regions(shape.facts(self._budgets.device_bytes))}")
 
     def _give_up(self, error: Exception) -> None:
         self._gave_up = True
         self._following.placement.keep_all = False
-        self._following.follow(None, self._agreed or frozenset())  # as the program, or all ranks, have it
+        self._following.follow(None, self._agreed or frozenset())  # regions run as in the program, or as ranks agreed
         self._profiler.forget()
         self.history.append(f"no plan: {error!r}")
         self._shared.reporter.advise(
@@ -161,9 +160,9 @@ class Autopilot:
         self._begin_shape()
 
     def forward_begins(self, key: InputShapes) -> None:
-        """A forward begins whose inputs have these shapes. The first one of a step decides which plan is followed.
+        """Begin a forward whose inputs have these shapes; the first forward of a step decides on the plan.
 
-        Where no model is known it is told of the first storage, by its size.
+        If no model is known, the size of the forward's first storage stands for the shapes.
         """
         if self._shape_is_known or self._gave_up:
             return
@@ -173,12 +172,12 @@ class Autopilot:
             if shape is not self._shape:
                 self._shape = shape
                 if self._agreed is not None:
-                    shape.once = self._agreed  # whatever the shape: another rank's may be another one
+                    shape.once = self._agreed  # for every shape: another rank's step may have another shape
                 self._following.follow(shape.plan, shape.once)
                 self._begin_shape()
 
     def _begin_shape(self) -> None:
-        """A step of this shape begins: record it or not, and move something to measure a link or not."""
+        """Begin a step of this shape: record it or not, and move a storage to measure a link or not."""
         shape, placement = self._shape, self._following.placement
         placement.keep_all = shape.stage is Stage.KEEPING
         placement.probe = shape.probe if shape.steps.measures else None
@@ -186,7 +185,7 @@ class Autopilot:
         self._shared.watches_host = followed and placement.probe is None and shape.steps.measures
         self._shared.budget.limit_bytes = self._budgets.of(shape, self._shapes)
         if self._profiler.finished:
-            return  # a step that nobody could look at yet, as the device had not come to its end
+            return  # the device has not ended the recorded step yet, so its times are not known
         if self._is_recorded(shape):
             self._recorded_shape, self._settled = shape, self._run.is_settled
             if not self._profiler.active:
@@ -206,21 +205,21 @@ class Autopilot:
         return found
 
     def _finish_step(self) -> None:
-        watch, rested = self._watch, self._shape.stage is Stage.RESTING  # before a review of earlier steps says so
+        watch, rested = self._watch, self._shape.stage is Stage.RESTING  # a review below may begin a rest
         for shape, plan, ended in watch.ended():
             if shape.plan is plan:
                 self._review(shape, ended)
         if not watch.began:
             return
         shape, recorded = self._shape, self._profiler.active or self._profiler.finished
-        if rested:  # a pass without gradients has no signature, and saves nothing
+        if rested:  # a pass without gradients has no signature, and saves nothing: it is no step
             if not self._is_too_much(shape, watch.end()) and (watch.saved or self._signatures):
                 self._count += 1
                 shape.rested(watch.saved)
             return
         if not watch.saved and (shape.plan is not None or not self._profiler.finished):  # a pass without gradients
             if not self._profiler.finished:
-                self._profiler.forget()  # what is recorded begins with the step that follows
+                self._profiler.forget()  # the recording begins with the next step instead
             return
         self._count += 1
         observed = watch.end()
@@ -234,20 +233,20 @@ class Autopilot:
                 self._review(shape, observed)
 
     def _begin_rest(self, shape: Shape, step_s: float) -> None:
-        """Have the next steps of a shape run without hooks, if nothing asks for these."""
+        """Have the next steps of a shape run without hooks, if neither ranks nor a budget need the hooks."""
         free = self._agreed is None and self.making.limits(shape).device_budget is None
         if free and len(self._signatures) == 1 and may_rest(self._store, shape, self._watch.saved, step_s):
             shape.begin_rest(*self._signatures)
 
     def _is_too_much(self, shape: Shape, observed: Observed) -> bool:
-        """Whether the step ran out of memory, or passed ``device_memory``: the next one of its shape takes less."""
+        """Whether the step ran out of memory or passed ``device_memory``. Then the next one of its shape saves less."""
         limit, passed = self._budgets.of(shape, self._shapes), self._budgets.passed_bytes
-        kept = 0 if shape.profile is None else shape.profile.baseline_peak_bytes  # where no hooks have seen a peak
+        kept = 0 if shape.profile is None else shape.profile.baseline_peak_bytes  # if no hooks measured a peak
         ran_out, peak = self._store.out_of_memory.happened(), observed.peak_bytes or kept
         if not ran_out and not (passed and limit):
             return False
         most = peak if limit is None else min(peak, limit)
-        shape.tried.clear()  # they were for a larger budget
+        shape.tried.clear()  # these plans were made for a larger budget
         if ran_out:
             if most:
                 shape.at_most(TIGHTER * most)
@@ -258,8 +257,8 @@ class Autopilot:
         return True
 
     def _is_another(self, shape: Shape) -> bool:
-        """Whether the forward saved something else than the plan was made for: then it begins anew."""
-        if shape.plan is None or shape.profile is None or shape.stage is Stage.PAPER:  # places are guessed
+        """Whether the forward saved other storages than the plan lists. Then planning begins anew for its shape."""
+        if shape.plan is None or shape.profile is None or shape.stage is Stage.PAPER:  # places on paper are a guess
             return False
         if self._following.placement.mismatched_bytes <= SHAPES_CHANGED * max(1, shape.profile.saved_bytes):
             return False
@@ -272,8 +271,8 @@ class Autopilot:
     # -- recorded steps -----------------------------------------------------------------------------------------------
 
     def _look_at_recording(self, shape: Shape, observed: Observed, moved_bytes: int) -> None:
-        """A step was recorded: choose from it which regions run once, plan from it, or try one with nothing moved."""
-        if shape.plan is None and self._profiler.has_no_record:  # nothing was large enough to move
+        """Use a recorded step: choose the regions that run once, make a plan, or have a step move nothing first."""
+        if shape.plan is None and self._profiler.has_no_record:  # no storage was large enough to move
             self._profiler.forget()
             self._back_off()
             self._begin_rest(shape, observed.step_s)
@@ -301,33 +300,33 @@ class Autopilot:
                 self._make_plan(shape, profile, observed)
 
     def _may_plan(self, shape: Shape) -> bool:
-        # Regions that were just chosen are planned for at once: until then the step moves everything.
+        # Regions chosen just now are planned for without a pause, because until then the step moves everything.
         rested = bool(shape.once) or now() >= self.making.rest_until_s
         return self._recording.steps > WARM_UP and rested and self._budgets.all_is_there(shape)
 
     def _chooses_regions(self, shape: Shape, profile: Profile) -> bool:
-        """Whether regions may run once that ran again in the step that was recorded: then follow the best choice."""
+        """Whether regions that ran again may run once. Then follow the best choice."""
         if shape.once or not profile.regions:
             return False
         shape.base = profile
         return self._agreed is None and self._choose(shape, "first plan")
 
     def _choose(self, shape: Shape, reason: str) -> bool:
-        """Whether a plan with all regions run again, or with others on paper, is followed from the next step on.
+        """Whether the next step follows a plan, with all regions run again or with others on paper.
 
-        Else all regions run again and all moves, and the next step is recorded.
+        Otherwise all regions run again, everything moves, and the next step is recorded.
         """
         base = None if shape.base is None else self._recording.on_links(shape.base)
         if base is None or self._agreed is not None:
             self._run_once(shape, AGAIN, reason)
             return False
-        before, shape.once = shape.once, AGAIN  # for the budget
+        before, shape.once = shape.once, AGAIN  # the budget depends on it
         try:
             plan: Plan | None = self.making.plan(shape, base)
         except BudgetError as error:
             plan, config = None, self._shared.config
             if config.device_memory is not None and config.device_budget is None and not self._budgets.passed_bytes:
-                # The step as it was recorded kept the number: a simulation that says otherwise is too careful.
+                # The recorded step kept the number, so a simulation that passes it is too careful.
                 _, plan = self.making.least(shape, base, error.floor_bytes)
         if plan is not None:
             self._know(shape, plan, base)
@@ -345,26 +344,26 @@ class Autopilot:
         return True
 
     def _know(self, shape: Shape, plan: Plan, profile: Profile, measured_s: float | None = None) -> None:
-        """Know how long a step with these regions is, under this plan."""
+        """Remember the length of a step with these regions, under this plan."""
         budget = self._budgets.of(shape, self._shapes)
         shape.know(Tried(shape.once, plan, profile, budget, shape.other_bytes, shape.began_bytes, measured_s))
 
     def _tries_others(self, shape: Shape, than_s: float, reason: str) -> bool:
-        """Whether a step with other regions run once is shorter than this, on paper; the next step then shows it."""
+        """Whether, on paper, a step with other regions run once is shorter than this. Then the next step proves it."""
         if shape.base is None or self._agreed is not None:
             return False
         base, budget = self._recording.on_links(shape.base), self._budgets.of(shape, self._shapes)
         try:
             once = self.making.propose(shape, base).once
         except BudgetError:
-            return False  # not even as they are: the plan says by how much
+            return False  # no choice keeps the budget, and the plan's own error names the shortfall
         if once in (shape.once, AGAIN):
             return False
         budgets = (tried.budget or 0 for tried in shape.tried if tried.once == once)
         if any(budget is None or budget <= (1 + PEAK_CHANGE) * before for before in budgets):
-            return False  # it was no better
+            return False  # this choice was no better with as large a budget
         profile, before = with_regions(base, once), shape.once
-        shape.once = once  # for the budget
+        shape.once = once  # the budget depends on it
         try:
             plan = self.making.plan(shape, profile)
         except BudgetError:
@@ -378,10 +377,10 @@ class Autopilot:
         return True
 
     def _make_real(self, shape: Shape, recorded: Profile) -> None:
-        """A step was recorded under a plan that was made on paper: plan once more, for what it really saves.
+        """Plan anew from the step that was recorded under a plan made on paper, for the storages that it really saved.
 
-        Where that is as on paper the times are as well: they come from a calmer step. An allocator that has to give
-        its cache back, as it does once under every new plan near the device's end, has the device idle meanwhile.
+        If it saved what the paper predicts, the paper's times hold too, because they come from a calmer step: under
+        each new plan near the device's limit the allocator gives its cache back once, and the device idles meanwhile.
         """
         assert shape.profile is not None, "a plan was made from it"
         profile = self._recording.on_links(recorded if self._following.placement.mismatched_bytes else shape.profile)
@@ -401,17 +400,17 @@ class Autopilot:
     # -- plans --------------------------------------------------------------------------------------------------------
 
     def _make_plan(self, shape: Shape, profile: Profile, observed: Observed) -> None:
-        """Make the first plan for what was recorded, with fewer regions that run once where none keeps the budget.
+        """Make the first plan for a recorded step, or take the lowest budget if no plan keeps a share.
 
         Raises:
-            BudgetError: no plan keeps a budget in bytes, nor did the last step; where it is a share the least is taken.
+            BudgetError: no plan keeps a budget in bytes, and the last step did not keep it either.
         """
         budget = self.limits.device_budget
         try:
             plan = self.making.plan(shape, profile)
         except BudgetError as error:
             found, number = None, bool(self._budgets.device_bytes)
-            if number or passed(observed, budget):  # else the last step did keep it: go on as it was
+            if number or passed(observed, budget):  # otherwise the last step kept the budget: go on without a plan
                 assert budget is not None, "no plan keeps it"
                 least, found = self.making.least(self._recorded_shape, profile, budget)
                 if self._shared.config.device_budget is not None and self._shared.config.device_share is None:
@@ -430,10 +429,10 @@ class Autopilot:
         self._follow(shape, replace(known.plan, predicted_step_s=known.step_s), known.profile, reason, known.once)
 
     def _run_once(self, shape: Shape, once: frozenset[int], reason: str = "") -> None:
-        """Run these regions once from the next step on, which is recorded. Until there is a plan, all may move."""
+        """Run these regions once from the next step on, which is recorded. Without a plan, everything may move."""
         if reason:
             self.history.append(reason)
-        if self._agreed is None:  # else all ranks decide that together
+        if self._agreed is None:  # otherwise all ranks decide together
             shape.once = once
         shape.plan, shape.stage = None, Stage.SAFE
         shape.steps = StepsUnderPlan()
@@ -445,7 +444,7 @@ class Autopilot:
     def _follow(
         self, shape: Shape, plan: Plan, profile: Profile, reason: str, once: frozenset[int] | None = None
     ) -> None:
-        """Follow a plan; ``once``: with these regions run once, else with those that do."""
+        """Follow a plan; ``once``: with these regions run once, by default with the shape's."""
         shape.once = shape.once if once is None else once
         self.history.append(f"{reason} (inputs {shape})" if len(self._shapes) > 1 else reason)
         shape.steps = StepsUnderPlan(REVIEW_STEPS if shape.profile is None else AFTER_A_CHANGE)
@@ -461,7 +460,7 @@ class Autopilot:
     # -- steps under a plan -------------------------------------------------------------------------------------------
 
     def _review(self, shape: Shape, observed: Observed) -> None:
-        """Compare the last steps with the plan; have another one recorded where they are not as it says."""
+        """Compare the last steps with the plan; have another one recorded if they differ."""
         assert shape.plan is not None, "there is a plan to look at"
         assert shape.profile is not None, "a plan was made from a profile"
         seen = shape.steps.add(observed)
@@ -473,7 +472,7 @@ class Autopilot:
         reason = surprise(shape.plan, seen, shape.profile, self._recording.on_links(shape.profile), loss(self.limits))
         if not reason:
             self._changes = 0
-        # What is known of other plans says nothing where this one is not any more as it was measured once.
+        # If a plan's measured length has changed, the machine has, and the lengths of other plans prove nothing.
         if (not reason or not shape.has_measured(shape.plan)) and self._goes_back(shape, seen):
             return
         if reason and self._may_change:
@@ -484,7 +483,7 @@ class Autopilot:
             else:
                 shape.why = reason
                 self._correct(shape, shape.profile.lasting(pace), 0)
-        else:  # nothing changes for now
+        else:  # nothing changes for the moment
             self._begin_rest(shape, seen.step_s)
 
     @property
@@ -492,7 +491,7 @@ class Autopilot:
         return now() >= self.making.rest_until_s and self._count >= self._record_from
 
     def _goes_back(self, shape: Shape, seen: Observed) -> bool:
-        """Whether a plan that was followed before is followed again, as its steps were shorter."""
+        """Whether a plan that was followed before had shorter steps. Then it is followed again."""
         if self._agreed is not None or not shape.regions:
             return False
         assert shape.plan is not None, "these steps followed it"
@@ -507,7 +506,7 @@ class Autopilot:
         return True
 
     def _correct(self, shape: Shape, recorded: Profile, moved_bytes: int) -> None:
-        """Follow another plan if one is better now; else know the old one better."""
+        """Follow another plan if one is better now; otherwise update the old one's profile and prediction."""
         assert shape.plan is not None, "it is corrected"
         assert shape.profile is not None, "it was made from a profile"
         old, before, reason, seen = shape.plan, shape.profile, shape.why, shape.steps.seen
@@ -522,7 +521,7 @@ class Autopilot:
                 shape.at_most(TIGHTER * (self._budgets.of(shape, self._shapes) or 0))
                 self._choose(shape, "no plan keeps the budget")
                 return
-            plan = old  # that keeps the budget, as far as anything does
+            plan = old  # no plan keeps the budget better
         better = plan is not old and self.making.gains(shape, profile, plan, old)
         if shape.regions and self._agreed is None:
             known = plan if better else replace(old, predicted_step_s=simulate(profile, old, self.limits).step_s)
@@ -537,15 +536,15 @@ class Autopilot:
             shape.plan = replace(old, predicted_step_s=seen.step_s, predicted_peak_bytes=seen.peak_bytes)
 
     def _begins_anew(self, shape: Shape, before: Profile, profile: Profile) -> bool:
-        """Whether the machine is another one by now, so that all regions run again in the next step, the new base."""
+        """Whether the machine has changed, so that all regions run again in the next step, which is the new base."""
         if not shape.regions or self._agreed is not None:
             return False
         again = next((tried for tried in shape.tried if tried.once == AGAIN), None)
         other = self._recording.calm and differ(profile, before)
-        if other and shape.once and shape.base is not None:  # else it is the recording before that was disturbed
+        if other and shape.once and shape.base is not None:  # the earlier recording may have been the disturbed one
             other = differ(profile, with_regions(shape.base, shape.once))
         if other or link_change(before, profile):
-            shape.tried.clear()  # they are of another machine
+            shape.tried.clear()  # measured before the machine changed
         if not shape.once:
             shape.base = profile
         elif other and again is not None:
@@ -555,23 +554,23 @@ class Autopilot:
         return False
 
     def _back_off(self) -> None:
-        """Record again: the next step at first, then after more and more steps."""
+        """Record again: at first the next step, then after longer and longer pauses."""
         self._changes += 1
         self._record_from = self._count + min(MOST_REST, 2**self._changes) - 2
 
     # -- for all ranks ------------------------------------------------------------------------------------------------
 
     def brings(self) -> Brought:
-        """What this rank brings to `agree`: the regions that it would run once, and what they were chosen for."""
+        """This rank's part in `agree`: the regions that it would run once, and the step that they were chosen for."""
         shape = self._shapes.latest() or self._shape
         if self._gave_up or shape.base is None or shape.plan is None:
             return Brought()
         return bring(self.making.planner, self._recording.on_links(shape.base), self.limits)
 
     def agreed(self, once: frozenset[int] | None, told: str) -> None:
-        """Run these regions once, as all ranks do, until the next call; None: they do not agree, or not any more."""
+        """Run these regions once, as all ranks do, until the next call; None: the ranks do not agree, or no longer."""
         with self._shared.lock:
-            before, self._agreed = self._agreed, None  # or nothing would change
+            before, self._agreed = self._agreed, None  # `_run_once` changes no regions that ranks have agreed on
             for shape in self._shapes if once != before else ():
                 self._run_once(
                     shape, once or frozenset(), "the ranks have agreed" if once else "the ranks agree no more"
@@ -582,7 +581,7 @@ class Autopilot:
             self._shared.reporter.advise("agree", told)
             self._shared.reporter.warn()
 
-    # -- for people ---------------------------------------------------------------------------------------------------
+    # -- for explanations ---------------------------------------------------------------------------------------------
 
     def facts(self) -> PlanFacts:
         """The plans of all shapes, for an explanation."""

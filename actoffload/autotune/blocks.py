@@ -8,10 +8,10 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks of a model by qualified name: the members of every outermost container of equals.
+    """The blocks of a model by qualified name: the members of each outermost container of equals.
 
     A container of equals is a ``ModuleList``, ``ModuleDict`` or ``Sequential`` with two or more members of one class
-    that have parameters: the layers of a transformer, the encoder's and the decoder's apart.
+    that have parameters: the layers of a transformer, with encoder and decoder apart.
 
     >>> sorted(find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))))
     ['0', '1']

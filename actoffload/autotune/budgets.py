@@ -1,4 +1,4 @@
-"""What the steps of a shape may save: ``device_budget``, ``device_memory``, or what is there anyway."""
+"""The bytes that steps of a shape may save: from ``device_budget``, ``device_memory``, or the memory taken anyway."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class Budgets:
     """The bounds of one offloader's steps, in bytes.
 
     Args:
-        store: has the device, and knows what it has beside saved tensors.
+        store: has the device, and measures the memory beside saved tensors.
     """
 
     def __init__(self, store: ActivationStore) -> None:
         self._shared, self._tiers, self._run = store.shared, store.tiers, store.run
         self._config = store.shared.config
         self._given: int | None = None
-        """The ``device_budget`` of the step that runs; a share of a peak may be unknown yet."""
+        """The ``device_budget`` of the running step; None as well for a share of a peak that is not known yet."""
         self._known_bytes = 0
 
     def begin_step(self) -> None:
-        """A step begins, for which ``device_budget`` was just set.
+        """Begin a step, for which ``device_budget`` was just set.
 
         Raises:
             BudgetError: parameters, gradients and optimizer states alone pass ``device_memory``.
@@ -48,9 +48,9 @@ class Budgets:
             raise BudgetError(limit, alone, detail, option="device_memory", remedy=OTHER_LIBRARIES)
 
     def of(self, shape: Shape, known: Iterable[Shape]) -> int | None:
-        """The most that a shape's steps may save; None for no bound.
+        """The most bytes that a shape's steps may save; None for no bound.
 
-        Regions that run once may take the place of what the program's own checkpoints would hold, and no more.
+        Regions that run once may take the memory that the program's own checkpoints would hold, and no more.
         """
         bounds = [self._given, shape.most_bytes]
         if self._config.device_memory is not None:
@@ -60,7 +60,7 @@ class Budgets:
         return min((nbytes for nbytes in bounds if nbytes is not None), default=None)
 
     def limits(self, device_budget: int | None) -> Limits:
-        """What a plan has to respect."""
+        """The limits of a plan with this budget."""
         config = self._config
         tiers = {"host": ("host",), "nvme": ("nvme",)}.get(config.target, ("host", "nvme"))
         return Limits(
@@ -75,22 +75,23 @@ class Budgets:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that a device has had so far; 0 where nothing counts it."""
+        """The highest memory of the device so far; 0 if its allocator does not count it."""
         return (self._tiers.in_use() or (0, 0))[1]
 
     @property
     def room_bytes(self) -> int | None:
-        """Saved bytes for which the device has room beside all else, where nobody bounds them; None: nobody knows."""
+        """Saved bytes for which the device has room beside all else; None while that is not known."""
         usable, memory = self._tiers.usable_bytes(), self._tiers.in_use()
         if usable is None or memory is None or not self._run.beside_bytes:
             return None
+        # Memory in use counts as room too, except for the part beside saved tensors: the rest is saved tensors now.
         return max(0, int((1 - MEMORY_MARGIN) * usable) + memory[0] - self._run.beside_bytes)
 
     # -- device_memory ------------------------------------------------------------------------------------------------
 
     @property
     def device_bytes(self) -> int:
-        """The ``device_memory`` in bytes; 0 without one, and before the device is known of which it is a share."""
+        """``device_memory`` in bytes; 0 without it, and for a share before the device is known."""
         given = self._config.device_memory
         if given is None or isinstance(given, int):
             return given or 0
@@ -99,7 +100,7 @@ class Budgets:
             if total is None or memory is None:
                 return 0
             share = parse_share("device_memory", given)
-            if share is None:  # "auto": others may have a part of it
+            if share is None:  # "auto": other processes may have a part of the device
                 usable = self._tiers.usable_bytes()
                 total = total if usable is None else min(total, memory[0] + usable)
                 share = 1 - MEMORY_MARGIN
@@ -108,20 +109,21 @@ class Budgets:
 
     @property
     def passed_bytes(self) -> int:
-        """By how much the last step has passed ``device_memory`` in forward or backward."""
+        """The bytes by which the last step passed ``device_memory`` in forward or backward."""
         return max(0, self._run.passed_bytes - self.device_bytes) if self.device_bytes else 0
 
     def all_is_there(self, shape: Shape) -> bool:
-        """Whether a step showed what any needs: optimizer states and gradients, if there ever are any."""
+        """Whether a step began with optimizer states and gradients, or so many did not that there may never be any."""
         return self._config.device_memory is None or shape.settled or shape.unsettled >= UNSEEN_STEPS
 
     def _left_bytes(self, shape: Shape, known: Iterable[Shape]) -> int:
-        """What is left of ``device_memory`` for saved tensors; 0 where nothing has shown yet what else a step needs."""
-        if shape.other_bytes is None:  # a smaller one than another needs no more than that
+        """The part of ``device_memory`` for saved tensors; 0 while nothing shows the other needs of such a step."""
+        if shape.other_bytes is None:  # a larger shape's step needs no less beside its saved tensors
             larger = [one for one in known if one.other_bytes is not None and one.elements >= shape.elements]
             if not larger:
                 return 0
             shape = min(larger, key=lambda one: one.elements)
         memory = self._tiers.in_use()
-        grown = 0 if memory is None or shape.settled else max(0, memory[0] - shape.began_bytes)  # by optimizer states
+        # Optimizer states that appeared since that step was recorded take their part.
+        grown = 0 if memory is None or shape.settled else max(0, memory[0] - shape.began_bytes)
         return max(0, self.device_bytes - (shape.other_bytes or 0) - grown)

@@ -1,4 +1,4 @@
-"""Makes an offloader do as a plan says: what moves, how far ahead is read, which checkpointed regions run once."""
+"""Applies a plan to an offloader: which storages move, how far ahead it reads, which checkpointed regions run once."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class Following:
     """Follows one plan at a time, from the next forward on.
 
     Args:
-        store: does as the plan says.
+        store: the store that the plan governs.
 
     Attributes:
-        placement: says what stays.
+        placement: decides which storages stay.
     """
 
     def __init__(self, store: ActivationStore) -> None:
@@ -24,15 +24,15 @@ class Following:
         self._shared, self._tiers, self._prefetch = store.shared, store.tiers, store.prefetch
 
     def follow(self, plan: Plan | None, once: frozenset[int] | None = None) -> None:
-        """Do as a plan says; None: as before the first one. ``once``: the regions that run once, else the plan's."""
+        """Follow a plan; None: as before the first one. ``once``: the regions that run once, by default the plan's."""
         self.plan = plan
         if once is None:
             once = frozenset(() if plan is None else plan.once)
         self._regions.follow(once)
-        self._shared.largest_moved_bytes = 0  # what moved before there was this plan says nothing of what it moves
+        self._shared.largest_moved_bytes = 0  # other storages may move under this plan
         budget = self._shared.budget
         self._largest_bytes = max(self._largest_bytes, budget.largest_bytes)
-        if plan is None:  # the next forward may save what an earlier one of larger inputs did
+        if plan is None:  # the next forward may save as large a storage as an earlier one, of larger inputs, did
             budget.largest_bytes = self._largest_bytes
         else:
             budget.largest_bytes = max((entry.nbytes for entry in plan.entries), default=0)

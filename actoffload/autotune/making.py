@@ -1,4 +1,4 @@
-"""Makes plans for recorded steps, within the budgets of their shape, in a small share of the run's time."""
+"""Makes plans for recorded steps, within the budgets of their shape, in a small share of the training's time."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Making:
     """Plans of one offloader.
 
     Args:
-        store: has the options, and says what people have to know.
-        budgets: bound the steps; ``shapes``: all that are known.
+        store: has the options and the reporter.
+        budgets: bound the steps; ``shapes``: all known shapes.
 
     Attributes:
-        planner: how to plan: has `search.plan` and `search.propose`.
-        rest_until_s: no plan is looked for before.
+        planner: has `search.plan` and `search.propose`.
+        rest_until_s: no search begins before.
     """
 
     def __init__(self, store: ActivationStore, budgets: Budgets, shapes: Shapes) -> None:
@@ -43,11 +43,11 @@ class Making:
         self._shared, self._budgets, self._shapes = store.shared, budgets, shapes
 
     def limits(self, shape: Shape) -> Limits:
-        """What a plan for a shape's steps has to respect."""
+        """The limits of a plan for a shape's steps."""
         return self._budgets.limits(self._budgets.of(shape, self._shapes))
 
     def plan(self, shape: Shape, profile: Profile) -> Plan:
-        """Plan; where a plan without a budget exceeds the device's memory, what there is becomes the budget.
+        """Plan. If a plan without a budget needs more memory than the device has, the memory it has is the budget.
 
         Raises:
             BudgetError: no plan keeps the budget.
@@ -64,7 +64,8 @@ class Making:
         return found
 
     def least(self, shape: Shape, profile: Profile, budget: int) -> tuple[int, Plan | None]:
-        """Return the least budget from this one up that a plan keeps, and the plan; None where only keep's does."""
+        """Return the lowest budget from this one up that a plan keeps, and the plan; or keep's peak, and None."""
+        # A floor is simulated without any room. A plan for it may pass it, and the next error has that plan's peak.
         for _ in range(LEAST_TRIES):
             try:
                 return budget, self.planner.plan(profile, replace(self.limits(shape), device_budget=budget))
@@ -73,30 +74,30 @@ class Making:
         return profile.baseline_peak_bytes, None
 
     def refuse_if_too_low(self, shape: Shape, profile: Profile, observed: Observed) -> None:
-        """Raise before another step passes a budget in bytes that the first one did not keep and no plan will.
+        """Raise if the first step has passed a budget in bytes that no plan will keep: later steps would pass it too.
 
         Raises:
-            BudgetError: of the budget; it names the least that a plan keeps.
+            BudgetError: it names the lowest budget that a plan keeps.
         """
         budget, config = self.limits(shape).device_budget, self._shared.config
         if budget is None or config.device_budget is None or config.device_share is not None:
-            return  # a share is known from now on: the next step shows whether it can be kept
+            return  # a share becomes bytes only now: the next step shows whether it can be kept
         if any(region.again_s is not None for region in profile.regions):
-            return  # what these hold then may leave if they run once: the choice of regions comes first
+            return  # these regions' storages may leave if the regions run once: choose regions first
         if passed(observed, budget) and not (profile.host is None and profile.disk is None):
             least, _ = self.least(shape, profile, budget)
             if least > budget:
                 raise BudgetError(budget, least)
 
     def can_try_keeping(self, profile: Profile) -> bool:
-        """Whether a step moves nothing first: only that shows what moving costs, and only ``max_slowdown`` asks."""
+        """Whether a step moves nothing first, to show the cost of moving, which only ``max_slowdown`` needs."""
         config = self._shared.config
         if config.max_slowdown is None or config.is_limited or profile.device != "cpu" or profile.regions:
             return False
         return available_bytes() >= ROOM_TO_KEEP * profile.baseline_peak_bytes
 
     def gains(self, shape: Shape, profile: Profile, new: Plan, old: Plan) -> bool:
-        """Whether a plan that was made just now is better than the one that is followed by enough to change."""
+        """Whether a new plan is better than the followed one by enough to replace it; both are simulated now."""
         limits = self.limits(shape)
         before, after = (simulate(profile, plan, limits, detail=False) for plan in (old, new))
         over = before.peak_bytes > (limits.device_budget or float("inf"))
@@ -107,7 +108,7 @@ class Making:
         return after.peak_bytes < (1 - PLAN_GAIN) * before.peak_bytes
 
     def take_floor(self, least: int, budget: int) -> None:
-        """Follow the least budget that a plan keeps in place of a share or number that is less, and say so once."""
+        """Replace a share or number that no plan keeps by the lowest budget that one keeps, with one warning."""
         shared, config = self._shared, self._shared.config
         name, left = ("device_budget", "") if config.device_memory is None else ("device_memory", " for saved tensors")
         told = (
@@ -118,12 +119,13 @@ class Making:
         if config.device_memory is None:
             shared.budget.floor_bytes = shared.budget.limit_bytes = least
         if "budget" in shared.reporter.advice:
-            shared.reporter.advice["budget"] = told  # another shape needs more: the report has the figure that holds
+            shared.reporter.advice["budget"] = told  # another shape needs more: the report has to name that budget
         shared.reporter.advise("budget", told)
 
     def _timed(self, find: Callable[..., T], *args: Any) -> T:
         began_s = now()
         try:
+            # The pause is proportional to the search: beside short steps slow searches would cost more than they gain.
             return expected(find, *args)
         finally:
             self.rest_until_s = now() + (now() - began_s) / PLANNING_SHARE
@@ -142,18 +144,18 @@ class Making:
             if room is None:
                 raise
             least, found = self.least(shape, profile, error.floor_bytes)
-            shape.most_bytes = least  # the next step shows whether the device has that
+            shape.most_bytes = least  # the next step shows whether the device has as much
             plan = found or self.planner.plan(profile, self.limits(shape))
             return plan
 
 
 def loss(limits: Limits) -> float:
-    """How much longer than one that keeps all a step may be, as a share."""
+    """How much longer than with everything kept a step may take, as a share."""
     if limits.max_slowdown is not None:
         return limits.max_slowdown
     return NO_LOSS if limits.device_budget is None else float("inf")
 
 
 def passed(observed: Observed, budget: int | None) -> bool:
-    """Whether a step had more on the device than a budget allows."""
+    """Whether a step had more bytes on the device than a budget allows."""
     return budget is not None and (observed.peak_bytes or 0) > budget

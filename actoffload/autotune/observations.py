@@ -1,4 +1,4 @@
-"""What the steps show: profiles of recorded ones, how fast the links are, and medians of steps under a plan."""
+"""The evidence of the steps: profiles of recorded steps, rates of links, and medians of steps under a plan."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ S = TypeVar("S")
 
 
 class Watch(Generic[S]):
-    """The step that runs, and those that a device has not ended yet: its host may be steps ahead.
+    """The running step, and the steps that a device has not ended yet, because its host may be several steps ahead.
 
     Args:
-        store: is watched.
+        store: the store whose steps are measured.
     """
 
     def __init__(self, store: ActivationStore) -> None:
@@ -54,24 +54,25 @@ class Watch(Generic[S]):
         return self._before is not None
 
     def begin(self) -> None:
-        """A step begins, where the last one may just have ended."""
+        """Begin a step, at the moment at which the last one ended if it has just ended."""
+        # One event ends a step and begins the next, so that the time in between counts for one of them.
         moment, self._now = self._now or self._tiers.moment(), None
         self._before = now(), copy.copy(self._shared.accounts), self._moved_so_far, moment
 
     @property
     def saved(self) -> int:
-        """How many tensors the step that runs has saved."""
+        """The number of tensors that the running step has saved."""
         assert self._before is not None, "it has begun"
         return self._shared.accounts.packed_tensors - self._before[1].packed_tensors
 
     @property
     def moved_bytes(self) -> int:
-        """What has gone to the disk and back in this step, where somebody bounds what that costs."""
+        """The bytes that went to disk and back in this step, if ``max_slowdown`` bounds the cost of that."""
         assert self._before is not None, "it has begun"
         return self._moved_so_far - self._before[2]
 
     def end(self) -> Observed:
-        """The step has ended: return what it was like, by the host's clock."""
+        """End the step and return its times by the host's clock."""
         assert self._before is not None, "it has begun"
         accounts, (began_s, before, _, _) = self._shared.accounts, self._before
         self._now, step_s = self._tiers.moment(), max(1e-9, now() - began_s)
@@ -86,7 +87,7 @@ class Watch(Generic[S]):
         return observed if self._now is not None else observed.lasting(step_s, MOST_WAITED)
 
     def later(self, steps_of: S, plan: Plan, observed: Observed) -> bool:
-        """Have `ended` return the step that has just ended, if a device ran it. Its host's time would say little."""
+        """Have `ended` return this step later, if a device ran it: the host's clock shows only when it was enqueued."""
         assert self._before is not None, "it has begun"
         began = self._before[3]
         if began is None or self._now is None:
@@ -95,12 +96,12 @@ class Watch(Generic[S]):
         return True
 
     def ended(self) -> Iterator[tuple[S, Plan, Observed]]:
-        """The steps that the device has ended by now, in order, as long as they were on it."""
+        """The steps that the device has ended by now, in order, with their lengths on the device."""
         while self._open:
             steps_of, plan, observed, began, ended = self._open[0]
             step_s = self._tiers.seconds_between(began, ended)
             if step_s is None:
-                return
+                return  # a device ends steps in order, so the later ones have not ended either
             self._open.popleft()
             if step_s > 0:
                 yield steps_of, plan, observed.lasting(step_s, MOST_WAITED)
@@ -114,12 +115,12 @@ class Watch(Generic[S]):
 
 
 class Recording:
-    """Profiles of recorded steps, on the links as they are known by then.
+    """Profiles of recorded steps, with the rates of the links as known by then.
 
     Attributes:
-        steps: steps that were recorded.
-        calm: the allocator had memory enough in the last one. Else it has given its cache back meanwhile, for which the
-            device idles: times are those of that step alone.
+        steps: how many steps were recorded.
+        calm: whether the allocator had memory enough in the last one. Otherwise it gave its cache back during the step
+            and the device idled, so the times describe this step alone.
     """
 
     def __init__(self, store: ActivationStore) -> None:
@@ -127,7 +128,7 @@ class Recording:
         self._profiler, self._tiers, self._prefetch = store.profiler, store.tiers, store.prefetch
         self._rates: dict[tuple[str, str], float] = {}
         self._cost_s_per_byte = self._cost_s_each = 0.0
-        """As `Link` has them: of the nearest link."""
+        """As in `Link`: of the nearest link."""
 
     def begin(self) -> None:
         """Record the step that begins."""
@@ -135,29 +136,30 @@ class Recording:
         self._flushes = self._tiers.allocator_count("num_alloc_retries")
 
     def profile(self) -> Profile | None:
-        """The recorded step; None for a forward without a backward, or while the device has not come to its end."""
+        """The recorded step; None for a forward without a backward, or while the device has not ended the step."""
         if not self._profiler.useful:
             return None
         profile = self._profiler.profile(next(iter(self._tiers.by_device), "cpu"))
         if profile is None:
             return None
         self.steps += 1
+        # A retry means that the allocator had to give its cache back.
         self.calm = self._tiers.allocator_count("num_alloc_retries") == self._flushes
         self.look_at_links()
         return self.on_links(replace(profile, prefetch_bytes=self._prefetch.window.nbytes))
 
     def look_at_links(self, *, waited: bool = False) -> None:
-        """Know how fast the links were since the last look.
+        """Take over the rates of the links since the last look.
 
-        A link that was not full is at least as fast as it was. Only where a step ``waited`` for longer than predicted
-        it is taken to be no faster.
+        A link that was not full is at least as fast as its rate. Only if a step ``waited`` for longer than predicted, a
+        lower rate replaces the known one.
         """
         for key, (rate, full) in self._tiers.rates().items():
             if full or waited or rate > self._rates.get(key, 0.0):
                 self._rates[key] = rate
 
     def on_links(self, profile: Profile) -> Profile:
-        """A step on the links as they are now; one way is as fast as the other until that is known."""
+        """A step on the links as they are now. A direction without a rate counts as fast as the other one."""
         for name in LINKS:
             write, read = (self._rates.get((name, way)) for way in WAYS)
             known, old = write or read, getattr(profile, name)
@@ -176,26 +178,28 @@ class Recording:
         return profile
 
     def corrected(self, recorded: Profile, before: Profile, moved_bytes: int, limits: Limits) -> Profile:
-        """The step as it is now, on the links as they are; ``before``: as it was; it moved ``moved_bytes``.
+        """The step as it is now, on the present links; ``before``: as it was; the recorded step moved ``moved_bytes``.
 
-        Where its times prove nothing, it is as it was.
+        If the new times prove nothing, the old ones stay.
         """
         if not self.calm and recorded.step_s > before.step_s:
-            recorded = before  # its waits for the allocator look like compute
+            recorded = before  # waits for the allocator look like compute
         elif limits.device_budget is None and recorded.step_s > (1 - STEP_CHANGE) * before.step_s:
-            # What moving costs looks like compute, and would make room for more of itself without end.
+            # The cost of moving looks like compute, and a plan would fill that time with more moves, without end.
             if limits.max_slowdown is not None and recorded.device == "cpu":
                 self.learn_cost(recorded.step_s - before.step_s, moved_bytes, before.step_s)
             recorded = before
         return self.on_links(recorded)
 
     def learn_cost(self, late_s: float, moved_bytes: int, step_s: float) -> None:
-        """Know what moving costs a CPU: a step that moved bytes was longer by so much than one that moved none."""
+        """Learn the cost of moving on a CPU: a step that moved bytes was this much longer than one that moved none."""
         if moved_bytes:
+            # Capped, because one disturbed step would make moving look too dear for ever.
             self._cost_s_per_byte = min(max(0.0, late_s), MAX_COST_SHARE * step_s) / moved_bytes
 
     def learn_idle(self, plan: Plan, seen: Observed) -> None:
-        """Know what moving costs a device: it idles while hooks, as long for small storages, keep the host busy."""
+        """Learn the cost of moving on a device: it idles while hooks keep the host busy, as long for any storage."""
+        # Hooks run twice for each storage: as it leaves and as it comes back.
         moves = 2 * sum(entry.action == Decision.OFFLOAD.value for entry in plan.entries)
         if seen.hooks_s and moves:
             self._cost_s_each = seen.idle_s / moves
@@ -205,11 +209,11 @@ class StepsUnderPlan:
     """The last steps under one plan.
 
     Args:
-        count: after so many steps they are looked at for the first time.
+        count: the first comparison with the plan is after this many steps.
 
     Attributes:
         seen: their median; None before there are enough.
-        count: how many there were, also of those that a device has not ended yet.
+        count: how many steps there were, also those that a device has not ended yet.
     """
 
     def __init__(self, count: int = REVIEW_STEPS) -> None:
@@ -220,7 +224,7 @@ class StepsUnderPlan:
 
     @property
     def measures(self) -> bool:
-        """Whether the next step shows what is not looked at in every step: an unused link, and the hooks' time."""
+        """Whether the next step also measures an unused link and the time of hooks, which few steps do."""
         return self.count % REVIEW_STEPS == 0
 
     def add(self, observed: Observed) -> Observed | None:
@@ -235,20 +239,20 @@ class StepsUnderPlan:
             forward_wait_s=median(o.forward_wait_s for o in steps),
             backward_wait_s=median(o.backward_wait_s for o in steps),
             peak_bytes=int(median(o.peak_bytes or 0 for o in steps)),
-            hooks_s=sum(o.hooks_s for o in steps),  # one of them was watched
+            hooks_s=sum(o.hooks_s for o in steps),  # only one of them was watched, so a median would be 0
             idle_s=sum(o.idle_s for o in steps),
         )
         return self.seen
 
 
 def surprise(plan: Plan, seen: Observed, before: Profile, after: Profile, idle_share: float) -> str:
-    """Say what is not as a plan has it, or nothing.
+    """Describe the first difference between the steps and their plan; empty if there is none.
 
     Args:
-        plan: what the steps ran under.
+        plan: the plan of the steps.
         seen: the steps.
-        before: what the plan was made from; ``after``: the same step on the links as they are now.
-        idle_share: how much of a step a device may idle for hooks.
+        before: the step that the plan was made from; ``after``: the same step on the present links.
+        idle_share: the share of a step for which a device may idle because of hooks.
     """
     if seen.idle_s > idle_share * seen.step_s:
         return f"the device idled for {seen.idle_s:.3g} of {seen.step_s:.3g} s while hooks kept the host busy"
@@ -256,8 +260,8 @@ def surprise(plan: Plan, seen: Observed, before: Profile, after: Profile, idle_s
         return change
     computed_s = seen.step_s - seen.wait_s
     if computed_s < (1 - STEP_CHANGE) * before.step_s:
-        # The step that was recorded was late itself: a plan fills all of the time that it took, so that no step is
-        # shorter than was predicted. On an H200 one that moved everything had taken 641 ms, keeping takes 447.
+        # The recorded step was late itself. A plan fills all of its time, so no step can be shorter than predicted. On
+        # an H200 a recorded step that moved everything took 641 ms, and keeping takes 447.
         return f"a step computes for {computed_s:.3g} s, not {before.step_s:.3g} s"
     predicted_s, predicted_bytes = plan.predicted_step_s, plan.predicted_peak_bytes
     if predicted_s and abs(seen.step_s - predicted_s) > STEP_CHANGE * predicted_s:
@@ -268,24 +272,24 @@ def surprise(plan: Plan, seen: Observed, before: Profile, after: Profile, idle_s
 
 
 def pace_of(seen: Observed, recorded: Profile) -> float | None:
-    """How long keeping all takes at most, if that is less than the recorded step computed for; else None.
+    """The most time that keeping everything takes, if that is less than the recorded step computed for; else None.
 
-    Recording takes the host's time, so that the recorded step may have been late, and another one would be as late.
-    Keeping all takes no longer than the steps under a plan. Their waits are no part of that bound: a device may compute
-    meanwhile.
+    Recording takes host time, so the recorded step may have been late, and another one would be as late. Keeping
+    everything takes no longer than the steps under a plan. Their waits do not lower that bound, because a device may
+    compute meanwhile.
     """
     late = seen.step_s < (1 - STEP_CHANGE) * recorded.step_s
     return seen.step_s if late and not recorded.regions else None
 
 
 def differ(one: Profile, other: Profile) -> bool:
-    """Whether steps compute for another time. What comes after backward is left out: not all micro-batches have it."""
+    """Whether two steps compute for different times, without the part after backward, which some micro-batches lack."""
     seconds = [profile.forward_s + profile.backward_s for profile in (one, other)]
     return abs(seconds[0] - seconds[1]) > STEP_CHANGE * seconds[1]
 
 
 def link_change(before: Profile, after: Profile) -> str:
-    """Say which link is not as it was, or nothing."""
+    """Describe the first link that has changed; empty if there is none."""
     for name in LINKS:
         old, new = getattr(before, name), getattr(after, name)
         if old is None and new is not None:

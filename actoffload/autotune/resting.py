@@ -16,13 +16,13 @@ def may_rest(store: ActivationStore, shape: Shape, tensors: int, step_s: float) 
     """Whether steps of a shape may run without hooks for a while.
 
     Args:
-        store: holds what the hooks save.
-        shape: the steps; no number bounds what they save.
+        store: its trace needs the hooks.
+        shape: the steps; no number bounds the bytes that they save.
         tensors: how many a step saves.
-        step_s: how long it is.
+        step_s: the length of a step.
     """
     if tensors * HOOKS_S <= NO_LOSS * step_s:
         return False
     if not shape.nothing_moves or (shape.profile is not None and shape.profile.forwards > 1):
-        return False  # of several forwards that are alive, only handles tell where a step ends
-    return store.trace is None  # which shows each tensor
+        return False  # with several forwards alive at once, only handles show where a step ends
+    return store.trace is None  # a trace has to show each tensor

@@ -1,4 +1,4 @@
-"""Steps of different shapes, as buckets of lengths make them: a plan for each of the last few."""
+"""Steps of different shapes, as bucketed sequence lengths cause them: a plan for each of the last few shapes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..tell.facts import ShapeFacts
 from .observations import StepsUnderPlan
 
 AGAIN: frozenset[int] = frozenset()
-"""No region runs once: all run again, as the program says."""
+"""No region runs once: all run again, as in the program."""
 
 
 class Stage(Enum):
-    """What the next step of a shape is for."""
+    """The purpose of a shape's next step."""
 
     SAFE = "there is no plan, so what may move moves; it is recorded"
     KEEPING = "nothing moves, to show what moving costs; it is recorded"
@@ -37,14 +37,14 @@ UNRECORDED = (Stage.FOLLOWED, Stage.HOPELESS, Stage.RESTING)
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What is known of the steps of a shape under one choice of regions.
+    """The steps of a shape under one choice of regions, as far as they are known.
 
     Attributes:
-        once: the regions.
-        plan: what these steps followed, or would; ``profile``: what it was made from.
-        budget: what they might save at most.
-        other_bytes: as of `Shape`; ``began_bytes``: likewise.
-        measured_s: how long a step was; None where that is only predicted.
+        once: the regions that run once.
+        plan: the plan that these steps followed, or would follow; ``profile``: the step that it was made from.
+        budget: the most bytes that they might save.
+        other_bytes: as in `Shape`; ``began_bytes``: likewise.
+        measured_s: the length of a step; None while it is only predicted.
     """
 
     once: frozenset[int]
@@ -57,33 +57,33 @@ class Tried:
 
     @property
     def step_s(self) -> float:
-        """How long a step is, as far as anybody knows."""
+        """The length of a step: as measured, or else as predicted."""
         return self.plan.predicted_step_s or 0.0 if self.measured_s is None else self.measured_s
 
 
 class Shape:
     """Steps whose inputs have one shape.
 
-    It has more than fifteen attributes: all that is known of these steps, which the autopilot changes.
+    It has more than fifteen attributes: everything known about these steps, which the autopilot changes.
 
     Attributes:
         key: the shape.
         base: a recorded step in which every checkpointed region ran again; None before there is one.
         once: the regions that run once, by their places.
         profile: the recorded step that the plan was made from.
-        plan: what these steps follow; None before there is a plan.
-        steps: what the steps under the plan were like.
-        stage: what the next step is for; ``why``: why it is recorded, although there is a plan.
-        moving: seconds that a step which moved all computed, and the bytes that it moved both ways.
-        most_bytes: what these steps may save at most, beside what the options say; None where nothing bounds it.
-        other_bytes: what else the device had at most in a recorded step; None before there is one.
-        began_bytes: what it had as that step began; ``settled``: optimizer states and gradients were there by then.
-        rest: how many steps are left that run without hooks; ``signature``: of the model's forward in these.
+        plan: the plan that these steps follow; None before there is one.
+        steps: the last steps under the plan.
+        stage: the purpose of the next step; ``why``: why it is recorded, although there is a plan.
+        moving: the compute seconds of a step that moved everything, and the bytes that it moved both ways.
+        most_bytes: a bound of saved bytes beside the options' own; None if there is none.
+        other_bytes: the most memory beside saved tensors in a recorded step; None before there is one.
+        began_bytes: the memory as that step began; ``settled``: optimizer states and gradients were part of it.
+        rest: how many steps without hooks are left; ``signature``: the signature of the model's forward in them.
         may_rest: whether any step may run without hooks.
-        unsettled: how many steps began without, in which only such were waited for.
-        recorded_at: the step that the plan was made from, by its number.
-        predicted_s: the step as it was predicted when the plan was made.
-        tried: what is known of steps under other choices, and under this one.
+        unsettled: how many steps began unsettled while the planner waited for a settled one.
+        recorded_at: the number of the step that the plan was made from.
+        predicted_s: the length of a step, as predicted when the plan was made.
+        tried: the steps under the choices of regions so far, this one among them.
     """
 
     def __init__(self, key: InputShapes) -> None:
@@ -107,12 +107,12 @@ class Shape:
         self.tried: list[Tried] = []
 
     def have_recorded(self, why: str, *, on_paper: bool = False) -> None:
-        """Have the next step under the plan recorded; ``on_paper``: nobody has seen one yet."""
+        """Have the next step under the plan recorded; ``on_paper``: no step has followed this plan yet."""
         self.stage, self.why = Stage.PAPER if on_paper else Stage.DUE, why
 
     @property
     def nothing_moves(self) -> bool:
-        """Whether a step may run without hooks, as far as the plan is concerned."""
+        """Whether, by the plan, a step may run without hooks."""
         return self.may_rest and not (self.plan is not None and (self.plan.offloaded_bytes or self.regions))
 
     def begin_rest(self, signature: Hashable) -> None:
@@ -120,10 +120,10 @@ class Shape:
         self.stage, self.rest, self.signature = Stage.RESTING, REST_STEPS, signature
 
     def rested(self, saved: int) -> None:
-        """A step of a rest has ended; ``saved``: tensors that its hooks took all the same.
+        """End a step of a rest; ``saved``: the tensors that it saved through hooks all the same.
 
         If there were any, the steps of this shape are not all alike, and none of them rests again. After `REST_STEPS`
-        hooks look at some steps again, because a link may be faster by then.
+        some steps have hooks again, because a link may be faster by then.
         """
         self.rest -= 1
         self.may_rest = self.may_rest and not saved
@@ -132,60 +132,62 @@ class Shape:
 
     @property
     def elements(self) -> int:
-        """How many numbers the inputs have."""
+        """The number of elements of all inputs."""
         return sum(map(math.prod, self.key))
 
     @property
     def regions(self) -> int:
-        """How many checkpointed regions a forward has, as far as a recorded step has shown."""
+        """The number of checkpointed regions of a forward, as the base has them."""
         return 0 if self.base is None else len({region.place for region in self.base.regions})
 
     def at_most(self, nbytes: float) -> None:
-        """Bound what these steps may save."""
+        """Lower the bound of the bytes that these steps may save."""
         self.most_bytes = max(0, int(nbytes if self.most_bytes is None else min(nbytes, self.most_bytes)))
 
     def needs_beside(self, profile: Profile, other_bytes: int, began_bytes: int, *, settled: bool) -> None:
-        """A step was recorded: know what it needs beside saved tensors; see the attributes.
+        """Take over the memory that a recorded step had beside saved tensors; see the attributes.
 
-        A region that runs once has the more beside its saved tensors, the more of these it has used: both together are
-        no more than where it runs again. While any does, reading ahead leaves the room of a whole recomputation free,
-        so that what was seen where all ran again is right.
+        Where a region runs once, memory of saved tensors that backward has used counts as memory beside them, so the
+        two together are no more than where it runs again. While any region runs again, reading ahead leaves the room of
+        a whole recomputation free. So the numbers of the step in which all regions ran again stay right.
         """
         if not self.once or self.other_bytes is None or not profile.recompute_bytes:
             self.other_bytes, self.began_bytes, self.settled = other_bytes, began_bytes, settled
 
     @property
     def probe(self) -> int | None:
-        """The place of the storage that moves now and then where the plan moves none: what is not used is not measured.
+        """The place of the storage that moves now and then if the plan moves none, because an unused link has no rate.
 
-        It is the first that a link brings back in `PROBE_SHARE` of a step, else the smallest.
+        It is the first one that a link brings back in `PROBE_SHARE` of a step, else the smallest.
         """
         plan, profile = self.plan, self.profile
         if plan is None or profile is None or plan.offloaded_bytes:
             return None
         if profile.disk is not None and profile.disk.cost_s_per_byte > 0:
-            return None  # moving costs time, which somebody bounds
+            return None  # moving costs compute time, which ``max_slowdown`` bounds
         links = [link for link in (profile.disk, profile.host) if link is not None]
         most = PROBE_SHARE * profile.step_s * min((link.read_bytes_per_s for link in links), default=float("inf"))
+        # A kept entry has a reason if its storage cannot move.
         kept = [entry for entry in plan.entries if not entry.reason]
         found = next((entry for entry in kept if entry.nbytes <= most), None)
         smallest = min(kept, key=lambda entry: entry.nbytes, default=None) if found is None else found
         return None if smallest is None else smallest.index
 
     def know(self, tried: Tried) -> None:
-        """Know the steps in which these regions run once. Of too many choices the longest step is forgotten."""
+        """Remember steps with these regions run once. Of too many choices the one with the longest step goes."""
         self.tried = [t for t in self.tried if t.once != tried.once or t.plan.entries != tried.plan.entries]
         if len(self.tried) >= MOST_TRIED:
+            # `AGAIN` never goes: every other choice has to be shorter than it.
             self.tried.remove(max((t for t in self.tried if t.once != AGAIN), key=lambda t: t.step_s))
         self.tried.append(tried)
 
     def has_measured(self, plan: Plan) -> bool:
-        """Whether it is known how long steps under a plan are."""
+        """Whether the length of steps under a plan is measured."""
         same = (tried for tried in self.tried if tried.once == self.once and tried.plan.entries == plan.entries)
         return any(tried.measured_s is not None for tried in same)
 
     def facts(self, device_bytes: int) -> ShapeFacts:
-        """The facts of these steps for an explanation; ``device_bytes``: the most of everything on the device."""
+        """The facts of these steps for an explanation; ``device_bytes``: `Budgets.device_bytes`."""
         again = next((tried for tried in self.tried if tried.once == AGAIN), None)
         base_s = None if again is None else again.plan.predicted_step_s
         return ShapeFacts(
@@ -207,7 +209,7 @@ class Shape:
 
 
 class Shapes:
-    """The shapes that are known, the one that was longest unused first."""
+    """The known shapes, the longest unused one first."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[InputShapes, Shape] = OrderedDict()
@@ -219,7 +221,7 @@ class Shapes:
         return len(self._known)
 
     def use(self, key: InputShapes) -> Shape:
-        """The shape of the step that begins; a new one takes the place of the one that was longest unused."""
+        """Return the shape of the step that begins. A new one replaces the longest unused one if there are too many."""
         shape = self._known.setdefault(key, Shape(key))
         self._known.move_to_end(key)
         if len(self._known) > MOST_SHAPES:
@@ -227,5 +229,5 @@ class Shapes:
         return shape
 
     def latest(self) -> Shape | None:
-        """The last one that was used and has a plan."""
+        """The most recently used shape that has a plan."""
         return next((shape for shape in reversed(self._known.values()) if shape.plan is not None), None)

@@ -1,1 +1,1 @@
-"""Pure: from the profile of a step to a plan, and what a step would be like under it. No torch."""
+"""Pure: from the profile of a step to a plan, and to a prediction of the step under it. No torch."""

@@ -1,4 +1,4 @@
-"""`Observed`: one step as it really was, as plain data."""
+"""`Observed`: the times and the peak of one step as it ran, as plain data."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from ..errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """One step as it really was.
+    """The times and the peak of one step as it ran.
 
     Attributes:
         step_s: the whole step.
-        forward_wait_s: what saving waited for.
-        backward_wait_s: what backward waited for.
-        peak_bytes: the most activation bytes on the device; None when nobody looked.
-        hooks_s: what hooks took of the host to move tensors, without waits; 0 where nobody looked.
-        idle_s: how much of that an accelerator has waited for, as it had caught up with the host later on.
+        forward_wait_s: waits of saving.
+        backward_wait_s: waits of backward.
+        peak_bytes: the most activation bytes on the device; None if it was not measured.
+        hooks_s: host time of hooks that moved tensors, without waits; 0 if it was not measured.
+        idle_s: the part of ``hooks_s`` for which an accelerator idled, because it had caught up with the host.
     """
 
     step_s: float
@@ -32,9 +32,10 @@ class Observed:
             raise ConfigError("step_s", self.step_s, "give the seconds that the step took")
 
     def lasting(self, step_s: float, most_waited: float) -> Observed:
-        """The step as long as this, of which it waited for no more than a share.
+        """Return the step with this length, and with waits of at most the share ``most_waited`` of it.
 
-        The host and a stream may have waited at the same time, and what a stream did is told a step later.
+        Waits may add up to more: the host and a stream may wait at the same time, and a stream's waits are counted one
+        step late.
         """
         share = min(1.0, most_waited * step_s / max(1e-9, self.wait_s))
         waits = share * self.forward_wait_s, share * self.backward_wait_s
@@ -42,5 +43,5 @@ class Observed:
 
     @property
     def wait_s(self) -> float:
-        """What the step waited for, all together."""
+        """All waits of the step."""
         return self.forward_wait_s + self.backward_wait_s

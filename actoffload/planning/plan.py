@@ -1,4 +1,4 @@
-"""`Plan`: what is to become of each saved storage of a forward, as plain data. No torch, no clock."""
+"""`Plan`: which saved storages of a forward move, and where to, as plain data. No torch, no clock."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ..sizes import format_size
 
 VERSION = 2
 TIERS = ("", "host", "nvme")
-"""Where a planned storage may go; empty leaves it to the offloader."""
+"""Where a planned storage may go; with an empty text the offloader chooses."""
 
 _REMEDY = "not a plan of version 2 with actions 'offload' and 'keep' and tiers 'host' and 'nvme'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanEntry:
-    """One saved storage: its place in the forward, its size in bytes, what is done with it and why.
+    """One saved storage: its place in the forward, its size in bytes, its action and the reason.
 
-    ``index`` counts the storages as the planned forward saves them, its regions run as the plan says. ``tier`` is where
-    an offloaded storage goes, `TIERS`. ``release_after`` says when its device memory is released, in stream order: so
-    many events after its own save, where an event is the save of a storage with a place on its tape, or the first use
-    of one in backward. By then its copy to host memory is predicted to have ended. None: no plan says.
+    ``index`` counts the storages as the planned forward saves them, with its regions run as planned. ``tier`` is one of
+    `TIERS`. ``release_after`` is the moment, in stream order, at which the device memory is released: this many events
+    after the storage's own save. An event is the save of a storage with a place on its tape, or the first use of such a
+    storage in backward. By then the copy to host memory is predicted to have ended. None: the plan sets no moment.
     """
 
     index: int
@@ -41,18 +41,18 @@ class PlanEntry:
 class Plan:
     """The storages of one forward, in the order in which autograd saved them.
 
-    A plan is also a policy: an offloader that is given one runs its regions once and follows its entries by place and
-    size. The first forward has to save what the plan says; afterwards, in forwards of other shapes, what the plan does
-    not know is offloaded. A plan without entries moves all.
+    A plan is also a policy: an offloader with this policy runs its regions once and applies its entries by place and
+    size. The first forward must save what the plan lists. In later forwards, of other shapes, storages that the plan
+    does not list are offloaded. A plan without entries moves all storages.
 
     Attributes:
         entries: the storages.
-        planner: who made the plan.
-        once: the checkpointed regions, by their places in the forward, that run once; all others run again in backward.
+        planner: the name of the planner that made the plan.
+        once: the checkpointed regions that run once, by their places in the forward; all others run again in backward.
         regions: how many checkpointed regions a forward had when the plan was made.
-        declined: why the planner moves nothing although it was asked; empty when it moves something.
+        declined: why the planner moves nothing; empty when it moves something.
         prefetch_bytes: how far ahead of backward to read; None for the offloader's own choice.
-        pending_bytes: the most bytes that the plan expects on their way out at once; None when nobody said.
+        pending_bytes: the most bytes that the plan expects on their way out at once; None if it expects no number.
         predicted_step_s: a step under this plan.
         predicted_peak_bytes: the most activation bytes on the device under this plan.
         baseline_peak_bytes: the peak with nothing moved.
@@ -71,12 +71,13 @@ class Plan:
     baseline_peak_bytes: int | None = None
 
     def decide(self, facts: TensorFacts) -> Decision:
-        """What the plan says of the storage at this place, if it has the size that was planned for."""
+        """Return the decision for the storage at this place: OFFLOAD if the plan has no entry of its size there."""
         entry = self.entry(facts.index, facts.nbytes)
         return Decision.KEEP if entry is not None and entry.action == Decision.KEEP.value else Decision.OFFLOAD
 
     def entry(self, index: int, nbytes: int) -> PlanEntry | None:
-        """The entry for the storage at a place, or None where the plan knows none of this size there."""
+        """Return the entry for a place; None if the plan has no entry there, or one of another size."""
+        # A place alone does not identify a storage: a forward of another shape saves another one at the same place.
         if 0 <= index < len(self.entries) and self.entries[index].nbytes == nbytes:
             return self.entries[index]
         return None
@@ -120,6 +121,7 @@ class Plan:
             raise ConfigError(
                 "policy", text[:80], f"not a plan of version {VERSION} ({error}); give the text of Plan.to_json()"
             ) from error
+        # `parse` checks types only, and an unknown action would count as a decision to move.
         choices = {d.value for d in Decision}
         legal = all(entry.action in choices and entry.tier in TIERS for entry in plan.entries)
         if not legal:
@@ -127,7 +129,7 @@ class Plan:
         return plan
 
     def difference(self, other: Plan) -> tuple[int, ...]:
-        """The places at which two plans say different things (or only one says anything)."""
+        """Return the places at which two plans differ, or which only one of them has."""
         longest = max(len(self.entries), len(other.entries))
         mine = self.entries + (None,) * (longest - len(self.entries))
         theirs = other.entries + (None,) * (longest - len(other.entries))
@@ -142,11 +144,12 @@ def regions_in_words(count: int, once: int) -> str:
 def _differ(a: PlanEntry | None, b: PlanEntry | None) -> bool:
     if a is None or b is None or (a.action, a.nbytes) != (b.action, b.nbytes):
         return True
+    # An empty tier leaves the choice to the offloader, so it agrees with any tier.
     return bool(a.tier and b.tier and a.tier != b.tier)
 
 
 def decided(decisions: Iterable[tuple[int, KeepReason | None, str | None]]) -> Plan:
-    """What was decided in one forward as a plan: bytes, why it stays (None: it moves) and module, in order."""
+    """Return one forward's decisions as a plan: bytes, the reason to stay (None: it moves) and the module, in order."""
     return Plan(
         tuple(
             PlanEntry(

@@ -1,6 +1,6 @@
-"""`Profile`: what one step does, measured or on paper, as plain data. No torch, no clock.
+"""`Profile`: one step, measured or on paper, as plain data. No torch, no clock.
 
-Times are seconds on the step's *compute* timeline: they begin with the forward, and are as if nothing had been moved.
+Times are seconds on the step's *compute* timeline: it begins with the forward, and runs as if nothing had been moved.
 Sizes are bytes.
 """
 
@@ -29,14 +29,14 @@ class Storage:
     """One saved storage of the step.
 
     Attributes:
-        index: its place in its forward, as `TensorFacts.index` counts; None for what the offloader keeps no record of.
+        index: its place in its forward, as `TensorFacts.index` counts; None if the offloader has no record of it.
         nbytes: its size.
         birth_s: when autograd saved it.
-        need_s: when backward first used it; None when it never did.
-        last_need_s: when backward used it last, or it died unused: its memory is free from then on.
+        need_s: when backward first used it; None if backward never did.
+        last_need_s: when backward used it last, or it died unused; from then on its memory is free.
         module: the innermost module that saved it.
         tape: which forward of the step saved it, from 0.
-        kept: why it can never move (a value of `KeepReason`); empty for what may move.
+        kept: why it can never move (a value of `KeepReason`); empty if it may move.
         region: the checkpointed region, by its place, that ran once and saved it; None outside of regions.
     """
 
@@ -60,7 +60,7 @@ class Storage:
 class RegionSave:
     """One storage that a region saves when it runs again: seconds after the recomputation began, bytes, why it stays.
 
-    ``kept`` is as `Storage.kept`; empty for what may move if the region runs once.
+    ``kept`` is as `Storage.kept`: empty if the storage may move when the region runs once.
     """
 
     offset_s: float
@@ -74,15 +74,15 @@ class Region:
 
     Attributes:
         place: the number of the region in its forward, from 0, in the order of execution.
-        name: of the function or module, for people.
+        name: of the function or module, for reports.
         tape: which forward of the step it is part of, from 0.
         begin_s: when its forward began; ``end_s``: when it ended.
-        again_s: when backward began to run it again; None if it ran once, or backward never reached it.
+        again_s: when backward began to run it again; None if it ran once, or if backward never reached it.
         recompute_s: how long that took; 0 if it ran once.
         backward_end_s: when backward had left the region; None if that is unknown.
-        saves: the storages that the recomputation saved, without those that existed before; () if the region ran once.
+        saves: the storages that the recomputation saved and that did not exist before; () if the region ran once.
         communicates: whether a collective ran inside of it, so that all ranks must decide alike.
-        changed: whether what its first run saved was changed in place before its second run, which computed it anew.
+        changed: whether the program changed a tensor that the first run saved, before the second run computed it anew.
     """
 
     place: int
@@ -100,14 +100,14 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A way for bytes, measured while the step runs.
+    """A path for bytes, measured while the step ran.
 
     Attributes:
         write_bytes_per_s: away from the device.
         read_bytes_per_s: back towards it.
-        latency_s: what each transfer takes on top, where nothing hides it.
-        cost_s_per_byte: compute time that is lost for each byte moved either way (on a CPU, copies take its time).
-        cost_s_each: compute time that is lost for each storage moved either way (a device idles while hooks run).
+        latency_s: the time of each transfer beside its bytes, when nothing hides it.
+        cost_s_per_byte: lost compute time for each byte moved either way (on a CPU, copies take compute time).
+        cost_s_each: lost compute time for each storage moved either way (a device idles while hooks run).
     """
 
     write_bytes_per_s: float
@@ -124,18 +124,18 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """One step: what is saved when, how long all takes, and how fast bytes move.
+    """One step: when it saves each storage, how long it computes, and how fast bytes move.
 
     Attributes:
         storages: in the order in which they were saved.
         regions: the checkpointed regions, in the order of execution.
-        host: device ↔ host memory; None where there is no such link (CPU tensors, direct storage).
+        host: device ↔ host memory; None if there is no such link (CPU tensors, direct storage).
         disk: host memory ↔ disk, or the device ↔ disk where there is no ``host``.
         forward_s: compute time of all forwards.
         backward_s: compute time of all backwards.
         other_s: the rest of the step (the optimizer, the data).
         device: ``"cpu"``, ``"cuda"``, ...
-        prefetch_bytes: how far ahead of backward the offloader reads unless a plan says otherwise.
+        prefetch_bytes: how far ahead of backward the offloader reads unless a plan sets another window.
     """
 
     storages: tuple[Storage, ...]
@@ -162,6 +162,7 @@ class Profile:
         for number, storage in enumerate(self.storages):
             where = f"storages[{number}]"
             _check_storage(self, where, storage)
+            # Entries of a plan apply by place, so a gap would shift each later decision to another storage.
             if storage.index is not None:
                 in_order = storage.index == places[storage.tape]
                 _require(in_order, storage.index, f"{where}.index must count the places of its tape from 0, in order")
@@ -169,51 +170,54 @@ class Profile:
 
     @property
     def step_s(self) -> float:
-        """Compute time of a step in which nothing waits, with the regions run again that were."""
+        """Compute time of a step without waits, with the recomputations of the regions that ran again."""
         return self.forward_s + self.backward_s + self.other_s
 
     @property
     def once(self) -> tuple[int, ...]:
-        """The places of the regions that ran once; not of those that backward never came to."""
+        """The places of the regions that ran once; regions that backward never reached are not among them."""
         ran = {s.region for s in self.storages if s.region is not None}
+        # Such a region may have saved nothing, so no storage names it.
         ran |= {r.place for r in self.regions if r.again_s is None and r.backward_end_s is not None}
         return tuple(sorted(ran))
 
     @property
     def recompute_bytes(self) -> int:
-        """The most that the recomputation of one region held."""
+        """The most bytes that the recomputation of one region held."""
         return max((s.nbytes for s in self.storages if s.kept == RECOMPUTED), default=0)
 
     @property
     def forwards(self) -> int:
-        """Forward passes that are alive at once in it."""
+        """Forward passes of the step that are alive at once."""
         return 1 + max((storage.tape for storage in self.storages), default=0)
 
     def unit(self, microbatches: int, optimizer_steps: int) -> str:
-        """Name what was recorded: a step, or the micro-batches of it that end before the next forward begins.
+        """Name the recorded unit: a step, or the micro-batches of it that end before the next forward begins.
 
         Args:
             microbatches: of the run; ``optimizer_steps``: likewise.
         """
+        # The quotient is 1, or 2 and more. The bound lies between, because a run's counts may end within a step.
         if not optimizer_steps or microbatches < 1.5 * self.forwards * optimizer_steps:
             return "a step"
         return "a micro-batch" if self.forwards == 1 else f"{self.forwards} micro-batches"
 
     @property
     def saved_bytes(self) -> int:
-        """All that the step saves."""
+        """Bytes of all storages that the step saves."""
         return sum(storage.nbytes for storage in self.storages)
 
     @property
     def movable_bytes(self) -> int:
-        """What of it may move."""
+        """Bytes of the storages that may move."""
         return sum(storage.nbytes for storage in self.storages if storage.movable)
 
     @property
     def baseline_peak_bytes(self) -> int:
-        """The most that is resident at once with nothing moved."""
-        # In one moment: the region before has gone, then all else, then a recomputation holds what it saves. The death
-        # of what it holds for no time comes last.
+        """The most bytes that are resident at once with nothing moved."""
+        # At one moment backward lets go of a region first, then other storages are born and die, then the next
+        # recomputation begins: a device does nothing in between, so the two regions are never resident together. A
+        # storage that a recomputation holds for no time dies last, because it must be born first.
         changes = []
         for s in self.storages:
             held, at_once = s.kept == RECOMPUTED, s.birth_s == s.last_need_s
@@ -222,11 +226,11 @@ class Profile:
         return max(accumulate((nbytes for _, _, nbytes in sorted(changes)), initial=0))
 
     def with_links(self, *, host: Link | None = None, disk: Link | None = None) -> Profile:
-        """The same step on other links; what is None stays."""
+        """The same step on other links; a link that is None stays."""
         return replace(self, host=host or self.host, disk=disk or self.disk)
 
     def lasting(self, step_s: float) -> Profile:
-        """The same step at another pace throughout, so that its compute takes ``step_s``. It has no regions."""
+        """The same step at another pace, so that its compute takes ``step_s``. It must have no regions."""
         assert not self.regions, "their times are compared with steps of other regions"
         pace = step_s / max(ROUNDING, self.step_s)
         storages = tuple(
@@ -254,10 +258,10 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """A profile from `to_json`'s text.
+        """Read a profile from `to_json`'s text.
 
         Raises:
-            ConfigError: the text is no profile, or one that cannot be; names ``profile``.
+            ConfigError: the text is no profile, or a contradictory one; names ``profile``.
         """
         try:
             return parse(text, cls, version=VERSION)
@@ -268,7 +272,7 @@ class Profile:
             raise ConfigError("profile", text[:80], remedy) from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the profile to a file, in one step.
+        """Write the profile to a file, which other readers see either as before or whole.
 
         Raises:
             OSError: the file cannot be written.
@@ -280,17 +284,18 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
-        """The profile that `save` wrote.
+        """Read the profile that `save` wrote.
 
         Raises:
             OSError: the file cannot be read.
             ConfigError: it holds no profile.
         """
+        # Invalid UTF-8 must raise ConfigError, as any text that is no profile does.
         return cls.from_json(read_file(path).decode(errors="replace"))
 
 
 def _check_numbers(part: Profile | Storage | Region | RegionSave | Link, where: str) -> None:
-    """Check a part's seconds, bytes and rates, which its fields are by their names."""
+    """Check the seconds, bytes and rates of a part; the names of its fields tell which is which."""
     for field in fields(part):
         value, name = getattr(part, field.name), field.name
         if value is None and name in ("need_s", "again_s", "backward_end_s"):
@@ -321,6 +326,7 @@ def _check_storage(profile: Profile, where: str, storage: Storage) -> None:
     _require(
         0 <= storage.tape <= len(profile.storages), storage.tape, f"{where}.tape counts the step's forwards from 0"
     )
+    # A step's times are sums of floats, so equal moments differ by rounding.
     end_s = profile.step_s * (1 + ROUNDING) + ROUNDING
     _require(last_s <= end_s, last_s, f"{where} is needed after the step's end at {profile.step_s} s")
 
@@ -331,6 +337,7 @@ def _require(valid: bool, value: object, remedy: str) -> None:
 
 
 def _is_time(value: object) -> bool:
+    # JSON's true is an int in Python, and no number of seconds.
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
 
 

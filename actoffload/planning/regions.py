@@ -1,7 +1,7 @@
-"""The steps in which other checkpointed regions run once than in a known one. Pure.
+"""Derives, from a known step, the step in which other checkpointed regions run once. Pure.
 
-`with_regions` says what a recorded step would be if some of its regions ran once. `run_again` makes, on paper alone,
-the step of a checkpointed model from that of the same model without checkpoints.
+`with_regions` predicts a recorded step with some of its regions run once. `run_again` makes, on paper alone, the step
+of a checkpointed model from the step of the same model without checkpoints.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .profile import RECOMPUTED, ROUNDING, Profile, Region, RegionSave, Storage
 
 
 def choosable(base: Profile) -> list[int]:
-    """The places of the regions that can run once: in every forward their recomputation was seen, and its end.
+    """The places of the regions that can run once: every forward recorded a recomputation and its end.
 
-    Where backward has to compute anew what the program has changed, a region runs again.
+    A region whose saved tensors the program changes must run again, because backward needs them computed anew.
     """
     places = {region.place for region in base.regions}
     barred = {r.place for r in base.regions if r.again_s is None or r.backward_end_s is None or r.changed}
@@ -28,11 +28,11 @@ def choosable(base: Profile) -> list[int]:
 
 
 def with_regions(base: Profile, once: Collection[int]) -> Profile:
-    """The step of ``base``, in which all regions ran again, with the regions of these places run once.
+    """The step of ``base``, in which all regions ran again, with the regions at these places run once.
 
-    A place is decided alike in every forward of the step. Recomputations are taken out, and all that came after them
-    comes sooner. What a recomputation held is saved in the region's forward, and needed in reverse order in its
-    backward.
+    A place is decided alike in every forward of the step. The recomputations of these regions disappear, and all that
+    came after them comes sooner. Their held storages are saved in the forward instead, and backward needs them in
+    reverse order.
 
     Raises:
         ConfigError: a place has no region that ran again; names ``once``.
@@ -47,9 +47,11 @@ def with_regions(base: Profile, once: Collection[int]) -> Profile:
     chosen = [region for region in base.regions if region.place in once]
     gone = sorted((_again_s(region), region.recompute_s) for region in chosen)
     sooner = _Shift([begin for begin, _ in gone], [-seconds for _, seconds in gone])
+    # A chosen region's held storages go, because `_saved_once` adds the same storages to its forward.
     stays = [s for s in base.storages if (place := _holder(s, base.regions)) is None or place not in once]
     kept = [_moved(s, sooner) for s in stays]
-    born = accumulate((s.birth_s for s in kept), max)  # in the order of saving, also where moments are shared
+    # Removing time may make moments equal. The order of saving has to survive that: a plan counts places in it.
+    born = accumulate((s.birth_s for s in kept), max)
     placed = list(zip(born, kept, strict=True))
     placed += [(s.birth_s, s) for region in chosen for s in _saved_once(region, sooner)]
     regions = []
@@ -60,19 +62,19 @@ def with_regions(base: Profile, once: Collection[int]) -> Profile:
         base,
         storages=_numbered([storage for _, storage in sorted(placed, key=lambda pair: pair[0])]),
         regions=tuple(regions),
-        # By the end of the step: between micro-batches lies what is neither forward nor backward, so that a
-        # recomputation of the last one may begin later than both of them last together.
+        # Measured at the end of the step: micro-batches have time between them that is neither forward nor backward, so
+        # a recomputation of the last one may begin later than ``forward_s + backward_s``.
         backward_s=base.backward_s - (base.step_s - sooner(base.step_s)),
     )
 
 
 def run_again(plain: Profile, inputs: Mapping[int, int]) -> Profile:
-    """On paper: the step in which all regions of ``plain``, which ran once, run again.
+    """The step on paper in which all regions of ``plain``, which ran once, run again.
 
     Args:
-        plain: its storages say by `Storage.region` which region saves them.
-        inputs: by the number of a region in `Profile.regions`, the storage that its checkpoint saves as its input; it
-            is outside of all regions.
+        plain: `Storage.region` of its storages names the region that saves them.
+        inputs: by the number of a region in `Profile.regions`, the storage that its checkpoint saves as its input. This
+            storage lies outside of all regions.
     """
     members = {
         number: [s for s in plain.storages if (s.tape, s.region) == (region.tape, region.place)]
@@ -84,7 +86,7 @@ def run_again(plain: Profile, inputs: Mapping[int, int]) -> Profile:
     later = _Shift([begin_s for begin_s, _ in order], times)
     again = {n: begin_s + before for (begin_s, n), before in zip(order, accumulate(times, initial=0.0), strict=False)}
     first_s: dict[int, float] = {}
-    """By storage, when a recomputation reads it as its input."""
+    """By storage, the moment at which a recomputation reads it as its input."""
     for n, source in inputs.items():
         if n in again:
             first_s[source] = min(again[n], first_s.get(source, again[n]))
@@ -97,6 +99,7 @@ def run_again(plain: Profile, inputs: Mapping[int, int]) -> Profile:
     regions = [replace(region, backward_end_s=None) for region in plain.regions]
     for n, again_s in again.items():
         region, own = plain.regions[n], members[n]
+        # The death is early: a region's storages die before a recomputation that begins at the same moment.
         recompute_s, end_s = region.end_s - region.begin_s, later(max(s.last_need_s for s in own), early=True)
         saves = tuple(RegionSave(offset_s=s.birth_s - region.begin_s, nbytes=s.nbytes, kept=s.kept) for s in own)
         regions[n] = replace(region, again_s=again_s, recompute_s=recompute_s, backward_end_s=end_s, saves=saves)
@@ -113,24 +116,25 @@ def _again_s(region: Region) -> float:
 
 
 def _holder(storage: Storage, regions: Sequence[Region]) -> int | None:
-    """The place of the region whose recomputation holds a storage: the last that was run again before; else None."""
+    """The place of the region whose recomputation holds a storage: the last one that began before it; else None."""
     if storage.kept != RECOMPUTED:
         return None
+    # A storage is held from the moment at which its recomputation begins; both are sums, equal up to rounding.
     before = [(r.again_s, r.place) for r in regions if r.tape == storage.tape and r.again_s is not None]
     return max(((s, place) for s, place in before if s <= storage.birth_s + ROUNDING), default=(0.0, None))[1]
 
 
 class _Shift:
-    """When a moment is, as at each of ``begins`` so many seconds are put in or, below 0, taken out of what follows."""
+    """Moves moments: time is inserted at each of ``begins`` or, with seconds below 0, removed after it."""
 
     def __init__(self, begins: Sequence[float], seconds: Sequence[float]) -> None:
         self._begins = begins
         self._total = list(accumulate(seconds, initial=0.0))
-        # Within what is taken out all moments are one.
+        # All moments within a removed stretch become its beginning.
         self._least = list(accumulate((b + t for b, t in zip(begins, self._total, strict=False)), max))
 
     def __call__(self, time_s: float, *, early: bool = False) -> float:
-        """Args: time_s: the moment; early: whether it comes before what is put in just there."""
+        """Args: time_s: the moment; early: whether it comes before time that is inserted at this very moment."""
         place = (bisect_left if early else bisect_right)(self._begins, time_s)
         return max(self._least[place - 1], time_s + self._total[place]) if place else time_s
 
@@ -148,20 +152,23 @@ def _moved_region(region: Region, shift: _Shift) -> Region:
 
 
 def _saved_once(region: Region, shift: _Shift) -> list[Storage]:
-    """What a region saves in its forward if it runs once."""
+    """The storages that a region saves in its forward if it runs once."""
     assert region.backward_end_s is not None, "it is choosable"
     begin_s, forward_s = shift(region.begin_s), shift(region.end_s) - shift(region.begin_s)
     until_s = shift(region.backward_end_s)
     backward_s = until_s - shift(_again_s(region))
     saves = sorted(region.saves, key=lambda save: save.offset_s)
+    # So that no share passes 1, and a region that took no time divides by something.
     whole_s = max([region.recompute_s, *(save.offset_s for save in saves)]) or 1.0
     shares = [save.offset_s / whole_s for save in saves]
+    # An operator's forward ends as the next storage is saved. Backward reverses that: the operator, which needs its own
+    # storage, begins as backward has left the next storage.
     return [
         Storage(
             index=None if save.kept else 0,
             nbytes=save.nbytes,
             birth_s=begin_s + share * forward_s,
-            need_s=until_s - following * backward_s,  # what is computed from it ends as the next one is saved
+            need_s=until_s - following * backward_s,
             last_need_s=until_s - share * backward_s,
             module=region.name,
             tape=region.tape,
@@ -173,7 +180,7 @@ def _saved_once(region: Region, shift: _Shift) -> list[Storage]:
 
 
 def _numbered(storages: Sequence[Storage]) -> tuple[Storage, ...]:
-    """The storages with their places counted anew, by forward; what had none has none."""
+    """The storages with their places counted anew in each forward; a storage without a place stays without one."""
     places: Counter[int] = Counter()
     numbered = []
     for storage in storages:

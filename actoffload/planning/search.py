@@ -1,8 +1,8 @@
-"""Searches a plan: which checkpointed regions run once, and which saved storages leave. Pure and deterministic.
+"""Searches for a plan: which checkpointed regions run once, and which saved storages leave. Pure and deterministic.
 
 The first storages leave and the last stay: one cut through a forward, under each of a few windows, scored on the
-simulator. How far ahead backward reads matters more than which storage leaves: slow links must be asked early, but not
-before the peak is over. Regions are tried a few numbers and patterns at a time, each with all free to move.
+simulator. The window matters more than the choice of storages: reads over a slow link must begin early, but not before
+the peak is over. Regions are tried in a few numbers and patterns, each with all storages free to move.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from .workload import HOST, KEEP, NVME, Choice, Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits(Conditions):
-    """What a plan has to respect: the budgets of `Conditions`, and more.
+    """The bounds of a plan: the budgets of `Conditions`, and more.
 
     Attributes:
-        max_slowdown: how much slower than keeping all a step may be, as a share; None for no loss (`NO_LOSS`), or for
-            whatever a ``device_budget`` costs.
+        max_slowdown: how much longer than with everything kept a step may take, as a share. None means no loss
+            (`NO_LOSS`), or with a ``device_budget`` any length.
         tiers: where storages may go: ``"host"``, ``"nvme"``.
-        agreed: whether all ranks run the same regions once, so that regions in which they communicate may be chosen.
+        agreed: whether all ranks run the same regions once, so that regions in which ranks communicate may be chosen.
     """
 
     max_slowdown: float | None = None
@@ -61,7 +61,7 @@ class Limits(Conditions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """Which regions should run once, with the step that is predicted: seconds, and bytes of the peak."""
+    """The regions that should run once, and the predicted step: seconds, and bytes of the peak."""
 
     once: frozenset[int]
     step_s: float
@@ -69,13 +69,14 @@ class Proposal:
 
 
 def plan(profile: Profile, limits: Limits) -> Plan:
-    """Plan for a step as it was recorded: what leaves and what stays. Its regions stay as they were recorded.
+    """Plan for a step as recorded: which storages leave and which stay. Its regions run as in the recording.
 
-    Without a budget it frees the most memory that costs no time (or no more than ``max_slowdown``); under a
-    ``device_budget`` it finds the fastest step that keeps it. Where nothing is gained it moves nothing and says why.
+    Without a budget the plan frees the most memory that costs no time (or no more than ``max_slowdown``). Under a
+    ``device_budget`` it is the shortest step that keeps the budget. If nothing is gained, the plan moves nothing and
+    has the reason in ``declined``.
 
     Raises:
-        BudgetError: no plan keeps ``limits.device_budget``; it has the floor.
+        BudgetError: no plan keeps ``limits.device_budget``; it carries the floor.
     """
     return Search(profile, limits).plan()
 
@@ -88,34 +89,34 @@ def floor(profile: Profile, limits: Limits) -> int:
 def propose(base: Profile, limits: Limits) -> Proposal:
     """Choose the regions that should run once, from a step in which every region ran again.
 
-    Without a budget they may take as much memory as ``base`` does, and a region runs once only if that is faster.
+    Without a budget they may take as much memory as ``base`` does, and a region runs once only if that saves time.
 
     Raises:
-        BudgetError: no choice keeps ``limits.device_budget``; it has the lowest peak that was found.
+        BudgetError: no choice keeps ``limits.device_budget``; it carries the lowest peak that was found.
     """
     limits = bounded(base, limits)
-    if limits.device_budget is None:  # there is nothing to choose
+    if limits.device_budget is None:  # `bounded` sets a budget wherever a region can be chosen
         return Proposal(once=frozenset(), step_s=base.step_s, peak_bytes=base.baseline_peak_bytes)
     return _Regions(base, limits).propose()
 
 
 def bounded(base: Profile, limits: Limits) -> Limits:
-    """The limits of a step with checkpointed regions: without a budget it may take as much memory as it does."""
+    """The limits of a step with checkpointed regions: without a budget it may take the memory that it takes anyway."""
     if limits.device_budget is not None or not choosable(base):
         return limits
     return replace(limits, device_budget=own_budget(base))
 
 
 def own_budget(base: Profile) -> int:
-    """What a step with checkpointed regions may save without a budget: as much as it does, less a margin.
+    """The bytes that a step with checkpointed regions may save without a budget: its own peak less a margin.
 
-    Moving has memory of its own, as that of a storage whose copy has just ended.
+    Moving needs memory too, for example of a storage whose copy has just ended.
     """
     return int((1 - MEMORY_MARGIN) * base.baseline_peak_bytes)
 
 
 def best(profile: Profile, limits: Limits) -> tuple[Profile, Plan]:
-    """The step with the regions that `propose` chooses run once, and the plan for it: both choices on paper.
+    """The step with the regions of `propose` run once, and the plan for it: both choices on paper.
 
     Raises:
         BudgetError: no choice keeps ``limits.device_budget``.
@@ -127,7 +128,7 @@ def best(profile: Profile, limits: Limits) -> tuple[Profile, Plan]:
 
 Score = tuple[float, float, int]
 Tried = tuple[Score, int, Choice]
-"""A choice under a window."""
+"""A choice, the window under which it was tried, and its score."""
 
 
 class Search:
@@ -135,9 +136,9 @@ class Search:
 
     Attributes:
         workload: the prepared profile.
-        keep: the choice that keeps all; ``kept``: the step then.
+        keep: the choice that keeps everything; ``kept``: the step under it.
         allowed_s: the longest step that the limits allow, less a margin; infinite with a ``device_budget`` alone.
-        window: how far ahead backward reads, in bytes; None for the profile's window.
+        window: how far ahead backward reads, in bytes; None for the profile's own window.
     """
 
     def __init__(self, profile: Profile, limits: Limits) -> None:
@@ -155,8 +156,9 @@ class Search:
         self.allowed_s = self.kept.step_s * (1 + SAFETY * slowdown)
 
     def plan(self) -> Plan:
-        """The best of the cuts under the windows; see `plan`."""
+        """The best of the cuts under all windows; see the function `plan`."""
         budget = self.limits.device_budget
+        # Under a budget memory below it has no value, and every byte that moves is traffic for nothing.
         if budget is not None and self.kept.peak_bytes <= budget:
             return self._decline(f"all fits: it takes {format_size(self.kept.peak_bytes)} of {format_size(budget)}")
         if not self.movable():
@@ -168,6 +170,7 @@ class Search:
         seen = self.predict(choice)
         if budget is not None and seen.peak_bytes > budget:
             raise self._over(seen.peak_bytes)
+        # A first plan knows nothing of the time that hooks and copies take, for which a small gain does not pay.
         if budget is None and seen.peak_bytes > self._worth_it:
             return self._decline(self._why_declined(choice))
         return self.finish(choice, self._why_moved)
@@ -176,6 +179,7 @@ class Search:
 
     def predict(self, choice: Choice, budget: int | None = None) -> Prediction:
         """The step under a choice; ``budget`` replaces the ``device_budget``."""
+        # Simulations are the whole cost of a search, and halving and trimming return to the same choices.
         key = (choice.tiers, self.window, budget)
         found = self._known.get(key)
         if found is None:
@@ -184,7 +188,7 @@ class Search:
         return found
 
     def score(self, choice: Choice) -> Score:
-        """Less is better: first how far the limits are passed, then what is asked for (time or memory), then bytes."""
+        """Lower is better: first the excess over the limits, then the goal (time or memory), then the bytes moved."""
         seen, budget = self.predict(choice), self.limits.device_budget
         if budget is None:
             return max(0.0, seen.step_s - self.allowed_s), float(seen.peak_bytes), seen.moved_bytes
@@ -195,9 +199,11 @@ class Search:
         return self.score(choice)[0] <= 0.0
 
     def search(self) -> Choice:
-        """The best choice that was found, under the window that is best for it, which is `window` from then on."""
+        """The best choice found, under its best window; `window` is that window from then on."""
         order, by_time = self.movable(), self.limits.device_budget is not None
-        small = sorted(order, key=lambda n: self.workload.items[n].nbytes)  # the first may be more than has to leave
+        # The cut in the order of saving may move a large first storage where a few small ones would do.
+        small = sorted(order, key=lambda n: self.workload.items[n].nbytes)
+        # `propose` judges regions by this very choice, so the plan has it to compare with.
         found = [self.glance()] if by_time else []
         for numbers in (order, small):
             tried = [cut for window in self.windows() for cut in self._cuts(numbers, window)]
@@ -206,8 +212,9 @@ class Search:
         return choice
 
     def _trimmed(self, cut: Tried) -> Tried:
-        """The cut, with the largest that need not leave kept, each tried once."""
+        """The cut, with its largest storages kept again where that improves the score; each is tried once."""
         score, self.window, choice = cut
+        # Largest first: each of the few tries saves the most traffic.
         largest = sorted(self.movable(), key=lambda n: -self.workload.items[n].nbytes)
         for number in [n for n in largest if choice.tiers[n] != KEEP][:TRIMS]:
             tiers = list(choice.tiers)
@@ -218,9 +225,9 @@ class Search:
         return score, self.window, choice
 
     def windows(self) -> list[int]:
-        """How far ahead backward may read, in bytes: as the profile says, then from near to far.
+        """How far ahead backward may read, in bytes: the profile's own window, then from near to far.
 
-        Under a budget its room bounds that as well, and two are enough.
+        Under a budget its free room bounds the reads as well, so two windows are enough.
         """
         own, whole = self.workload.profile.prefetch_bytes, self.workload.reach[-1]
         shares = SHARES_AHEAD if self.limits.device_budget is None else SHARES_AHEAD[-2:-1]
@@ -235,8 +242,9 @@ class Search:
         return [number for number, item in enumerate(self.workload.items) if item.movable]
 
     def offload(self, numbers: Iterable[int]) -> Choice:
-        """These items leave, all others stay. To host memory while its budget lasts; what leaves first goes to disk."""
+        """These items leave, all others stay. Host memory takes the last ones, up to its budget; the disk the first."""
         items, tiers = self.workload.items, [KEEP] * len(self.workload.items)
+        # Backward needs the first storages last, so they have the most time for the longer way to disk.
         numbers = sorted(numbers, key=lambda n: items[n].birth_s)
         on_disk = self._bytes_for_disk(sum(items[n].nbytes for n in numbers))
         for number in numbers:
@@ -250,12 +258,14 @@ class Search:
         host = self.limits.host_budget
         if not self.to_disk or host is None or nbytes <= host:
             return 0.0
+        # Storages on their way to disk pass through host memory, so not all of it is for storages that stay there.
         return nbytes - HOST_SHARE * host
 
     def _cuts(self, order: Sequence[int], window: int) -> list[Tried]:
-        """Under a window the first of ``order`` leave, as few as the budget demands, or as many as cost no time.
+        """Cuts under a window: the first of ``order`` leave, as few as the budget demands, or as many as cost no time.
 
-        Beside them more, up to all: that may save a wait for room. Or less, which may leave sooner, and lower the peak.
+        Under a budget larger cuts are tried too, since they may save a wait for room. Without one smaller cuts are
+        tried too, since their storages may leave sooner and lower the peak.
         """
         self.window = window
         everything, nothing = self.offload(order), self.keep
@@ -263,6 +273,7 @@ class Search:
         few, many = 0, len(order)
         if self.fits(nothing if want_few else everything):
             few, many = (few, few) if want_few else (many, many)
+        # A longer cut has a lower peak and more traffic, so as a rule the limits hold on one side of one number.
         for _ in range(CUT_TRIES):
             if many - few <= 1:
                 break
@@ -276,7 +287,7 @@ class Search:
         return [(self.score(c), window, c) for c in (self._relieved(self.offload(order[:n])) for n in counts)]
 
     def glance(self) -> Tried:
-        """A choice after a few tries: the first leave, about as many bytes as the budget is passed by."""
+        """A choice after a few tries: the first leave, with about as many bytes as the peak is over the budget."""
         excess = self.kept.peak_bytes - (self.limits.device_budget or 0)
         if excess <= 0:
             return self.score(self.keep), self.windows()[0], self.keep
@@ -288,12 +299,13 @@ class Search:
             for count in 1 + bisect_left(leaving, excess), len(order):
                 choice = self.offload(order[:count])
                 tried.append((self.score(choice), window, choice))
+                # This choice keeps the budget in keep's time, and no other is shorter by enough to matter.
                 if not tried[-1][0][0] and tried[-1][0][1] <= (1 + ALIKE_STEPS) * self.kept.step_s:
                     return tried[-1]
         return min(tried, key=lambda one: one[0])
 
     def _relieved(self, choice: Choice) -> Choice:
-        """The choice, with what would never leave kept from the start, where that is no worse: it is in others' way."""
+        """The choice without the items that would not leave in time, if that scores no worse: they delay the others."""
         stayed = set(self.predict(choice).stayed)
         if not stayed:
             return choice
@@ -307,14 +319,15 @@ class Search:
     # -- plans --------------------------------------------------------------------------------------------------------
 
     def floor(self) -> int:
-        """The lowest peak that moving and waiting reach: the peak if forward waits until all that leaves has left."""
+        """The lowest peak that moving and waiting reach: without room, forward waits until all that leaves has left."""
         choices = self.keep, self.offload(self.movable())
         return min(self.predict(choice, budget=0).peak_bytes for choice in choices)
 
     def _over(self, reached: int) -> BudgetError:
-        """The error of a budget that no choice keeps, of which the lowest peak is known."""
+        """The error for a budget that no choice keeps, with the lowest peak that one does reach."""
         budget = self.limits.device_budget or 0
         lowest = self.floor()
+        # The error must name a peak above the refused budget. The floor may lie below it: no choice has reached it yet.
         lowest = lowest if budget < lowest < reached else reached
         return BudgetError(budget, lowest, f"{format_size(lowest)}; the planner reaches {format_size(reached)}")
 
@@ -323,7 +336,7 @@ class Search:
         return self.finish(self.keep, declined=reason)
 
     def finish(self, choice: Choice, why: Callable[[int], str] = lambda number: "", *, declined: str = "") -> Plan:
-        """The plan of a choice; ``why``: the reason for an item, by its number."""
+        """The plan of a choice; ``why``: the reason for an item that leaves, by its number."""
         seen, profile = self.predict(choice), self.workload.profile
         reasons = [why(number) if tier != KEEP else "" for number, tier in enumerate(choice.tiers)]
         return Plan(
@@ -341,11 +354,12 @@ class Search:
 
     @property
     def _worth_it(self) -> float:
-        """The highest peak, in bytes, for which it is worth moving anything."""
+        """The highest peak, in bytes, at which moving is worth its trouble."""
         return min((1 - LEAST_GAIN) * self.kept.peak_bytes, self.kept.peak_bytes - LEAST_GAIN_BYTES)
 
     def _why_declined(self, choice: Choice) -> str:
         lowest = min(self.predict(other).peak_bytes for other in (choice, self.offload(self.movable())))
+        # Simulated anew: the search's own predictions have no contents of the peak, which take time.
         peak = run(self.workload, self.keep, self.limits, detail=True).peak
         where, nbytes = next(iter(peak.bytes_by_module.items()), ("", 0)) if peak is not None else ("", 0)
         sets = f"; of the peak of {format_size(self.kept.peak_bytes)} the most, {format_size(nbytes)}, is "
@@ -358,7 +372,7 @@ class Search:
         return f"what lowers the peak slows the step by more than {allowed / SAFETY:.1%}{sets}"
 
     def _why_moved(self, number: int) -> str:
-        """Why an item leaves: how long it would lie idle, against how long it takes to move."""
+        """Why an item leaves: how long it would lie idle, and how long moving it takes."""
         item, profile = self.workload.items[number], self.workload.profile
         link = profile.host or profile.disk
         seconds_per_byte = 1 / link.write_bytes_per_s + 1 / link.read_bytes_per_s if link else 0.0
@@ -367,7 +381,7 @@ class Search:
 
 
 def _least_moved(tried: Sequence[Tried], *, by_time: bool) -> Tried:
-    """The best score; among steps of nearly the same time the one that moves the fewest bytes."""
+    """The best score; among steps of nearly the same length the one that moves the fewest bytes."""
     best = min(tried, key=lambda one: one[0])
     if not by_time:
         return best
@@ -378,7 +392,7 @@ def _least_moved(tried: Sequence[Tried], *, by_time: bool) -> Tried:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Mix:
-    """Regions that run once, tried: bytes over the budget, seconds, bytes moved, peak. The least is the best."""
+    """A tried set of regions that run once: bytes over the budget, seconds, bytes moved, peak. The least is best."""
 
     over: float
     step_s: float
@@ -388,10 +402,11 @@ class _Mix:
 
 
 class _Regions:
-    """Tries sets of regions, each with a few choices of what leaves."""
+    """Tries sets of regions, each with a few choices of storages that leave."""
 
     def __init__(self, base: Profile, limits: Limits) -> None:
         self._base, self._limits = base, limits
+        # A rank that runs such a region once joins no collective of a second run, and other ranks would wait for it.
         barred = set() if limits.agreed else {region.place for region in base.regions if region.communicates}
         self._places = [place for place in choosable(base) if place not in barred]
         self._seconds, self._saved = dict.fromkeys(self._places, 0.0), dict.fromkeys(self._places, 0)
@@ -402,7 +417,7 @@ class _Regions:
         self._tried: dict[frozenset[int], _Mix] = {}
 
     def propose(self) -> Proposal:
-        """The least moved among the shortest steps within the budget; see the function."""
+        """The set that moves the least, among the shortest steps within the budget; see the function `propose`."""
         self._try(frozenset())
         if self._places:
             self._search()
@@ -421,28 +436,30 @@ class _Regions:
                 before, around = around, self._close_in(pattern, *around)
 
     def _patterns(self) -> list[Callable[[int], frozenset[int]]]:
-        """Which regions run once, by their number: the first, the cheapest by the byte, the last, or evenly spread.
+        """The sets of regions to try, by their size: the first, the cheapest by the byte, the last, or evenly spread.
 
-        The last one of a forward is always among them: all that it saves is there anyway while it runs again.
+        Each has the last region of a forward: all that it saves is resident anyway while it runs again.
         """
         places, last, count = self._places, self._places[-1], len(self._places)
         early = [last, *places[:-1]]
         late = places[::-1]
         rates = {place: self._seconds[place] / max(1, self._saved[place]) for place in early}
         most = max(rates.values()) or 1.0
-        cheap = sorted(early, key=lambda place: -round(10 * rates[place] / most))  # equals in the order of `early`
+        # Rates within a tenth count as equal and keep the order of `early`: measured times are noisy.
+        cheap = sorted(early, key=lambda place: -round(10 * rates[place] / most))
         patterns = [partial(_first_of, order) for order in (early, cheap, late)]
-        # From the first to the last: so the link has something to move all the time.
+        # Spread from the first to the last, so that the link always has bytes to move.
         return [*patterns, lambda k: frozenset(places[-1 - i * (count - 1) // max(1, k - 1)] for i in range(k))]
 
     def _close_in(self, pattern: Callable[[int], frozenset[int]], low: int, high: int) -> tuple[int, int]:
-        """Try a few numbers from ``low`` to ``high``; the neighbours of the best of them."""
+        """Try a few sizes from ``low`` to ``high``; return the neighbours of the best of them."""
         counts = sorted({low + (high - low) * step // (SPREAD - 1) for step in range(SPREAD)})
         found = []
+        # The largest first: it computes for the shortest time, and a short step rules smaller sets out below.
         for count in reversed(counts):
             once = pattern(count)
             best = min(self._tried.values())
-            # It computes for so long at least.
+            # Even without a wait this set computes that long, so it cannot beat a shorter step.
             least_s = self._base.step_s - sum(self._seconds[place] for place in once)
             if once in self._tried or best.over or least_s < best.step_s:
                 found.append((self._try(once), count))

@@ -1,12 +1,12 @@
-"""What a step would be like under a plan: its events in order, with transfers beside them. Pure, deterministic.
+"""Predicts a step under a plan: the profile's events in order, with transfers beside them. Pure, deterministic.
 
-The compute timeline is the profile's, delayed by what it has to wait for. What a recomputation holds is a storage that
-stays. Each link has a queue for each direction, first come first served. A storage that is offloaded is queued when it
-is saved. Its device memory is released at the first event after the end of the write to the first tier: an event is the
-save of a storage that has a place on its tape, or its first use in backward. PyTorch's allocator lives in the time of
-the host, which may have enqueued the whole forward before the first copy ends, so only events, and no times, can say
-when a host releases memory. What backward needs is fetched in the order of need, as far ahead as the window and the
-budget allow; what has not left yet is taken where it is, and a write that has not begun is cancelled.
+The compute timeline is the profile's, delayed by waits. Storages that a recomputation holds stay. Each link has a queue
+for each direction, first come first served. An offloaded storage is enqueued when it is saved, and its device memory is
+released at the first event after its write to the first tier has ended. An event is the save of a storage that has a
+place on its tape, or its first use in backward. A moment in time cannot decide the release: PyTorch's allocator lives
+in the time of the host, which may have enqueued the whole forward before the first copy ends. Storages come back in the
+order in which backward needs them, as far ahead as the window and the budget allow. A storage that has not left yet is
+used where it is, and its write is cancelled if it has not begun.
 
 Inside, a storage is known by its number (``p``), and times are seconds since the step began.
 """
@@ -40,14 +40,14 @@ from .workload import BIRTH, DEATH, DROP, DROP_AT_ONCE, HOLD, KEEP, NEED, NVME, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """What a step runs under. Sizes in bytes; None is no limit.
+    """The limits under which a step runs. Sizes in bytes; None is no limit.
 
     Attributes:
-        device_budget: forward waits for room, and nothing is fetched ahead beyond it.
+        device_budget: forward waits for room, and no prefetch passes it.
         host_budget: most bytes of host memory.
         nvme_budget: most bytes on disk.
-        pending_bytes: most bytes on their way out of the device at once: its compute stream waits for more to have
-            left, and a CPU tensor beyond it stays unless there is a ``device_budget``, for which forward waits.
+        pending_bytes: most bytes on their way out of the device at once. Before the limit is passed, a device's compute
+            stream waits, and a CPU tensor stays, or with a ``device_budget`` forward waits.
     """
 
     device_budget: int | None = None
@@ -64,13 +64,13 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """What was on the device when the most was.
+    """The contents of the device at its peak.
 
     Attributes:
         time_s: when, on the timeline of the step as it ran.
         phase: ``"forward"``, ``"backward"`` or ``"recompute"``.
         bytes_by_kind: ``"kept"``, ``"on its way out"``, ``"brought back"`` and ``"recomputed"``, in bytes.
-        bytes_by_module: the modules with the most of it, in bytes, largest first.
+        bytes_by_module: the modules with the most bytes there, largest first.
     """
 
     time_s: float
@@ -81,24 +81,24 @@ class Peak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A step as the simulator saw it. Seconds and bytes; storages by number.
+    """A simulated step. Seconds and bytes; storages by number.
 
     It has more than fifteen attributes: planners compare plans by some of them, and reports print the others.
 
     Attributes:
         compute_s: the step without waits.
-        forward_wait_s: what saving waited for, room above all.
+        forward_wait_s: waits of saving, mostly for room.
         cost_s: compute time that moving bytes took.
-        pending_peak_bytes: the most that was on its way out of the device at once.
-        cancelled_bytes: what backward took before a write was begun.
+        pending_peak_bytes: the most bytes on their way out of the device at once.
+        cancelled_bytes: bytes that backward needed before their write had begun.
         waits: ``(storage, seconds)`` for each wait in backward.
-        pressed: the storages that were kept although planned to go, as a limit would have been passed.
-        stayed: those, and the ones that backward took before they had left.
-        releases: by storage, how many events after its own save a storage's device memory was released; 0 if it never
-            was before backward had taken it.
-        timeline: bytes on the device from each time on; empty unless asked for, as what follows.
-        peak: what was on the device at the peak.
-        at_peak: the storages that were.
+        pressed: the storages that stayed although planned to leave, because a limit would have been passed.
+        stayed: the pressed storages, and the storages that backward needed before they had left.
+        releases: by storage, how many events after its own save its device memory was released; 0 if backward needed it
+            before that.
+        timeline: bytes on the device from each time on. This and the rest are empty without ``detail``.
+        peak: the contents of the device at the peak.
+        at_peak: the storages there.
     """
 
     step_s: float
@@ -125,12 +125,12 @@ class Prediction:
 
     @property
     def wait_s(self) -> float:
-        """What the step waits for, all together."""
+        """All waits of the step."""
         return self.forward_wait_s + self.backward_wait_s
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes over any link, both ways: what the step costs in traffic."""
+        """Bytes over any link, both ways: the step's traffic."""
         return self.host_written_bytes + self.host_read_bytes + self.disk_written_bytes + self.disk_read_bytes
 
 
@@ -140,10 +140,10 @@ def simulate(
     """Predict one step of ``profile`` under ``plan``.
 
     Args:
-        profile: the step and its links; `Profile.with_links` puts it on others.
-        plan: what is moved; None keeps all. Its regions are taken to be as those of the profile.
+        profile: the step and its links; `Profile.with_links` replaces the links.
+        plan: the storages that move; None keeps all. Its regions are taken to be the profile's.
         conditions: budgets and windows; None for no limits.
-        detail: whether to say the timeline and what sets the peak.
+        detail: whether to return the timeline and the contents of the peak.
     """
     workload = Workload(profile)
     if plan is None:
@@ -167,33 +167,34 @@ def run(
 
 
 class _ReadAhead:
-    """What backward will need is fetched before it asks, in the order of need."""
+    """Fetches storages before backward needs them, in the order of need."""
 
     def __init__(self, workload: Workload, modes: Sequence[int], transfers: Transfers, window: int) -> None:
         self.workload, self.transfers = workload, transfers
         sizes = workload.nbytes
         self.largest = max((size for size, record in zip(sizes, workload.recorded, strict=True) if record), default=0)
         moved = (size for size, mode in zip(sizes, modes, strict=True) if mode != KEEP)
+        # As the offloader does: one storage is in use while the next one is on its way, however small the window is.
         self.window = max(window, 2 * max(moved, default=0))
         self.place = self.cursor = 0
-        """The next place to fetch, and the one that backward has come to."""
+        """The next place to fetch, and the next place that backward needs."""
         self.ahead = 0
         self.is_ahead = [False] * len(modes)
         self.most_held = workload.profile.recompute_bytes
         self.held_bytes = 0
-        """Bytes that recomputations hold now."""
+        """Bytes that recomputations hold at this moment."""
 
     def arrive(self, p: int, now: float, place: int) -> None:
-        """Backward has come to ``place``, and has ``p``: go on fetching beyond it."""
+        """Backward has reached ``place`` and has ``p``: fetch beyond it."""
         self.forget(p)
         if place >= self.cursor:
             self.cursor = place + 1
-        # What has no record does not tell where in the order backward is.
+        # A storage without a record is on no tape, so the offloader does not notice its use.
         if self.workload.recorded[p] and self.ahead < self.window:
             self._fetch(now)
 
     def forget(self, p: int) -> None:
-        """Count ``p`` as fetched ahead no longer."""
+        """Count ``p`` as fetched ahead no longer: backward has it, or it has died."""
         if self.is_ahead[p]:
             self.is_ahead[p] = False
             self.ahead -= self.workload.nbytes[p]
@@ -208,32 +209,34 @@ class _ReadAhead:
                 self.place += 1
                 continue
             if where == UNSAVED:
-                return  # a later forward's
+                return  # a later forward saves it: backward has not begun there
             nbytes = self.workload.nbytes[p]
             if ON_HOST <= where <= ON_DISK:
+                # Kept storages fill the window as well: the offloader's window counts bytes from backward's position.
                 if reach[self.place] - reach[self.cursor] >= self.window:
                     return
                 if not self._has_room(nbytes):
                     return
+                # A read from disk passes through host memory, which must have room for it.
                 if where == ON_DISK and self.transfers.has_host and not host.has_room(nbytes):
                     return
                 self.is_ahead[p] = True
                 self.ahead += self.transfers.fetch(p, now)
             elif WRITE_QUEUED <= where <= COPIED:
                 if not self._has_room(0):
-                    return  # what comes next may need the room that its write gives
+                    return  # the next storages may need the room that this one's write frees
                 self.transfers.fetch(p, now)
             self.place += 1
 
     def _has_room(self, nbytes: int) -> bool:
-        """Whether so many bytes fit beside what backward may need at once, as `DeviceBudget.has_room_early` says."""
+        """Whether the bytes fit beside the bytes that backward may need at once, as `DeviceBudget.has_room_early`."""
         device = self.transfers.device
         at_once = max(self.largest, self.most_held - self.held_bytes)
         return device.used + nbytes + at_once <= device.limit
 
 
 class _Step:
-    """One step. Make it, `run` it, ask for its `prediction`."""
+    """One step: create it, `run` it, and read its `prediction`."""
 
     def __init__(
         self,
@@ -257,9 +260,9 @@ class _Step:
         self.ahead = _ReadAhead(workload, self.modes, self.transfers, window)
         self.waits: list[tuple[int, float]] = []
         self.refused: list[int] = []
-        """What was to leave, and stays as there is no room where it goes."""
+        """Storages that were to leave, and stay because the next tier has no room."""
         self._events = 0
-        """Events so far: saves of what is recorded, and its first uses in backward."""
+        """Events so far: saves of recorded storages, and their first uses in backward."""
         self._saved_at = [0] * len(self.modes)
         self._releases = [0] * len(self.modes)
         self._has_budget = conditions.device_budget is not None
@@ -267,12 +270,13 @@ class _Step:
         self._at_peak: tuple[list[bool], list[int], list[bool]] | None = None
 
     def run(self) -> None:
-        """Go through the step."""
+        """Execute the events of the step."""
         modes, state, links, clock = self.modes, self.transfers.state, self.transfers.links, self.clock
         device = self.device
         for base, kind, p in self.workload.events:
             mode = modes[p]
             now = base + clock.delay
+            # Transfers that end at this moment end first: an event finds the room and the storages that they bring.
             if links.next_end <= now:
                 self.transfers.advance(now)
             if kind in (BIRTH, NEED):
@@ -282,17 +286,19 @@ class _Step:
                     self._need(p, now, self.workload.place[p])
                 if self.workload.recorded[p]:
                     self._events += 1
+                    # Later than `now` if the event had to wait.
                     self._let_go(base + clock.delay)
             elif kind == DEATH and not (mode == KEEP and state[p] == ON_DEVICE):
                 self.transfers.free(p, now)
                 self.ahead.forget(p)
             elif kind == HOLD:
                 self._hold(p, now)
-            else:  # it was never anywhere else
+            else:  # the storage has never left the device
                 device.remove(p, now)
                 state[p] = FREED
                 if kind in (DROP, DROP_AT_ONCE):
                     self.ahead.held_bytes -= self.workload.nbytes[p]
+        # Nothing after the last event changes the step's length, but a timeline shows the last transfers.
         while device.log is not None and links.next_end < NEVER:
             self.transfers.complete_next()
 
@@ -302,6 +308,7 @@ class _Step:
 
     def _save(self, p: int, mode: int, now: float) -> None:
         device = self.device
+        # Its own save is an event as well, which `run` counts afterwards: a release there comes 0 events later.
         self._saved_at[p] = self._events + 1
         device.phase = "forward"
         if device.used + self.workload.nbytes[p] > device.limit:
@@ -317,19 +324,20 @@ class _Step:
             self.transfers.write(p, mode, now)
 
     def _admit(self, p: int, mode: int, now: float) -> float:
-        """Take room where ``p`` is going; the time when there was some, or -1 when it has to stay."""
+        """Reserve room where ``p`` goes; return the time at which there is room, or -1 if ``p`` has to stay."""
         nbytes, transfers = self.workload.nbytes[p], self.transfers
         if self._most_pending is not None:
             now = self._wait_for_pending(nbytes, self._most_pending, now)
             if now < 0:
                 return now
+        # If the disk is full, a storage that is bound for it goes as far as host memory.
         to_disk = mode == NVME and transfers.disk.has_room(nbytes)
         if mode == NVME and not to_disk and not transfers.has_host:
             return -1.0
         if transfers.has_host:
             since = now
             while not transfers.host.has_room(nbytes):
-                self._let_go(now)  # a write to disk, which makes room in host memory, begins at the release
+                self._let_go(now)  # a spill, which frees host memory, begins only when the device copy is released
                 waits = self._has_budget and (transfers.links.is_busy(SPILL) or transfers.pending)
                 if not waits or transfers.links.next_end == NEVER:
                     return -1.0
@@ -341,7 +349,8 @@ class _Step:
         return now
 
     def _wait_for_pending(self, nbytes: int, most: int, now: float) -> float:
-        """Wait until so many bytes more may be on their way out; the time then, or -1 where nobody waits for that."""
+        """Wait until this many more bytes may be on their way out; return the time, or -1 if forward does not wait."""
+        # As the offloader does: a storage larger than the limit may go while at most half of the limit is on its way.
         transfers = self.transfers
         counted = nbytes if nbytes <= most else (most + 1) // 2
         if not transfers.has_host:
@@ -363,6 +372,7 @@ class _Step:
             transfers.fetch(p, now)
             if state[p] != ON_DEVICE:
                 until = now
+                # One transfer after the other: ends in between make room, and may begin the next leg of this storage.
                 while state[p] != ON_DEVICE:
                     if transfers.links.next_end == NEVER:
                         raise StateError(f"the simulator waits for storage {p}, which is not on its way")
@@ -374,7 +384,7 @@ class _Step:
         self.ahead.arrive(p, now, place)
 
     def _hold(self, p: int, now: float) -> None:
-        """A region runs again, and holds what it saves."""
+        """A region runs again, and holds the storages that it saves."""
         nbytes = self.workload.nbytes[p]
         self.device.phase = "recompute"
         if self.device.used + nbytes > self.device.limit:
@@ -384,9 +394,11 @@ class _Step:
         self.ahead.held_bytes += nbytes
 
     def _wait_for_room(self, nbytes: int, now: float, kind: int) -> float:
-        """Wait until ``nbytes`` fit the budget or nothing more will leave; the time then."""
+        """Wait until ``nbytes`` fit the budget, or nothing more is leaving; return the time."""
         until = now
+        # As at an event, copied storages are released first: forward does not wait for room that they already give.
         self._let_go(now)
+        # With nothing on its way out no wait ends, and the budget is passed: the peak then shows it to the planner.
         while self.device.used + nbytes > self.device.limit and self.transfers.releasing > 0:
             until = max(until, self.transfers.complete_next())
             self._let_go(until)
@@ -394,7 +406,7 @@ class _Step:
         return until
 
     def prediction(self) -> Prediction:
-        """The step in numbers."""
+        """The simulated step."""
         transfers, clock, profile = self.transfers, self.clock, self.workload.profile
         written, spilled, loaded, fetched = transfers.links.moved
         return Prediction(
@@ -422,10 +434,11 @@ class _Step:
         )
 
     def _note_peak(self) -> None:
+        # Copied at each new peak: the simulator cannot know yet which one is the last.
         self._at_peak = self.device.holds[:], self.transfers.state[:], self.transfers.left[:]
 
     def _describe_peak(self) -> Peak | None:
-        """What was on the device when the most was."""
+        """The contents of the device at its peak."""
         if self._at_peak is None:
             return None
         kinds = {"kept": 0, "on its way out": 0, "brought back": 0, "recomputed": 0}
@@ -443,6 +456,7 @@ class _Step:
             kinds[kind] += nbytes
             name = self.workload.profile.storages[p].module or ""
             modules[name] = modules.get(name, 0) + nbytes
+        # By name where bytes are equal, so that equal steps are explained alike.
         largest = sorted(modules.items(), key=lambda pair: (-pair[1], pair[0]))[:MOST_MODULES]
         device = self.device
         return Peak(

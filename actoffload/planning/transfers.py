@@ -1,4 +1,4 @@
-"""The simulator's memory and links: what lies in each tier, four queues of transfers, and what a transfer's end does.
+"""The simulator's memory and links: the contents of each tier, four queues of transfers, and the effect of their ends.
 
 A storage is known by its number in the profile (``p``). Times are seconds since the step began, sizes are bytes.
 """
@@ -14,9 +14,9 @@ from .workload import HOST, NVME, Workload
 UNSAVED, ON_DEVICE, WRITE_QUEUED, WRITING, COPIED = range(5)
 ON_HOST, SPILL_QUEUED, SPILLING, ON_DISK = range(5, 9)
 LOADING, FETCHING, FREED = range(9, 12)
-"""Where a storage is. Up to `COPIED` it is on the device; from `ON_HOST` to `ON_DISK` it is not, and nothing brings it
-back; `LOADING` is from disk to host memory, `FETCHING` is to the device. `COPIED`: the copy to host memory has ended,
-and the device memory is released at the next event of the forward or backward, as the offloader does."""
+"""Where a storage is. Up to `COPIED` it is on the device. From `ON_HOST` to `ON_DISK` it is not, and nothing brings it
+back. `LOADING` is from disk to host memory, `FETCHING` is to the device. `COPIED`: the copy to host memory has ended,
+and the next event of the forward or backward releases the device memory, as the offloader does."""
 
 WRITE, SPILL, LOAD, FETCH = range(4)
 """The queues: device to host, host to disk, disk to host, host to device. Without a host link, `WRITE` and `FETCH` are
@@ -25,13 +25,13 @@ between the device and the disk, and the others are unused. Reads and writes do 
 _QUEUED = (WRITE_QUEUED, SPILL_QUEUED, LOADING, FETCHING)
 _BEGUN = (WRITING, SPILLING, LOADING, FETCHING)
 FORWARD, BACKWARD = range(2)
-"""What a step waits in: for room or memory as it saves, and for what backward needs."""
+"""The part of a step that waits: forward for room or memory as it saves, backward for the storages that it needs."""
 
 NEVER = float("inf")
 
 
 class Clock:
-    """How late the step is against the profile's timeline, and why. Seconds."""
+    """The delay of the step against the profile's timeline, and its causes. Seconds."""
 
     def __init__(self) -> None:
         self.delay = self.cost_s = 0.0
@@ -50,7 +50,7 @@ class Clock:
 
 
 class Tier:
-    """Host memory or disk: what lies there."""
+    """Host memory or disk, and the storages there."""
 
     def __init__(self, nbytes: Sequence[int], limit: int | None) -> None:
         self.holds = [False] * len(nbytes)
@@ -74,7 +74,7 @@ class Tier:
 
 
 class Device:
-    """The device: what lies there, when the most did, and what is told of it."""
+    """The device: the storages there, its peak, and its log."""
 
     def __init__(self, nbytes: Sequence[int], limit: int | None) -> None:
         self.holds = [False] * len(nbytes)
@@ -104,10 +104,11 @@ class Device:
 
 
 class Links:
-    """The four queues. A queue does one transfer at a time; what is no longer to be moved is skipped."""
+    """The four queues. A queue does one transfer at a time; it skips storages that no longer have to move."""
 
     def __init__(self, workload: Workload, state: list[int]) -> None:
         host, disk = workload.profile.host, workload.profile.disk
+        # Without any link nothing moves, so that the rates only have to be valid.
         first = host or disk or Link(write_bytes_per_s=1.0, read_bytes_per_s=1.0)
         second = disk or first
         self.seconds_per_byte = (
@@ -117,9 +118,10 @@ class Links:
             1 / first.read_bytes_per_s,
         )
         self.latency = (first.latency_s, second.latency_s, second.latency_s, first.latency_s)
+        # Between the device and the disk a byte crosses both links, if there are two.
         far = first.cost_s_per_byte + (second.cost_s_per_byte if host is not None else 0.0)
         self.costs = (0.0, first.cost_s_per_byte, far)
-        """Compute time of a byte by the tier that it moves to or from."""
+        """Compute time per byte, by the tier to which or from which it moves."""
         self.cost_each = first.cost_s_each
         self.moved = [0] * 4
         self.next_end = NEVER
@@ -130,7 +132,7 @@ class Links:
         self._ends = [NEVER] * 4
 
     def charge(self, clock: Clock, nbytes: int, mode: int) -> None:
-        """Add the compute time that moving a storage to or from a tier takes."""
+        """Add the compute time of moving a storage to or from a tier."""
         clock.charge(nbytes * self.costs[mode] + self.cost_each)
 
     def is_busy(self, queue: int) -> bool:
@@ -138,6 +140,7 @@ class Links:
 
     def enqueue(self, queue: int, p: int, now: float) -> None:
         self._queues[queue].append(p)
+        # A busy queue begins its next transfer when the running one ends.
         if self._current[queue] < 0:
             self._start(queue, now)
             if self._ends[queue] < self.next_end:
@@ -147,6 +150,7 @@ class Links:
         waiting, state, expected = self._queues[queue], self._state, _QUEUED[queue]
         while waiting:
             p = waiting.popleft()
+            # An entry stays in the queue when its transfer is cancelled, so the state decides here.
             if state[p] == expected:
                 state[p] = _BEGUN[queue]
                 nbytes = self._nbytes[p]
@@ -156,7 +160,8 @@ class Links:
                 return
 
     def finish(self, now: float) -> tuple[int, int]:
-        """End the transfer that ends at ``now``, which is `next_end`: its queue and its storage."""
+        """End the transfer that ends at ``now``, which is `next_end`; return its queue and its storage."""
+        # `next_end` is the least of these very numbers, so the comparison of floats is exact.
         queue = self._ends.index(now)
         p = self._current[queue]
         self._current[queue] = -1
@@ -164,18 +169,18 @@ class Links:
         return queue, p
 
     def start_next(self, queue: int, now: float) -> None:
-        """Begin what follows a transfer that has ended."""
+        """Start the next transfer of a queue after one has ended."""
         if self._queues[queue]:
             self._start(queue, now)
         self.next_end = min(self._ends)
 
 
 class Transfers:
-    """Where each storage is, and what becomes of it when a transfer begins or ends.
+    """Where each storage is, and where it goes when a transfer begins or ends.
 
     Args:
         workload: the prepared profile.
-        clock: charged with what moving bytes costs.
+        clock: charged with the costs of moving bytes.
         device: most bytes on the device; None for no limit.
         host: most bytes in host memory.
         disk: most bytes on disk.
@@ -188,22 +193,22 @@ class Transfers:
         self.has_host = workload.profile.host is not None
         self.state = [UNSAVED] * len(self.nbytes)
         self.left = [False] * len(self.nbytes)
-        """Whether it has been away from the device."""
+        """Whether the storage has left the device before."""
         self.device = Device(self.nbytes, device)
         self.host = Tier(self.nbytes, host)
         self.disk = Tier(self.nbytes, disk)
         self.links = Links(workload, self.state)
         self.pending = self.pending_peak = 0
-        """Bytes whose write has not ended, whoever still wants it."""
+        """Bytes whose write has not ended, also of storages that need it no more."""
         self.releasing = 0
         """Bytes of the device that writes under way will free."""
         self.cancelled = 0
-        """Bytes that backward took before their write had begun."""
+        """Bytes that backward needed before their write had begun."""
         self.clock = clock
         self._copied: list[int] = []
 
     def write(self, p: int, mode: int, now: float) -> None:
-        """Queue the write of what has just been saved; it has its room where it goes."""
+        """Enqueue the write of a storage that was just saved, and for which there is room in the next tier."""
         nbytes = self.nbytes[p]
         self.links.charge(self.clock, nbytes, mode)
         self.state[p] = WRITE_QUEUED
@@ -214,8 +219,9 @@ class Transfers:
         self.links.enqueue(WRITE, p, now)
 
     def fetch(self, p: int, now: float) -> int:
-        """Begin to bring ``p`` back, or take it where it is; the bytes that this brings to the device."""
+        """Begin to bring ``p`` back, or use it where it is; return the bytes that this adds to the device."""
         nbytes, state = self.nbytes[p], self.state[p]
+        # The device copy is still there. A write that runs cannot be taken back, so its bytes stay pending.
         if WRITE_QUEUED <= state <= COPIED:
             self.releasing -= nbytes
             self.state[p] = ON_DEVICE
@@ -226,7 +232,7 @@ class Transfers:
                 self.disk.remove(p)
             return 0
         if state in (ON_HOST, SPILL_QUEUED, SPILLING):
-            if state == SPILL_QUEUED:  # its bytes stay in host memory, and never go to disk
+            if state == SPILL_QUEUED:  # the spill has not begun, so the storage gives up its room on disk
                 self.cancelled += nbytes
                 self.disk.remove(p)
             self.links.charge(self.clock, nbytes, HOST)
@@ -234,6 +240,7 @@ class Transfers:
         elif state == ON_DISK:
             self.links.charge(self.clock, nbytes, NVME)
             if self.has_host:
+                # No check for room in host memory: a prefetch has made it, and backward cannot do without the storage.
                 self.state[p] = LOADING
                 self.host.add(p)
                 self.links.enqueue(LOAD, p, now)
@@ -249,8 +256,9 @@ class Transfers:
         self.links.enqueue(FETCH, p, now)
 
     def free(self, p: int, now: float) -> None:
-        """Let go of a storage that nobody needs any more, wherever it is."""
+        """Release all memory of a storage that has died."""
         nbytes, state = self.nbytes[p], self.state[p]
+        # A running write stays pending until it ends; only a queued one is cancelled.
         if state == WRITE_QUEUED:
             self.pending -= nbytes
         if WRITE_QUEUED <= state <= COPIED:
@@ -262,12 +270,12 @@ class Transfers:
         self.state[p] = FREED
 
     def advance(self, until: float) -> None:
-        """Let every transfer end that ends up to then."""
+        """End every transfer that ends up to that time."""
         while self.links.next_end <= until:
             self.complete_next()
 
     def complete_next(self) -> float:
-        """Let the transfer that ends first end; the time then."""
+        """End the transfer that ends first; return its time."""
         links, state = self.links, self.state
         now = links.next_end
         queue, p = links.finish(now)
@@ -276,6 +284,7 @@ class Transfers:
         elif queue == SPILL:
             if state[p] == SPILLING:
                 state[p] = ON_DISK
+            # A fetch that still reads the host copy removes it at its own end.
             if state[p] in (ON_DISK, ON_DEVICE):
                 self.host.remove(p)
         elif queue == LOAD:
@@ -283,6 +292,7 @@ class Transfers:
                 self._fetch_to_device(p, now)
         elif state[p] == FETCHING:
             state[p] = ON_DEVICE
+            # A storage from disk needs its host memory no more. Any other host copy stays until its storage dies.
             if self.disk.holds[p]:
                 self.host.remove(p)
         links.start_next(queue, now)
@@ -291,7 +301,7 @@ class Transfers:
     def _written(self, p: int, now: float) -> None:
         nbytes = self.nbytes[p]
         self.pending -= nbytes
-        if self.state[p] != WRITING:  # backward has taken it, or it is dead
+        if self.state[p] != WRITING:  # backward uses the storage where it is, or the storage has died
             return
         self.state[p] = COPIED
         self._copied.append(p)
@@ -299,7 +309,7 @@ class Transfers:
             self.let_go(now)
 
     def let_go(self, now: float) -> list[int]:
-        """Release the device memory of everything that is `COPIED`; return what that was."""
+        """Release the device memory of every storage that is `COPIED`; return these storages."""
         if not self._copied:
             return []
         released = [p for p in self._copied if self.state[p] == COPIED]

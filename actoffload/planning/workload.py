@@ -1,4 +1,4 @@
-"""A profile as what is decided on and what the simulator goes through: items and events. Pure."""
+"""`Workload`: a profile, prepared as the items that a planner decides on and the events of the simulator. Pure."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from .plan import Plan, PlanEntry
 from .profile import RECOMPUTED, Profile
 
 KEEP, HOST, NVME = 0, 1, 2
-"""What is done with a storage: kept, sent to host memory, sent to disk."""
+"""Where a storage goes: it is kept, sent to host memory, or sent to disk."""
 
 TIER_NAMES = {KEEP: "", HOST: "host", NVME: "nvme"}
 
 DROP, BIRTH, NEED, DEATH, HOLD, DROP_AT_ONCE = range(6)
-"""Events, in the order in which those of one moment happen. `HOLD` and `DROP` are the birth and the death of what a
-recomputation holds: backward has let go of the region before when it asks for what the next one computes from, and has
-that when the recomputation begins. `DROP_AT_ONCE` is the death of what lives for no time."""
+"""Events, in the order of their execution at one moment. `HOLD` and `DROP` are the birth and the death of a storage
+that a recomputation holds. At one moment backward lets go of its region first, then needs the inputs of the next
+region, and then the next recomputation begins. `DROP_AT_ONCE` is the death of such a storage that lives for no time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What one decision is about: the storages at one place of every forward, by their numbers, and their bytes.
+    """One decision: the storages at one place of every forward, by their numbers, and their bytes.
 
     Attributes:
-        positions: the storages.
+        positions: the numbers of the storages.
         nbytes: bytes of all of them.
-        movable: whether there is anything to decide.
+        movable: whether a plan may move them.
         birth_s: when the first of them is saved.
-        need_s: when backward needs it; the end of the step when it never does.
+        need_s: when backward needs it; the end of the step if backward never does.
     """
 
     positions: tuple[int, ...]
@@ -41,24 +41,24 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is decided: a tier for each item."""
+    """A tier for each item."""
 
     tiers: tuple[int, ...]
 
 
 class Workload:
-    """A profile, prepared: computed once and used for every plan that is tried. Storages are known by their numbers.
+    """A profile, prepared once and used for every plan that a planner tries. Storages are known by their numbers.
 
     Attributes:
         nbytes: size.
-        need: base time of the first use in backward, or None; None for what a recomputation holds.
+        need: base time of the first use in backward; None if there is no use, or if a recomputation holds the storage.
         events: ``(base time, kind, storage)`` in order.
         order: the storages that backward needs, in that order.
-        place: where a storage first is in that order; -1 where it never is.
-        recorded: whether a forward has a record of it; the others are small, or stay for good.
+        place: the place of a storage in ``order``; -1 if backward never needs it.
+        recorded: whether a forward has a record of the storage; a storage without one is small, or stays for good.
         held: whether a recomputation holds it.
-        reach: bytes that a forward has saved in records before each place of the order.
-        items: what is decided on, in the order of places.
+        reach: bytes of the records in ``order`` before each place of it.
+        items: the decisions, in the order of places.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -67,11 +67,13 @@ class Workload:
         self.nbytes = [s.nbytes for s in storages]
         self.recorded = [s.index is not None for s in storages]
         self.held = [s.kept == RECOMPUTED for s in storages]
+        # Backward never waits for these: they are on the device until it has used them.
         self.need = [None if held else s.need_s for s, held in zip(storages, self.held, strict=True)]
         self.items = self._find_items()
         known = {p for item in self.items for p in item.positions}
         self._unmatched = [p for p, storage in enumerate(storages) if storage.movable and p not in known]
         self.events = self._make_events()
+        # Equal moments keep the order of saving: equal profiles give equal plans.
         self.order = [p for _, p in sorted((need, p) for p, need in enumerate(self.need) if need is not None)]
         self.place = [-1] * len(storages)
         self.reach = [0]
@@ -82,38 +84,40 @@ class Workload:
     # -- decisions ----------------------------------------------------------------------------------------------------
 
     def keep_all(self) -> Choice:
-        """Nothing is moved."""
+        """The choice that moves nothing."""
         return Choice((KEEP,) * len(self.items))
 
     def modes(self, choice: Choice) -> list[int]:
-        """What is done with each storage."""
+        """The tier of each storage."""
         modes = [KEEP] * len(self.nbytes)
         for item, tier in zip(self.items, choice.tiers, strict=True):
             if item.movable:
                 for position in item.positions:
                     modes[position] = tier
+        # An offloader finds no plan entry of this size at their place, and moves such storages.
         for position in self._unmatched:
             modes[position] = self.lowest_tier()
         return modes
 
     def lowest_tier(self) -> int:
-        """Where an offloader sends what no plan knows."""
+        """The tier to which an offloader sends storages that a plan does not list."""
         if self.profile.disk is not None:
             return NVME
         return HOST if self.profile.host is not None else KEEP
 
     def to_entries(self, choice: Choice, reasons: Sequence[str], releases: Sequence[int]) -> tuple[PlanEntry, ...]:
-        """Plan entries of a choice.
+        """The plan entries of a choice.
 
         Args:
-            choice: what is decided.
-            reasons: one text for each item.
+            choice: a tier for each item.
             releases: by storage, as `Prediction.releases`.
         """
         entries = []
         for number, (item, tier) in enumerate(zip(self.items, choice.tiers, strict=True)):
             first = self.profile.storages[item.positions[0]]
             moves = item.movable and tier != KEEP
+            # One entry serves every forward of the step, and the latest release is late enough for the copies of all.
+            # 0 events: backward used the storage before it had left, so the entry sets no moment.
             entries.append(
                 PlanEntry(
                     index=number,
@@ -128,10 +132,11 @@ class Workload:
         return tuple(entries)
 
     def from_plan(self, plan: Plan) -> Choice:
-        """The choice that a plan means for this profile: by place and size, as an offloader follows it."""
+        """The choice that a plan makes in this profile: by place and size, as an offloader follows it."""
         tiers = [KEEP] * len(self.items)
         for number, item in enumerate(self.items):
             entry = plan.entry(number, self.nbytes[item.positions[0]])
+            # A storage without an entry moves: so the offloader treats storages that its plan does not list.
             if not item.movable or (entry is not None and entry.action == Decision.KEEP.value):
                 continue
             to_host = entry is not None and entry.tier == "host" and self.profile.host is not None
@@ -146,6 +151,7 @@ class Workload:
         for number, storage in enumerate(storages):
             if storage.index is not None:
                 same = places.setdefault(storage.index, [])
+                # An offloader matches entries by place and size, so a storage of another size is not in this item.
                 if not same or storage.nbytes == self.nbytes[same[0]]:
                     same.append(number)
         return [self._item(tuple(places[index])) for index in sorted(places)]
@@ -165,7 +171,7 @@ class Workload:
         for p, storage in enumerate(self.profile.storages):
             birth, death = (HOLD, DROP) if self.held[p] else (BIRTH, DEATH)
             if self.held[p] and storage.birth_s == storage.last_need_s:
-                death = DROP_AT_ONCE  # a death before its own birth would never end
+                death = DROP_AT_ONCE  # `DROP` sorts before `HOLD`, and a death before its own birth would never end
             events += [(storage.birth_s, birth, p), (storage.last_need_s, death, p)]
             need_s = self.need[p]
             if need_s is not None:

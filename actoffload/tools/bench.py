@@ -171,9 +171,9 @@ def rates_of(samples: Iterable[Sample]) -> list[Rates]:
 
 
 def best_of(rates: Sequence[Rates]) -> Rates | None:
-    """Return the setting that hides most; of those that are nearly as good, the one with the least in flight.
+    """Return the setting that hides most; among settings nearly as good, the one with the least in flight.
 
-    Rates through the page cache are also those of memory, so such a setting is chosen only if nothing else runs.
+    A rate through the page cache is partly memory's, so such a setting is chosen only if no other one works.
     """
     usable = [one for one in rates if one.direct] or rates
     top = max((one.sustained for one in usable), default=0.0)
@@ -237,7 +237,7 @@ def measure_all(
                 raise
             except (ActOffloadError, OSError) as error:
                 if number:
-                    raise
+                    raise  # the engine worked in an earlier round, so the disk has failed
                 able.remove(setting)
                 yield Failure(setting, str(error))
                 continue
@@ -282,6 +282,7 @@ class Rig:
             self._memory = memory.reshape(pieces, _RANDOM_BYTES)
             self._memory[:] = self._random
             begin = self._memory.ctypes.data
+            # Every other slot of a mixed run begins with a read, so that both directions are always under way.
             self._slots = [_Slot(begin + i * block_bytes, extents[i::count], i % 2) for i in range(count)]
             self._run("write", None)  # the first write to reserved room is slower than any later one
             self._check_content()
@@ -325,6 +326,7 @@ class Rig:
 
     def _run(self, direction: Direction, seconds: float | None) -> tuple[int, float]:
         """Move blocks for some seconds, None: for one pass; return the bytes that moved and the seconds."""
+        # A second pass through the page cache would measure memory.
         cached = self.capabilities.needs_file and not self.capabilities.direct
         files = [file.fd for file in self.spool.files] if cached else []
         for fd in files:
@@ -354,6 +356,7 @@ class Rig:
         moved, active = 0, len(self._slots)
         while active:
             slot = free.get()
+            # Slots retire one by one, so that no transfer uses the memory any more when this returns or raises.
             late = deadline_s is not None and time.perf_counter() >= deadline_s
             if errors or late or (slot.turn == slot.length(direction) and (one_pass or not slot.turn)):
                 active -= 1

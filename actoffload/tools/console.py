@@ -74,6 +74,7 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
             options[name] = kind(**values) if kind else {k: v for k, v in values.items() if v is not None}
         command(**options)
 
+    # Typer reads the options of a command from both.
     flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     flat.__annotations__ = {each.name: each.annotation for each in parameters}
     return flat

@@ -77,6 +77,7 @@ def _unless(refusal: str, reason: str) -> dict[str, Any]:
 
 def _why_engine_fails(engine: str) -> str:
     """Return why a storage engine does not start on this machine; empty when it does."""
+    # The engine is in question here, not the file system of the temporary directory.
     size, folder = 1 << 20, tempfile.gettempdir()
     try:
         Spool([folder], engine=engine, capacity_bytes=size, grow_bytes=size, allow_any_filesystem=True).close()

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CODE = ("actoffload", "integrations", "benchmarks/*.py")
 """The files below the checkout that a measurement depends on."""
 BUSY_SHARE = 0.15
-"""A machine on which others take more of the processors than this is called busy."""
+"""A machine on which other processes take more of the processors than this is called busy."""
 
 
 def describe_environment(root: Path = ROOT) -> dict[str, Any]:

@@ -53,7 +53,7 @@ UNITS = {"s": 1.0, "GB": 1e9, "GB/s": 1e9, "GiB": float(1 << 30)}
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """The model and the machine that the user asks about; None for the preset's."""
+    """The user's model and machine; None for the preset's."""
 
     model: Annotated[str, typer.Option(help="Preset to start from; --presets lists them.")] = "gpt3-175b"
     from_model: Annotated[
@@ -71,7 +71,7 @@ class Question:
 
     @property
     def start(self) -> ModelPreset:
-        """The preset whose values hold unless the user gave others."""
+        """The preset, whose values hold for every option that the user leaves out."""
         if self.from_model is not None:
             return ModelPreset(kind="", config={}, **COUNTED)
         return preset("model", self.model, MODELS)
@@ -123,6 +123,7 @@ class Answer:
         start = question.start
         self.split = replace(start.split, **split)
         gpu = question.gpu or start.gpu
+        # A published utilisation was reached on the preset's own GPU, and proves nothing for another one.
         if gpu == start.gpu and start.utilisation is not None:
             machine = {"utilisation": start.utilisation} | machine
         self.hardware = hardware_of(gpu, question.drive, **machine)
@@ -138,6 +139,7 @@ def activations_of(question: Question, split: Parallelism) -> Activations:
     """
     start = question.start
     sequence, micro_batch = question.sequence or start.sequence, question.micro_batch or start.micro_batch
+    # The built-in GPT can be built as one rank's share: without sequence parallelism its norms stay whole there.
     rank_only = start.kind == BUILT_IN and not split.sequence_parallel
     workload, label = _build(question, sequence, split.tensor if rank_only else 1)
     if split.tensor > 1 and not (rank_only or split.sequence_parallel):

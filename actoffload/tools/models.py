@@ -1,4 +1,4 @@
-"""Models that the commands run or count: a user's own, the built-in GPT, and those of Transformers by configuration.
+"""Models that the commands run or count: a user's own, the built-in GPT, and Transformers' models by configuration.
 
 A user's own is named ``FILE.py:FUNCTION``. The function takes nothing and returns a model in training mode and a
 function ``make_batch(size)`` that returns the model's arguments for ``size`` samples: a tensor, a tuple of positional
@@ -111,6 +111,7 @@ class Workload:
 
     def twin(self) -> Workload:
         """Return a copy with modules of its own, which share the parameters and buffers."""
+        # `deepcopy` takes a tensor that its memo has for copied, so these stay the same objects.
         shared = itertools.chain(self.model.parameters(), self.model.buffers())
         return replace(self, model=copy.deepcopy(self.model, {id(tensor): tensor for tensor in shared}))
 

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 def _parsed(flag: str, unit: str, convert: Callable[[str], float], help: str = "As measured.") -> Any:
-    """Return an option of the machine whose text is converted."""
+    """Return an option of the machine; ``convert`` makes a number of its text."""
 
     def parse(text: str) -> float:
         try:
@@ -157,7 +157,7 @@ class ModelPreset:
 
 
 BUILT_IN = "gpt"
-"""The kind of the built-in GPT; all others are model types of Transformers."""
+"""The kind of the built-in GPT; each other kind is a model type of Transformers."""
 TABLES: dict[str, Any] = tomllib.loads(files(__package__).joinpath("presets.toml").read_text(encoding="utf-8"))
 SOURCES: dict[str, str] = TABLES["source"]
 GPUS: dict[str, dict[str, Any]] = TABLES["gpu"]
@@ -171,7 +171,7 @@ def preset(option: str, name: str, known: dict[str, T]) -> T:
     """Return the preset of that name.
 
     Raises:
-        ConfigError: there is none; lists those that exist.
+        ConfigError: there is none; lists the known names.
     """
     if name not in known:
         raise ConfigError(option, name, f"no such preset; there are {', '.join(known)}")
@@ -278,7 +278,7 @@ class Estimate:
 def estimate(
     activations: Activations, split: Parallelism, hardware: Hardware, *, step_s: float | None = None
 ) -> Estimate:
-    """Estimate what offloading a model's activations needs, per GPU.
+    """Estimate the needs of offloading a model's activations, per GPU.
 
     Args:
         activations: the model and its micro-batch on one tensor-parallel rank.
@@ -328,6 +328,7 @@ def _memory_of(
     activations: Activations, split: Parallelism, hardware: Hardware, *, in_flight: float, small: float, share: float
 ) -> Memory:
     """Return the bytes on the fullest GPU: the first stage of a pipeline, which does not compute the loss."""
+    # Each stage of ZeRO also splits everything that the stages before it split.
     shards = [split.pipeline * (split.data if split.zero >= stage else 1) for stage in (3, 2, 1)]
     parts = (activations.parameter_bytes, activations.gradient_bytes, activations.optimizer_bytes)
     parameters, gradients, optimizer = (nbytes / ranks for nbytes, ranks in zip(parts, shards, strict=True))
@@ -385,6 +386,7 @@ def profile_of(workload: Workload, batch: int, hardware: Hardware) -> tuple[Prof
         torch.autograd.backward(loss)
     end, rate = step.now(), hardware.flops_per_s
     saved, sources = list(step.saved.values()), _sources(step)
+    # A shared storage, or a checkpoint's input, lives on when its block runs again, so it belongs to no region.
     storages = [
         Storage(
             index=number,
@@ -401,6 +403,7 @@ def profile_of(workload: Workload, batch: int, hardware: Hardware) -> tuple[Prof
     for place, block in enumerate(step.blocks):
         if place in sources:
             continue
+        # A checkpoint saves its input even if a plain run of the block does not.
         sources[place] = index = len(storages)
         last_s = max((s.last_need_s for s in storages if s.region == place), default=block.end / rate)
         common: dict[str, Any] = {"nbytes": block.input_bytes, "module": block.name}

@@ -45,7 +45,7 @@ class Links:
     disk_read: Rate = None
 
     def of(self, profile: Profile) -> Profile:
-        """Return the profile with these links; a new one is as fast both ways unless two rates are given."""
+        """Return the profile with these links; a new link with one rate is as fast both ways."""
         changed = {}
         for name, write, read in (("host", self.host_write, self.host_read), ("disk", self.disk_write, self.disk_read)):
             known = getattr(profile, name)
@@ -144,7 +144,7 @@ def record(source: str, batch: int, path: list[str] | None) -> Profile:
     """Return the profile of a user's own model: three steps without an optimizer, each of the same batch.
 
     Raises:
-        ConfigError: the function or what it returns is not as `models` asks for, or no saved tensor may move.
+        ConfigError: the function or its result is not as `models` demands, or no saved tensor may move.
     """
     device = find_device()
     prepare_process(device, None, seed=0)

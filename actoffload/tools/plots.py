@@ -260,6 +260,7 @@ def _panels(names: Iterable[str], paths: Sequence[Path], title: str, look: Look)
     """Yield an axis for each name; at the end explain all labels below the panels, and write the picture."""
     import matplotlib
 
+    # Files need no display, and a machine that measures often has none.
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

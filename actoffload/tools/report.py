@@ -1,4 +1,4 @@
-"""``actoffload report`` and ``top``: what a traced run did, as text and as a page, at its end and while it runs."""
+"""``actoffload report`` and ``top``: a traced run as text and as a page, at its end and while it runs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def top(
             found = _so_far(run)
             live.update("waiting for the first step" if found is None else render([found]), refresh=True)
             if found is not None and not found.trace.truncated:
-                return
+                return  # the trace has its end, so the run is over
             try:
                 time.sleep(max(every, (time.monotonic() - began_s) / READING_SHARE))
             except KeyboardInterrupt:
@@ -68,7 +68,7 @@ def top(
 
 
 def _so_far(path: Path) -> Run | None:
-    """What a run has written until now; None before its first forward has ended."""
+    """Return the run so far; None before its first forward has ended."""
     try:
         with _sound(path):
             return look_at(load(path, truncated_ok=True))
@@ -80,7 +80,7 @@ def _so_far(path: Path) -> Run | None:
 
 @contextmanager
 def _sound(file: Path | str) -> Iterator[None]:
-    """Refuse a trace whose notes on the run, which have no schema, are not such as we write them."""
+    """Refuse a trace with other notes on the run than the library writes: they have no schema."""
     try:
         yield
     except ActOffloadError:
@@ -90,7 +90,7 @@ def _sound(file: Path | str) -> Iterator[None]:
 
 
 def render(runs: list[Run]) -> RenderableType:
-    """The report on runs, one after the other, for a terminal."""
+    """Return the report on runs, one after the other, for a terminal."""
     names = [Path(run.trace.path).name for run in runs]
     parts: list[RenderableType] = [_table("", [["", *names], *comparison(runs)])]
     for name, run in zip(names, runs, strict=True):
@@ -121,7 +121,7 @@ def _one(run: Run) -> list[RenderableType]:
 
 
 def _table(title: str, rows: Sequence[Sequence[str]]) -> Table:
-    """The first row is the head; columns of numbers are aligned right."""
+    """Return a table whose head is the first row; columns of numbers are aligned right."""
     head, *others = rows
     table = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for number, name in enumerate(head):

@@ -110,7 +110,7 @@ class Preset:
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """The variants of each case; a variant follows those whose peaks it needs."""
+        """The variants of each case; each comes after the variants whose peaks are its budgets."""
         plain = [Variant(series=name) for name in self.series]
         return (*plain, *(Variant(series="hybrid", level=level) for level in self.levels))
 
@@ -142,7 +142,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Return that of one or more values."""
+        """Return the spread of one or more values."""
         low, _, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
         return cls(median(values), low, high)
 
@@ -166,7 +166,7 @@ class Point:
     """Step time over that of keep in the same turn; of keep itself, one of its two steps over the other: A/A noise."""
     verdict: str = ""
     identical: bool | None = None
-    """Whether losses and gradients are those of ``keep``, bit for bit; None if nothing was compared."""
+    """Whether losses and gradients equal keep's bit for bit; None if nothing was compared."""
     oom: bool = False
     below_floor: bool = False
     """Whether its budget is below the floor of every plan."""
@@ -204,6 +204,7 @@ def _against(keep: Point | None, point: Point) -> Point:
     if keep is None or keep.ratio is None or keep.tflops is None or point.ratio is None:
         return point
     top, ratio = keep.tflops.median, point.ratio
+    # The longest step has the lowest throughput, so the ends change places.
     tflops = Spread(top / ratio.median, top / ratio.high, top / ratio.low)
     said = "A/A noise" if point.variant.series == "keep" else verdict(ratio, keep.ratio)
     return replace(point, tflops=tflops, verdict=said)
@@ -282,6 +283,7 @@ class RokRun:
         different = [name for name, how in self._measured_with.items() if old["measured_with"].get(name) != how]
         if different:
             raise ConfigError("out", str(file), f"was measured with another {', '.join(different)}; name a new file")
+        # Running out of memory and a budget below the floor are results, so these rounds are not taken again.
         failed = {_job(s) for s in old["samples"] if "error" in s and not s.get("oom") and not s.get("below_floor")}
         self.payload["samples"] = [s for s in old["samples"] if _job(s) not in failed]
 
@@ -306,6 +308,7 @@ class RokRun:
             samples = [head | {"others_cpu_share": share} | sample for sample in found]
             self.payload["samples"] += samples
             self.payload["environment"]["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            # After each round, so that an interrupt loses the running one at most.
             write_json(self.file, self.payload)
             yield (case, repeat), samples
 
@@ -421,7 +424,7 @@ class Measured:
         return self.model is not None and is_own(self.model)
 
     def run(self, out: Path | None, path: list[str] | None) -> RokRun:
-        """Return the run that was asked for.
+        """Return the run for these options.
 
         Raises:
             ConfigError: an option cannot work, or the results file holds something else.
@@ -441,6 +444,7 @@ class Measured:
             speed = f"{machine.flops_per_s / 1e12:.0f} TFLOP/s"
             environment["gpu"] = f"{self.gpu}, {speed}; {machine.drives} SSDs, {rates}"
             chosen = replace(chosen, gpu=self.gpu, device=PREDICTED, series=SERIES, threads=None)
+            # A prediction has no noise and no plan that has to settle.
             chosen = replace(chosen, warm_up=0, steps=1, repeats=1)
             command, file = f"actoffload rok --preset {name} --gpu {self.gpu}", f"{file}_{self.gpu}"
         chosen = replace(chosen, cases=self._cases(chosen))

@@ -163,7 +163,7 @@ class Round:
     def _take_turn(self, order: list[Mode]) -> None:
         """Let each take a step; its ratio is to keep's two, the first and the last of the turn.
 
-        Keep's own ratios are those of its two steps both ways round: the A/A noise lies evenly around 1.
+        Keep's own ratios compare its two steps both ways round, so that the A/A noise lies evenly around 1.
         """
         taken = [mode.attempt(self._timed_step) for mode in order]
         first, *others, last = taken
@@ -192,6 +192,7 @@ class Round:
             float(loss.detach()).hex(),
             *(_sum_of_bits(parameter.grad) for parameter in self.parameters),
         )
+        # The first step of all sets the bits: it is keep's, in which nothing moves.
         self.expected = self.expected or bits
         mode.identical = bits == self.expected and mode.identical is not False
         return step_s
@@ -226,6 +227,7 @@ class Round:
         """Run a step whose peak of resident memory is this mode's; on the CPU, if the kernel can count it anew."""
         if not self.on_cpu:
             return
+        # Pages that other modes left in the allocator would count for this one.
         cpu_allocator.give_back()
         try:
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM begins anew
@@ -239,6 +241,7 @@ def _sum_of_bits(gradient: torch.Tensor | None) -> int:
     """Return the sum of a gradient's elements, each read as a whole number of its size."""
     if gradient is None:
         return 0
+    # A sum of integers has no rounding, so one bit that differs shows.
     kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return int(gradient.view(kinds[gradient.element_size()]).sum())
 

@@ -76,6 +76,7 @@ def _become(
     if found is None:
         print(f"actoffload {name}: {words[0]}: there is no such program", file=sys.stderr)
         raise typer.Exit(NOT_FOUND)
+    # Only an interpreter that starts in this environment shows whether Python loads the switch at its start.
     loaded = "import sys; sys.exit('_actoffload_start' not in sys.modules)"
     if subprocess.run([sys.executable, "-c", loaded], env=environment, check=False).returncode:
         raise typer.BadParameter("this is no installed actoffload: pip installs what Python loads at its start")

@@ -28,7 +28,7 @@ from ..autotune.blocks import find_blocks
 MIN_BYTES = 1 << 20
 """On an accelerator `OffloadConfig` keeps smaller tensors by default."""
 BACKWARD_FACTOR = 3
-"""FLOPs of a step over those of its forward."""
+"""FLOPs of a step, as a multiple of its forward's."""
 
 
 @dataclass

@@ -80,6 +80,7 @@ def stream_worker(
                 if prompts is None:
                     yield json.loads(line)
                     continue
+                # The limit is for the worker's own time, and this worker waits while the caller has others run.
                 timer.cancel()
                 yield json.loads(line)
                 timer = threading.Timer(limit_s, stop)
@@ -88,6 +89,7 @@ def stream_worker(
                 prompts -= 1
             status = process.wait()
         finally:
+            # The caller may close this generator while the worker runs; without a kill the exit below would wait.
             timer.cancel()
             process.kill()
             _prompt(process, False)
@@ -135,7 +137,7 @@ def take_turns(
 
     Returns:
         By name, the result with ``others_cpu_share`` of the whole run as in `run_worker`, or a failure as in
-        `stream_worker`: the others go on without it.
+        `stream_worker`; then the other workers go on.
     """
     others = OthersShare()
     last: dict[str, dict[str, Any]] = {}
@@ -178,6 +180,7 @@ def failure(error: BaseException) -> dict[str, Any]:
     """Return an error as a result."""
     line = next(iter(str(error).splitlines()), type(error).__name__)
     text, below_floor = f"{type(error).__name__}: {error}", isinstance(error, BudgetError)
+    # A `BudgetError` is no lack of memory, even if its text names one.
     if not below_floor and any(part in text for part in _NO_MEMORY):
         return {"error": f"out of memory: {line}", "oom": True}
     return {"error": f"{type(error).__name__}: {line}", "oom": False, "below_floor": below_floor}
@@ -202,14 +205,14 @@ class OthersShare:
 
     @staticmethod
     def _now() -> tuple[float, float]:
-        """Return the seconds that the cores together worked for others, and the clock."""
+        """Return the seconds that the cores together worked for other processes, and the clock."""
         times, children = psutil.cpu_times(), resource.getrusage(resource.RUSAGE_CHILDREN)
         # Guests' time is part of user and nice time, too.
         idle_s = sum(getattr(times, name, 0.0) for name in ("idle", "iowait", "guest", "guest_nice"))
         return sum(times) - idle_s - children.ru_utime - children.ru_stime, time.monotonic()
 
     def share(self) -> float:
-        """Return the share so far, 0 to 1, of all cores; children that still run count as others."""
+        """Return the share so far, 0 to 1, of all cores; children that still run count as other processes."""
         (begin_s, begin_clock_s), (end_s, end_clock_s) = self._begin, self._now()
         passed_s = max(1e-9, end_clock_s - begin_clock_s) * (psutil.cpu_count(logical=True) or 1)
         return round(min(1.0, max(0.0, (end_s - begin_s) / passed_s)), 3)
