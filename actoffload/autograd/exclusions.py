@@ -46,7 +46,7 @@ def is_filled_later(tensor: Tensor) -> bool:
 
 
 _BETWEEN = ("actoffload.", "torch._ops", "torch._dynamo.eval_frame", "torch.utils._device", "torch.overrides")
-"""Modules whose frames may lie between the code that calls an operator and this module."""
+"""Modules with frames between the code that calls an operator and this module."""
 
 
 OPEN_REGIONS: list[None] = []
@@ -126,6 +126,7 @@ class Exclusions:
 
     def why_stays(self, tensor: Tensor, storage: torch.UntypedStorage) -> KeepReason | None:
         """Return why this saved tensor stays, or None."""
+        # First: a static tensor counts as no activation, even if it is marked or saved in a recomputation.
         reason = self.why_static(tensor, storage)
         if reason is not None:
             return reason
@@ -151,6 +152,7 @@ class no_offload(ContextDecorator):
 
     @untraced
     def __enter__(self) -> None:
+        # Counted for longer than the thread is in the region: an entry makes the compiled hooks leave the check to us.
         OPEN_REGIONS.append(None)
         enter_region()
 

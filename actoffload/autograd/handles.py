@@ -179,7 +179,7 @@ def saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
     Under hooks PyTorch makes a new object for each tensor that requires a gradient, which for a leaf lacks the leaf's
     attributes and ``.grad``. A new object that shares memory with a saved tensor is held, for the reason in `hand_out`.
     """
-    let_go()
+    let_go()  # before `reading`, which keeps this read's own unpacks from releasing each other's tensors
     before, _handed_out.reading = _handed_out.reading, True
     try:
         found: tuple[Tensor | None, ...] = _saved_tensors(ctx)
@@ -235,7 +235,7 @@ def watch_functions() -> None:
 
 
 _BETWEEN = (__name__, untraced.__module__, "torch._dynamo.eval_frame")
-"""Modules whose frames may lie between the reader of a saved tensor and this module (the last: in compiled code)."""
+"""Modules with frames between the reader of a saved tensor and this module (the last one: in compiled code)."""
 _OF_FUNCTIONS = "torch._functorch.autograd_function"
 """This module of PyTorch runs the program's own Functions, under `torch.func.vmap`."""
 
@@ -248,7 +248,7 @@ def unpack(handle: Any) -> Tensor:
 
 def unpack_only(handle: Any) -> Tensor:
     """Return the tensor that a handle stands for, without holding it for a custom Function."""
-    let_go()
+    let_go()  # first: a Function that has returned frees its tensors before this one needs memory
     with sharing_counters():
         return handle.unpack()  # type: ignore[no-any-return]
 
@@ -291,7 +291,7 @@ class Handle:
 
 
 def view_in(handle: Handle, storage: torch.UntypedStorage, begin: int) -> Tensor:
-    """Return the saved view in a storage whose first byte is byte ``begin`` of the original storage."""
+    """Return the saved view in a storage that begins at byte ``begin`` of the original storage."""
     offset = (handle.offset - begin) // handle.dtype.itemsize
     view = empty(handle.dtype, handle.record.device).detach()
     view.set_(storage, offset, handle.shape, handle.stride)
@@ -397,7 +397,7 @@ def is_plain_value(value: Any) -> bool:
 
 
 class Attributed:
-    """The handle of a saved tensor whose Python object had attributes. The unpacked tensor gets them again."""
+    """The handle of a saved tensor with attributes of its Python object. The unpacked tensor gets them again."""
 
     __slots__ = ("attributes", "handle")
 

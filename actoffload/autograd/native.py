@@ -33,12 +33,12 @@ from .handles import Handle, KeptActivation, Stayed, check_version, hand_out, le
 NAME = "actoffload_hooks"
 SOURCE = native_build.PACKAGE / "autograd" / "hooks.cpp"
 TESTED = ("2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
-"""Releases of PyTorch whose object layout the module was tested with. ``ACTOFFLOAD_NATIVE=1`` (or ``=hooks``) permits
-any release: the module still checks at load where a tensor lies in its Python object."""
+"""Releases of PyTorch with an object layout that tests cover. ``ACTOFFLOAD_NATIVE=1`` (or ``=hooks``) permits any
+release: the module still checks at load where a tensor lies in its Python object."""
 
 FINALIZED: tuple[Any, ...] = (Handle, Stayed, KeptActivation, KeptPlace, Slot, StorageRef, HeldBlock)
-"""Classes whose objects die as autograd frees a graph, often just after a kernel. Python would only print an interrupt
-that arrives in their finalizers, so the module wraps these."""
+"""Classes of objects that die as autograd frees a graph, often just after a kernel. Python would only print an
+interrupt that arrives in their finalizers, so the module wraps these."""
 
 
 class _Process:
@@ -65,7 +65,7 @@ def load() -> Any:
     - ``least``: bytes by type of device. Smaller storages stay. For a type without an entry ``fallback`` decides.
     - ``recording``: a list. While it has any item, ``fallback`` gets every activation.
     """
-    with _Process.lock:
+    with _Process.lock:  # held during the build, so that other threads wait for it instead of compiling as well
         if _Process.module is None and _Process.reason is None:
             try:
                 _Process.module = _load()
@@ -118,6 +118,7 @@ def _load() -> Any:
         let_go=untraced(let_go),
         samples=_samples(),
     )
+    # Last, as `setup` may refuse this PyTorch: the Python hooks then keep their own finalizers.
     for owner in FINALIZED:
         owner.__del__ = module.finalizer(owner.__del__)
     return module

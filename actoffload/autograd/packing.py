@@ -66,8 +66,8 @@ class Forwards(threading.local):
 
 
 def _open(tape: Tape[Record]) -> Tape[Record]:
-    # A recomputation may be backward's first event on a tape, before it unpacks any record. A tape whose records have
-    # all died belongs to a freed graph.
+    # A recomputation may be backward's first event on a tape, before it unpacks any record. If all records of a tape
+    # have died, it belongs to a freed graph.
     return Tape() if tape.in_backward or tape.ran_again or (tape.live == 0 and len(tape)) else tape
 
 
@@ -101,6 +101,7 @@ class Packer:
         if module is None:
             return self.pack, unpack
         shared = self._store.shared
+        # One for all entries of the context, so that a storage saved in two of them counts once.
         if self._kept is None:
             self._kept = module.KeptStorages(notes=shared.accounts.deferred)
         pack = module.Pack(
@@ -146,7 +147,7 @@ class Packer:
             store, kind = self._store, "cpu" if tensor.is_cpu else tensor.device.type
             if store.interrupted:
                 return Kept(tensor.detach())
-            with store.tiers.hook:
+            with store.tiers.hook:  # one query per device for a graph capture serves the whole hook
                 if store.tiers.by_device[kind].is_of_a_graph(tensor):
                     return self._keep(tensor, KeepReason.CAPTURE, nbytes)
                 if is_filled_later(tensor):
