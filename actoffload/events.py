@@ -22,7 +22,7 @@ class EventKind(Enum):
     CANCEL = "cancel"  # its write had not started and was dropped
     UNPACK_WAIT = "unpack_wait"  # backward had to wait for it
     PACK_WAIT = "pack_wait"  # forward had to wait for room, to save it
-    DEGRADED = "degraded"  # a write or an allocation failed; the step went on
+    DEGRADED = "degraded"  # an operation on disk or memory failed; the step went on
     RELEASE = "release"  # its last handle died
     PLAN = "plan"  # the offloader follows another plan; `record` is 0
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def expected(function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """Call a function of the user's, which may raise anything, at a place where that leaves no state half changed."""
+    """Call a function that may raise anything (a policy, PyTorch), at a place where no state is half changed."""
     # `is_interrupt` looks for this frame in an exception's traceback, so the call must not be inlined.
     return function(*args, **options)
 

@@ -56,7 +56,7 @@ class Statistics:
     live_records: int = 0
     """Saved storages that are alive now (a count)."""
     degraded: Mapping[str, int] = field(default_factory=dict)
-    """Failures of a write or an allocation after which the step continued (a count), by reason."""
+    """Failed operations on disk or memory after which the step continued (a count), by reason."""
     unhooked: int = 0
     """The part of ``steps`` that ran without hooks, as nothing moves (a count). No other field counts them."""
     microbatches: int = 0

@@ -71,7 +71,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
 
 
 def must_be_plain() -> bool:
-    """Return whether PyTorch traces a graph, or a recomputation runs, as its own backward follows at once."""
+    """Return whether checkpoints stay plain: PyTorch traces a graph, or backward runs and uses the tensors at once."""
     kinds = torch._C._TorchDispatchModeKey
     tracing = any(map(torch._C._get_dispatch_mode, (kinds.PROXY, kinds.FAKE, kinds.FUNCTIONAL)))
     return tracing or torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1
@@ -240,7 +240,7 @@ def _seeing(see: Callable[[Tensor], None]) -> Iterator[None]:
 
 
 def _note_version(versions: list[tuple[Tensor, int]], tensor: Tensor) -> None:
-    """Note a tensor's counter and version. The second run compares them to see whether the tensor was changed."""
+    """Note a tensor's counter and version. They show at the second run whether the tensor was changed since."""
     if _is_strided(tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         with _disable_current_modes(), sharing_counters():  # the region's modes must not see this `detach`
             versions.append((version_probe(tensor.detach()), tensor._version))

@@ -136,8 +136,8 @@ class Offloader:
 
     Attributes:
         config: the options.
-        store: holds the saved tensors; an interrupt makes a new one necessary. ``packer`` and ``autopilot`` (None
-            unless ``policy="auto"``) belong to one store.
+        store: holds the saved tensors; a new one after an interrupt. ``packer`` and ``autopilot`` (None unless
+            ``policy="auto"``) belong to one store.
 
     Raises:
         ConfigError: an option cannot work here.
@@ -341,7 +341,7 @@ class Offloader:
         if store.trace is not None:
             store.trace.forward_ended()
         self._inner_hooks.end()
-        # After a failure this takes no lock: the garbage collector may close a generator's context under our own lock.
+        # Not after a failure: the garbage collector may close a generator's context amid a change under our own lock.
         if not failed:
             store.count_deferred()
         said = advice(entry.tape.by_node, entry.tape.total_bytes)
@@ -499,7 +499,7 @@ class Offloader:
 
     @property
     def closed(self) -> bool:
-        """Whether the offloader takes no more tensors. After an interrupt it does: the next context starts afresh."""
+        """Whether the offloader takes no more tensors. An interrupt does not close it, as the next context restarts."""
         return self._ended or (self.store.closed and not self.store.interrupted)
 
     @property
