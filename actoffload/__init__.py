@@ -1,4 +1,4 @@
-"""actoffload: saved activations leave the accelerator for host memory or NVMe, and are back before backward needs them.
+"""actoffload moves saved activations from the accelerator to host memory or NVMe, and back before backward needs them.
 
     import actoffload
 
@@ -7,7 +7,7 @@
     loss.backward()
     print(offloader.report())
 
-`offload_activations` and `attach` are the ways in; `OffloadConfig` says what can be set.
+`offload_activations` and `attach` are the entry points. `OffloadConfig` has the options.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .statistics import Statistics
 from .storage.engines.base import StorageEngine
 from .version import __version__
 
-logging.getLogger(__name__).addHandler(logging.NullHandler())  # quiet, unless the program asks for it
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # quiet, unless the program adds a handler
 
 __all__ = [
     "Attachment",

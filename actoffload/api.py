@@ -1,4 +1,4 @@
-"""The two ways in: a context for a step, and an attachment for any training loop."""
+"""The two entry points: a context for a step, and an attachment for any training loop."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from .locks import renewed_in_child
 from .runtime.untraced import Hooking, skipped, untraced, untraced_frame
 
 _offloaders: dict[Any, Offloader] = {}
+# Weak, as a cached offloader must not keep its model alive.
 _of_models: weakref.WeakKeyDictionary[nn.Module, dict[Any, Offloader]] = weakref.WeakKeyDictionary()
 _lock = renewed_in_child(threading.Lock())
 _config = untraced(make_config)
@@ -32,11 +33,13 @@ _config = untraced(make_config)
 
 @untraced
 def shared_offloader(config: OffloadConfig, model: nn.Module | None = None) -> Offloader:
-    """The `Offloader` of a model, or of contexts without one, for these options; a new one where it was closed."""
-    with _lock:
+    """Return the `Offloader` for these options and this model (or none); a new one if the last one was closed."""
+    with _lock:  # two threads that enter their first context together must get one offloader, with one budget
         found = _offloaders if model is None else _of_models.setdefault(model, {})
+        # Paths too: their default depends on an environment variable, which may have changed since.
         key = (config.paths, *(identity_of(getattr(config, field.name)) for field in fields(config)))
         offloader = found.get(key)
+        # A forked child has none of its parent's threads, so it needs an offloader of its own.
         if offloader is None or offloader.closed or offloader.forked:
             offloader = found[key] = Offloader(config)
         return offloader
@@ -45,18 +48,18 @@ def shared_offloader(config: OffloadConfig, model: nn.Module | None = None) -> O
 class offload_activations(contextlib.ContextDecorator):
     """Inside this context the tensors that autograd saves for backward leave the device. Also a decorator.
 
-    Entering it each step is cheap: contexts with the same options and the same model have one `Offloader`, whose plan,
-    counts and budget are those of that model. Without ``model`` it is that of the options. A policy, an engine factory
-    or a trace callable is the same option only if it is the same object: make it once.
+    Entering it in each step is cheap: contexts with the same options and the same model share one `Offloader`, with one
+    plan, one set of counts and one budget. Contexts without ``model`` share one by their options alone. A policy, an
+    engine factory or a trace callable is the same option only if it is the same object, so make it once.
 
     Args:
         target: ``"host"``, ``"nvme"``, ``"tiered"`` or ``"auto"``.
-        model: optional; names the modules and lets parameters, buffers and inputs be known early.
+        model: optional. With it, modules have names, and the library knows parameters, buffers and inputs early.
         options: the other fields of `OffloadConfig`: ``path``, ``device_budget``, ``host_budget``, ``min_bytes``,
             ``policy``, ``engine``, ``strict``, ``trace``, ...
 
     Raises:
-        ConfigError: an option does not exist or cannot work; the message names it, its value and what to do.
+        ConfigError: an option does not exist or cannot work; the message names it, its value and the remedy.
         SpoolPathError: no spool can be made at ``path``.
 
     >>> import torch
@@ -81,7 +84,7 @@ class offload_activations(contextlib.ContextDecorator):
     def __enter__(self) -> Offloader:
         model = None if self._model is None else self._model()
         if model is not None:
-            self.offloader.use(model)  # it may have been forgotten since
+            self.offloader.use(model)  # again, as `Offloader.forget` may have removed its hooks
         return self.offloader.__enter__()
 
     def __exit__(
@@ -93,8 +96,8 @@ class offload_activations(contextlib.ContextDecorator):
 class Attachment(Hooking):
     """A module whose forward runs inside an offloading context; made by `attach`.
 
-    A module with a ``training_step``, as Lightning's have, runs that inside it too: it is what the trainer calls.
-    A copy of the module shares the attachment; a pickled one comes back without.
+    A ``training_step`` of the module runs inside the context as well, because Lightning's trainer calls that method.
+    A copy of the module shares the attachment. A pickled module loses it.
     """
 
     def __init__(self, module: nn.Module, offloader: Offloader) -> None:
@@ -102,20 +105,20 @@ class Attachment(Hooking):
         self.offloader = offloader
         self._entered = threading.local()
         self._step: _Step | None = None
-        _attach(module, self)
-        inner = getattr(module, "_orig_mod", module)  # of what torch.compile made
+        _attach(module, self)  # before any other change of the module, as this may refuse it
+        inner = getattr(module, "_orig_mod", module)  # the module that torch.compile wrapped
         if callable(getattr(inner, STEP, None)):
             self._step = _Step(self, inner, inner.__dict__.get(STEP))
             setattr(inner, STEP, self._step)
 
     @staticmethod
     def of(module: nn.Module) -> Attachment | None:
-        """Return the attachment of a module, or None; a copy of an attached module has none of its own."""
+        """Return the attachment of a module, or None. A copy of an attached module has none of its own."""
         there: Attachment | None = module.__dict__.get(ATTACHMENT)
         return there if there is not None and there.module is module else None
 
     def detach(self) -> None:
-        """Leave the module as it was, from its next call on. What was saved so far stays usable. Idempotent."""
+        """Restore the module from its next call on. Tensors saved before stay usable. Idempotent."""
         if not _detach(self.module, self):
             return
         self.offloader.forget(self.module)
@@ -125,16 +128,17 @@ class Attachment(Hooking):
 
     @untraced
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.offloader.use(self.module)  # another attachment to it may have been taken away
+        self.offloader.use(self.module)  # again, as the end of another attachment may have removed the hooks
         self.offloader.note_inputs(args, kwargs)
 
     @untraced_frame
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the module, or a method of it, inside the context, which is left however that ends."""
-        # The module calls itself, or its training step calls it; or `torch.func.grad` and its like refuse hooks.
+        """Call the module, or a method of it, inside the context, and leave the context however the call ends."""
+        # Nested calls (the module calls itself, or its training step does) share the outer context. Where
+        # `torch.func.grad` or a similar transform refuses hooks, there is no context to enter.
         if getattr(self._entered, "value", False) or not enabled():
             return function(*args, **kwargs)
-        self._entered.value = True
+        self._entered.value = True  # by thread: another thread's call of the module has a context of its own
         try:
             self._prepare(args, kwargs)
             with self.offloader:
@@ -145,17 +149,17 @@ class Attachment(Hooking):
 
 
 ATTACHMENT = "_actoffload_attachment"
-"""Where a module has its attachment. A copy has it too, and another may take its place there."""
+"""The attribute with a module's attachment. A copy has it too, and a later attachment replaces it there."""
 BEFORE = "_actoffload_class"
-"""Where the class of an attached module has the one that the module had before."""
+"""The attribute of an attached module's class with its former class."""
 
 
 @functools.lru_cache(maxsize=256)
 def _attached_class(kind: Any) -> Any:
-    """Return the class of attached modules that are a ``kind`` otherwise: the same each time, as compilers look at it.
+    """Return the subclass of ``kind`` for attached modules: one for each, because compilers guard on the class.
 
-    Not hooks, which PyTorch runs after an `Exception` alone, and Ctrl-C in a forward is none; nor another ``forward``
-    of the one module, as copies of it (`torch.nn.DataParallel` makes some) would call that one's.
+    Forward hooks do not suffice: after Ctrl-C, which is no `Exception`, PyTorch runs none. Nor does a ``forward`` on
+    the instance: copies of a module (`torch.nn.DataParallel` makes some) would call the original's.
     """
 
     def inside(name: str) -> Callable[..., Any]:
@@ -173,17 +177,19 @@ def _attached_class(kind: Any) -> Any:
 
     class Attached(nn.Module if plain else kind, metaclass=type(kind)):  # type: ignore[misc, metaclass]
         __call__ = inside("__call__")
-        _call_impl = inside("_call_impl")  # where `torch.compile` had bound the other before it was attached
+        # `torch.compile(module)` may have bound the former `__call__` before the attachment. It calls this method.
+        _call_impl = inside("_call_impl")
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            """Pickled, it comes back as it was before."""
+            """Pickle the module as one of its former class, without the attachment."""
             function, args, *rest = super().__reduce_ex__(protocol)
             args = tuple(kind if each is type(self) else each for each in args)
             function = {copyreg.__newobj__: _new, type(self): kind}.get(function, function)  # type: ignore[attr-defined]
-            if rest and isinstance(rest[0], dict):
+            if rest and isinstance(rest[0], dict):  # the attachment has locks and threads, which no pickle can hold
                 rest[0] = {name: value for name, value in rest[0].items() if name != ATTACHMENT}
             return (function, args, *rest)
 
+        # Copies bypass the method above, because a copy of an attached module keeps the attachment.
         def __copy__(self) -> Any:
             return copy._reconstruct(self, None, *super().__reduce_ex__(4))  # type: ignore[attr-defined]
 
@@ -197,7 +203,7 @@ def _attached_class(kind: Any) -> Any:
             raise ConfigError("module", kind.__name__, "detach() it before torch.jit.script compiles it")
 
     if plain:
-        Attached.__bases__ = (kind,)  # afterwards, so that no ``__init_subclass__`` of its sees one more class
+        Attached.__bases__ = (kind,)  # set late, so that an ``__init_subclass__`` of ``kind`` does not run for it
     setattr(Attached, BEFORE, kind)
     for name in ("__module__", "__name__", "__qualname__", "__doc__"):
         setattr(Attached, name, getattr(kind, name))
@@ -216,16 +222,18 @@ def _attach(module: nn.Module, attachment: Attachment) -> None:
         raise ConfigError("module", type(module).__name__, "it becomes another class: run one forward, then attach()")
     if not hasattr(type(module), BEFORE):
         kind: Any = type(module)
+        # Past the `__setattr__` of the module's class, which may do anything.
         object.__setattr__(module, "__class__", _attached_class(kind))
     module.__dict__[ATTACHMENT] = attachment
 
 
 def _detach(module: nn.Module, attachment: Attachment) -> bool:
-    """Return whether it was attached."""
+    """Remove an attachment from a module; return whether it was there."""
     if module.__dict__.get(ATTACHMENT) is not attachment:
         return False
     del module.__dict__[ATTACHMENT]
-    if BEFORE in type(module).__dict__:  # else `fully_shard` has made another class of it since
+    # `fully_shard` may have made a subclass of the attached class since. Setting the old class would undo that.
+    if BEFORE in type(module).__dict__:
         object.__setattr__(module, "__class__", getattr(type(module), BEFORE))
     return True
 
@@ -234,13 +242,13 @@ STEP = "training_step"
 
 
 class _Step:
-    """Stands for the ``training_step`` of a module and runs it inside an attachment."""
+    """Replaces the ``training_step`` of a module, and runs the original inside an attachment."""
 
     def __init__(self, attachment: Attachment, module: nn.Module, own: Callable[..., Any] | None) -> None:
         self._attachment: Attachment | None = attachment
         self._module = module
         self._own = own
-        """What the module had under this name beside its class's method: another attachment's, or a compiled one."""
+        """The instance's own attribute of this name, if any: another attachment's step, or a compiled one."""
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -255,7 +263,7 @@ class _Step:
         return attachment.run(self.__wrapped__, *args, **kwargs)
 
     def remove(self) -> None:
-        """Step aside; where another one was put on top, from now on only hand the call on."""
+        """Restore the attribute. If another wrapper has replaced this one, only pass calls on from now on."""
         self._attachment = None
         if self._module.__dict__.get(STEP) is self:
             delattr(self._module, STEP)
@@ -263,6 +271,7 @@ class _Step:
                 setattr(self._module, STEP, self._own)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # The step of a copied module has to call the copy, which `memo` has by the original's `id`.
         module = memo.get(id(self._module), self._module)
         own = copy.deepcopy(self._own, memo)
         return self.__wrapped__ if self._attachment is None else _Step(self._attachment, module, own)
@@ -274,21 +283,21 @@ class _Step:
 def attach(
     module: nn.Module, *, offloader: Offloader | None = None, target: Target = "auto", **options: Unpack[Options]
 ) -> Attachment:
-    """Run every forward of a module inside an offloading context: the one line for any training loop.
+    """Run every forward of a module inside an offloading context: one line for any training loop.
 
-    Each attachment has an `Offloader` of its own: plan, counts, peak and ``device_budget`` are this module's. Disk and
-    host memory are shared with the others in this process, so ``nvme_budget`` and ``host_budget`` hold for the sum.
-    Called again with equal options it returns the attachment that is there.
+    Each attachment has an `Offloader` of its own: plan, counts, peak and ``device_budget`` belong to this module. All
+    offloaders of a process share disk and host memory, so ``nvme_budget`` and ``host_budget`` hold for the sum.
+    Another call with equal options returns the existing attachment.
 
     Args:
         module: the model, or any part of it.
-        offloader: one for several modules that are planned together, such as the stages of a pipeline that this process
-            runs. Its options are its own: give no others.
+        offloader: one for several modules that are planned together, such as the stages of a pipeline in this process.
+            It has its own options, so pass no others beside it.
         target: ``"host"``, ``"nvme"``, ``"tiered"`` or ``"auto"``.
         options: the other fields of `OffloadConfig`.
 
     Raises:
-        ConfigError: ``module`` is no module, or is attached with other options; or an option cannot work.
+        ConfigError: ``module`` is no module or is attached with other options, or an option cannot work.
 
     >>> import torch
     >>> model = torch.nn.Linear(4, 4)
@@ -302,6 +311,7 @@ def attach(
         raise ConfigError("offloader", offloader, "it has its options already: give no others beside it")
     config = _config({"target": target, **options}) if offloader is None else offloader.config
     there = Attachment.of(module)
+    # An attachment with a dead offloader (closed, or a fork's) would offload nothing: a new one replaces it.
     if there is not None and (there.offloader.closed or there.offloader.forked):
         there.detach()
     elif there is not None:

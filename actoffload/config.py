@@ -33,31 +33,31 @@ PATH_VARIABLE = "ACTOFFLOAD_PATH"
 
 
 def default_paths() -> tuple[str, ...]:
-    """Where the spool goes when no path is given: ``$ACTOFFLOAD_PATH``, else the system's temporary directory."""
+    """Return the default directories of the spool: ``$ACTOFFLOAD_PATH``, else the system's temporary directory."""
     return tuple((os.environ.get(PATH_VARIABLE) or tempfile.gettempdir()).split(os.pathsep))
 
 
 MOST_THREADS = 256
-"""No disk is faster with more threads than this."""
+"""The most threads that an engine may have. No disk gains from more."""
 
 
 class Kind(NamedTuple):
-    """The values that an option takes, in the metadata of its field. ``help`` is filled in for adapters."""
+    """The values that an option takes, in the metadata of its field. `OffloadConfig.flags` fills in ``help``."""
 
     unit: str
-    """Stands for the value in the help of a flag, such as ``SIZE``."""
+    """The placeholder for the value in the help of a flag, such as ``SIZE``."""
     check: Callable[[str, Any], Any]
-    """Return a value as the configuration keeps it. Takes the option's name too, for the `ConfigError`."""
+    """Takes the option's name (for the `ConfigError`) and its value; returns the value that the configuration keeps."""
     flag: Any = str
     """The type of its flag: a type, ``list[str]``, or the `Literal` of its choices."""
     read: Callable[[str], Any] = str
-    """The value from the text of a variable. Text that it cannot read it returns, for ``check`` to refuse."""
+    """Converts the text of a variable. It returns text that it cannot read unchanged, and ``check`` then refuses it."""
     help: str = ""
     """The first sentence of the option's text."""
 
 
 def _size(*, share: bool = False, whole: bool = False, zero: bool = False) -> Kind:
-    """Sizes, and with ``share`` texts such as "40%"; ``whole``: of a whole, which is "auto" or at most "100%"."""
+    """Return the kind of sizes: with ``share`` also "40%", with ``whole`` also "auto" and at most "100%"."""
 
     def check(name: str, value: Any) -> Any:
         if value is None or (whole and isinstance(value, str) and value == "auto"):
@@ -74,7 +74,7 @@ def _size(*, share: bool = False, whole: bool = False, zero: bool = False) -> Ki
 
 
 def _choice(*choices: str, takes: str = "") -> Kind:
-    """Names to choose from, or with ``takes`` a callable with this argument."""
+    """Return the kind of a choice of names, or with ``takes`` also a callable with this argument."""
 
     def check(name: str, value: Any) -> Any:
         if takes and callable(value):
@@ -90,6 +90,7 @@ def _choice(*choices: str, takes: str = "") -> Kind:
 def _number(unit: str, kind: type, least: int, most: float, remedy: str) -> Kind:
     def check(name: str, value: Any) -> Any:
         if value is not None:
+            # Python's True is an int, but no number of threads.
             good = isinstance(value, (int, kind)) and not isinstance(value, bool)
             if not (good and least <= value <= most):
                 raise ConfigError(name, value, remedy)
@@ -132,24 +133,24 @@ def _read_switch(text: str, otherwise: Any = None) -> Any:
 
 
 def _check_takes_one(field: str, value: object, argument: str) -> None:
-    """Raise if a callable cannot be called with one argument. One that does not tell is let through."""
+    """Raise if a callable cannot be called with one argument. A callable without a signature passes."""
     try:
         signature = inspect.signature(value) if callable(value) else None
-    except (TypeError, ValueError):  # some builtins do not tell
+    except (TypeError, ValueError):  # some builtins have no signature
         return
     try:
-        if signature is not None:
+        if signature is not None:  # checked now, because a failure in the first step would cost the user more
             signature.bind(argument)
     except TypeError:
         raise ConfigError(field, value, f"a callable is called with one argument, {argument}") from None
 
 
 LONGEST_NAME = 240
-"""Bytes in the name of a file; file systems take 255, and a rank is added to it."""
+"""The most bytes in the name of a file. File systems take 255, and a trace adds the rank to the name."""
 
 
 def check_file(field: str, value: object) -> None:
-    """Raise if a path is one where no file can be written."""
+    """Raise if no file can be written at a path."""
     if value is None or callable(value):
         return
     path = os.fspath(value)  # type: ignore[call-overload]
@@ -166,7 +167,7 @@ def check_file(field: str, value: object) -> None:
 
 
 def _names_a_file(path: object) -> bool:
-    """Return whether the system can take a path: text, without a zero byte and lone surrogates."""
+    """Return whether the system accepts a path: a text without a zero byte and without lone surrogates."""
     try:
         return isinstance(path, str) and bool(path) and b"\0" not in os.fsencode(path)
     except UnicodeEncodeError:
@@ -192,6 +193,7 @@ def _paths(field: str, value: object) -> tuple[str, ...] | None:
     for item in items:
         if not isinstance(item, (str, os.PathLike)) or not _names_a_file(os.fspath(item)):
             raise ConfigError(field, value, "give a directory or a sequence of directories")
+        # Absolute, so that the same directory has one name, and a later change of the working directory moves nothing.
         texts.append(os.path.abspath(os.path.expanduser(os.fspath(item))))
     if len(set(texts)) != len(texts):
         raise ConfigError(field, value, "the same directory is named twice")
@@ -329,8 +331,9 @@ class OffloadConfig:
     that freed activations leave the process."""
 
     def __post_init__(self) -> None:
-        for name, kind in _KINDS.items():
+        for name, kind in _KINDS.items():  # past the frozen dataclass's own `__setattr__`
             object.__setattr__(self, name, kind.check(name, getattr(self, name)))
+        # The type comes first, as the `==` of a policy object may do anything.
         planned = isinstance(self.policy, str) and self.policy == "auto"
         for name in ("max_slowdown", "device_memory"):
             if getattr(self, name) is not None and not planned:
@@ -345,7 +348,7 @@ class OffloadConfig:
 
     @staticmethod
     def flags() -> dict[str, Kind]:
-        """A description of a flag for each option, by the option's name."""
+        """Return the `Kind` of each option, with its help, by the option's name."""
         texts = help_of_options()
         helps = {name: texts.get(name, name).partition(". ")[0].rstrip(".").replace("``", "") for name in _KINDS}
         return {name: kind._replace(help=helps[name]) for name, kind in _KINDS.items()}
@@ -354,12 +357,12 @@ class OffloadConfig:
     def options_from_flags(
         given: Mapping[str, Any], flag: Callable[[str], str], *, splits: bool = False
     ) -> dict[str, Any]:
-        """The options that flags or variables give, checked.
+        """Return the checked options that flags or variables set.
 
         Args:
             given: values by the option's name. None leaves an option out.
-            flag: the name of an option's flag.
-            splits: whether the text of an option that takes several values has several.
+            flag: returns the name of an option's flag.
+            splits: whether one text holds all values of an option that takes several.
 
         Raises:
             ConfigError: an option does not exist, or its value cannot work; names the flag.
@@ -371,37 +374,37 @@ class OffloadConfig:
                 options[name] = kind.read(value)
         try:
             make_config(options)
-        except ConfigError as error:
+        except ConfigError as error:  # the user has set a flag or variable, so the error names that
             raise ConfigError(flag(error.field), given.get(error.field, error.value), error.remedy) from None
         return options
 
     @property
     def recomputed(self) -> bool | tuple[str, ...]:
-        """The option ``recompute``, as it is after the checks."""
+        """The option ``recompute``, with its type after the checks."""
         return self.recompute  # type: ignore[return-value]
 
     @property
     def is_limited(self) -> bool:
-        """Whether the user limits what is on the device."""
+        """Whether the user limits device memory."""
         return self.device_budget is not None or self.device_memory is not None
 
     def size(self, name: str, default: int) -> int:
-        """A size option in bytes, or ``default`` where it was left out."""
+        """Return a size option in bytes, or ``default`` if it was left out."""
         value = getattr(self, name)
         return default if value is None else int(value)
 
     @property
     def device_share(self) -> float | None:
-        """The ``device_budget`` as a share; None unless it was given as one."""
+        """The ``device_budget`` as a share; None if it is a size or was left out."""
         return parse_share("device_budget", self.device_budget)
 
     def replace(self, **changes: Any) -> OffloadConfig:
-        """A copy with some options changed, validated again."""
+        """Return a copy with some options changed, validated again."""
         return replace(self, **changes)
 
     @staticmethod
     def options_from_environment(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-        """The options that ``ACTOFFLOAD=nvme`` (the target) and ``ACTOFFLOAD_<OPTION>`` give, checked.
+        """Return the checked options that ``ACTOFFLOAD=nvme`` (the target) and ``ACTOFFLOAD_<OPTION>`` set.
 
         ``ACTOFFLOAD_PATH`` takes several directories with ``:`` between them, lists of names take ``,``, flags ``1`` or
         ``0``.
@@ -409,23 +412,24 @@ class OffloadConfig:
         Raises:
             ConfigError: a variable names no option, or its value cannot work; names the variable.
         """
+        # Sorted, so that of several bad variables the same one is named each time.
         variables = [name for name in sorted(environment) if name.startswith(f"{SWITCH}_")]
         given = {name.removeprefix(f"{SWITCH}_").lower(): environment[name] for name in variables}
-        given.pop("native", None)  # of the compiled code, no option
+        given.pop("native", None)  # ACTOFFLOAD_NATIVE switches compiled code and is no option
         if "target" in given:
             raise ConfigError(f"{SWITCH}_TARGET", given["target"], f"the target is the value of {SWITCH}")
-        if environment.get(SWITCH, "auto") != "auto":  # else a framework's flag may name one
+        if environment.get(SWITCH, "auto") != "auto":  # left out for "auto", so that a framework's flag may set it
             given["target"] = environment[SWITCH]
         return OffloadConfig.options_from_flags(given, variable_of, splits=True)
 
 
 def variable_of(name: str) -> str:
-    """The environment variable of an option."""
+    """Return the environment variable of an option."""
     return SWITCH if name == "target" else f"{SWITCH}_{name.upper()}"
 
 
 class Options(TypedDict, total=False):
-    """The fields of `OffloadConfig` but ``target``, as keyword arguments: so that editors know them."""
+    """The fields of `OffloadConfig` but ``target``, typed as keyword arguments for editors."""
 
     path: PathLike | Sequence[PathLike] | None
     devices: str | Sequence[str] | None
@@ -457,21 +461,21 @@ class Options(TypedDict, total=False):
 
 
 def identity_of(value: object) -> object:
-    """The value of an option, or its identity where it cannot be hashed (a policy that is a dataclass, say)."""
+    """Return an option's value, or its identity if it cannot be hashed (a policy that is a dataclass, for example)."""
     try:
         hash(value)
     except TypeError:
-        return id(value)  # of an object that the offloader's configuration keeps alive
+        return id(value)  # unique, because the offloader's configuration keeps the object alive
     return value
 
 
-# No function with a cache: `torch.compile` warns of one in a context that is entered inside of what it traces.
+# A constant instead of a cached function: `torch.compile` warns of a cache if traced code enters our context.
 _KINDS: dict[str, Kind] = {each.name: each.metadata["kind"] for each in fields(OffloadConfig)}
 
 
 @functools.cache
 def help_of_options() -> dict[str, str]:
-    """The text below each field of `OffloadConfig`. Python keeps it in the source alone: without that there is none."""
+    """Return the text below each field of `OffloadConfig`, from the source; nothing if the source is not available."""
     try:
         tree = ast.parse(inspect.getsource(OffloadConfig))
     except (OSError, TypeError):
@@ -487,15 +491,15 @@ def help_of_options() -> dict[str, str]:
 
 
 def make_config(options: dict[str, Any]) -> OffloadConfig:
-    """An `OffloadConfig` from keyword options.
+    """Return an `OffloadConfig` from keyword options.
 
     Raises:
-        ConfigError: an option that does not exist (with the nearest name), or a value that cannot work.
+        ConfigError: an option does not exist (names the nearest one), or a value cannot work.
     """
     known = _KINDS
     for name, value in options.items():
         if name not in known:
-            import difflib
+            import difflib  # here, as only this error needs it
 
             near = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]}?" if near else f"known options: {', '.join(known)}"
@@ -504,4 +508,4 @@ def make_config(options: dict[str, Any]) -> OffloadConfig:
 
 
 SWITCH = "ACTOFFLOAD"
-"""The environment variable whose value is the target, and the first part of those of the other options."""
+"""The environment variable of the target, and the first part of the other options' variables."""

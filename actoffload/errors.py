@@ -4,7 +4,7 @@
 
     ActOffloadError
     ├── ConfigError (ValueError)               an option has a value that cannot work
-    ├── BudgetError (ValueError)               no plan keeps a step within a budget; it says the floor
+    ├── BudgetError (ValueError)               no plan keeps a step within a budget; it has the floor
     ├── OffloaderClosedError (RuntimeError)    used after close() or abort()
     ├── NothingOffloadedError (RuntimeError)   strict=True and no byte was moved
     ├── SavedTensorModifiedError (RuntimeError) a saved tensor was changed in place before backward
@@ -15,10 +15,10 @@
         ├── SpoolFullError                     no room left on any path
         ├── StorageWriteError                  a write failed (the step goes on; counted as degraded)
         ├── StorageReadError                   the only copy could not be read back: the step must fail
-        │   └── ChecksumError                  it was read back, but it is not what was written
-        └── EngineUnavailableError             the storage engine asked for cannot run here
+        │   └── ChecksumError                  the bytes read back differ from those written
+        └── EngineUnavailableError             the chosen storage engine cannot run here
 
-Each leaf is also a child of the builtin that a caller would expect to catch.
+Each leaf also derives from the builtin error that a caller would expect to catch.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from __future__ import annotations
 from unicodedata import category
 
 MOST_SHOWN = 500
-"""Characters of a value in a message."""
+"""The most characters of a value in a message."""
 _CONTROL = ("Cc", "Cf", "Cs", "Zl", "Zp")
-"""Unicode's categories of what a terminal may obey, or cannot be written."""
+"""Unicode's categories of characters that a terminal may obey, or that cannot be encoded."""
 
 
 def printable(text: str) -> str:
-    r"""Return a text from elsewhere with escapes in place of what a terminal obeys, newlines too.
+    r"""Return a text of foreign origin with escapes in place of control characters, newlines too.
 
     >>> printable("a\nb\x1b[2J")
     'a\\nb\\x1b[2J'
@@ -47,7 +47,7 @@ class ActOffloadError(Exception):
 
 
 def _shown(value: object) -> str:
-    """Return a value as Python writes it, shortened; its type where that fails, as for a number of 5,000 digits."""
+    """Return the ``repr`` of a value, shortened, or its type if ``repr`` fails (as for an int of 5,000 digits)."""
     try:
         text = repr(value)
     except Exception:
@@ -58,7 +58,7 @@ def _shown(value: object) -> str:
 class ConfigError(ActOffloadError, ValueError):
     """An option has a value that cannot work.
 
-    The message names the field, the value and what to do about it.
+    The message names the field, the value and the remedy.
     """
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
@@ -69,14 +69,14 @@ class ConfigError(ActOffloadError, ValueError):
 
 
 class BudgetError(ActOffloadError, ValueError):
-    """No plan keeps the step within its ``device_budget`` or ``device_memory``. The message says the least that does.
+    """No plan keeps the step within its ``device_budget`` or ``device_memory``. The message has the least that works.
 
     Attributes:
-        budget_bytes: the budget that was asked for.
+        budget_bytes: the user's budget.
         floor_bytes: the lowest peak found.
-        detail: more about it.
-        option: which of the two it is.
-        remedy: what to do.
+        detail: more about the step.
+        option: the name of the option that sets the budget.
+        remedy: the action that helps.
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class BudgetError(ActOffloadError, ValueError):
         super().__init__(f"{option}={budget_bytes}: the floor is {floor_bytes} bytes{detail}; {remedy}")
 
     def __reduce__(self) -> tuple[type[BudgetError], tuple[int, int, str, str, str]]:
+        # A pickled exception is made again from its message alone by default, which this `__init__` does not take.
         return BudgetError, (self.budget_bytes, self.floor_bytes, self.detail, self.option, self.remedy)
 
 
@@ -104,7 +105,7 @@ class OffloaderClosedError(ActOffloadError, RuntimeError):
 
 
 class NothingOffloadedError(ActOffloadError, RuntimeError):
-    """``strict=True`` and a step moved no byte; the message says what was seen and why it stayed."""
+    """A step with ``strict=True`` moved no byte. The message lists the saved tensors and why they stayed."""
 
 
 class SavedTensorModifiedError(ActOffloadError, RuntimeError):
@@ -112,7 +113,7 @@ class SavedTensorModifiedError(ActOffloadError, RuntimeError):
 
 
 class TraceFileError(ActOffloadError, ValueError):
-    """A file is no trace of a run, is broken, or not whole. The message names the file and what to do."""
+    """A file is no trace of a run, is broken, or is incomplete. The message names the file and the remedy."""
 
 
 class StateError(ActOffloadError, RuntimeError):
@@ -120,7 +121,7 @@ class StateError(ActOffloadError, RuntimeError):
 
 
 class StorageError(ActOffloadError, OSError):
-    """Something below us failed: a file, a disk, an engine."""
+    """A file, a disk or an engine failed."""
 
 
 class SpoolPathError(StorageError, ValueError):
@@ -144,4 +145,4 @@ class ChecksumError(StorageReadError):
 
 
 class EngineUnavailableError(StorageError, ValueError):
-    """The storage engine that was asked for cannot run here."""
+    """The chosen storage engine cannot run here."""

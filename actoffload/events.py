@@ -1,7 +1,6 @@
-"""Typed events and the callable that they go to.
+"""Typed events, and the callable that receives them.
 
-With no sink, nothing is built and nothing is called: callers test ``sink is None`` first, which is all that tracing
-costs when it is off.
+Callers test ``sink is None`` before they build an event, so this test is the only cost while tracing is off.
 """
 
 from __future__ import annotations
@@ -13,23 +12,23 @@ from typing import NamedTuple
 
 
 class EventKind(Enum):
-    """What happened to a saved storage, or to the plan."""
+    """The kinds of events of a saved storage, or of the plan."""
 
     PACK = "pack"  # autograd saved it
-    KEEP = "keep"  # it stays where it is; `detail` says why
+    KEEP = "keep"  # it stays where it is; `detail` has the reason
     WRITE = "write"  # device -> host or disk, begin to end
     READ = "read"  # disk or host -> device, begin to end
     FORWARD = "forward"  # unpack found it still in memory
     CANCEL = "cancel"  # its write had not started and was dropped
     UNPACK_WAIT = "unpack_wait"  # backward had to wait for it
     PACK_WAIT = "pack_wait"  # forward had to wait for room, to save it
-    DEGRADED = "degraded"  # something below failed; the step went on
+    DEGRADED = "degraded"  # an operation on disk or memory failed; the step went on
     RELEASE = "release"  # its last handle died
-    PLAN = "plan"  # another plan is followed; `record` is 0
+    PLAN = "plan"  # the offloader follows another plan; `record` is 0
 
 
 class TraceEvent(NamedTuple):
-    """One thing that happened: when (seconds, monotonic), for how long (seconds), to which record, how many bytes."""
+    """One event: its begin (seconds, monotonic), its duration (seconds), its record and its bytes."""
 
     kind: EventKind
     time_s: float
@@ -39,7 +38,7 @@ class TraceEvent(NamedTuple):
     detail: str = ""
     thread: int = 0
     module: str = ""
-    """That saved the storage, where modules' names are known."""
+    """The module that saved the storage, if names of modules are known."""
 
 
 EventSink = Callable[[TraceEvent], None]

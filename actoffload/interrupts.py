@@ -1,7 +1,7 @@
-"""Exceptions from outside: a signal's handler, or another thread, raises them at any place in our code.
+"""Interrupts: exceptions that a signal's handler, or another thread, raises at any place in our code.
 
-Such an exception may have any class. So whatever is not known to come from a place that expects it may have left our
-state half changed.
+An interrupt may have any class. So every exception counts as one, and may have left our state half changed, unless it
+is known to come from a place that expects it.
 """
 
 from __future__ import annotations
@@ -21,26 +21,28 @@ T = TypeVar("T")
 
 
 def expected(function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """Call a function that may raise anything, at a place where that leaves nothing half changed: one of the user's."""
+    """Call a function that may raise anything (a policy, PyTorch), at a place where no state is half changed."""
+    # `is_interrupt` looks for this frame in an exception's traceback, so the call must not be inlined.
     return function(*args, **options)
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Return whether an exception may have come from outside, in the middle of a change.
+    """Return whether an exception may be an interrupt, raised in the middle of a change of state.
 
-    It has not where it is one of our errors, says that a device has no memory, or was raised in a call by `expected`.
-    One that the handler of a signal raised has, whatever it is and wherever that was.
+    Our own errors, a device's out-of-memory error, and exceptions from a call by `expected` are no interrupts. An
+    exception from the handler of a signal always is one.
     """
     if not isinstance(error, Exception):
         return True
     codes = set(_codes(error))
+    # First, because a signal may arrive inside a call by `expected`, and its handler may raise any error.
     if not codes.isdisjoint(_handlers()):
         return True
     return expected.__code__ not in codes and not isinstance(error, (ActOffloadError, torch.OutOfMemoryError))
 
 
 def aborts_when_interrupted(method: Callable[Concatenate[Any, P], T]) -> Callable[..., T]:
-    """Abort an `ActivationStore` when its method was interrupted; see there. A device takes the call for one hook."""
+    """Abort an `ActivationStore` if an interrupt ends its method. For a device the whole call counts as one hook."""
 
     @wraps(method)
     def guarded(store: Any, *args: P.args, **options: P.kwargs) -> T:
@@ -62,12 +64,12 @@ def _codes(error: BaseException) -> Iterator[CodeType]:
 
 
 def _handlers() -> Iterator[CodeType]:
-    """The code of the functions that handle signals in this process."""
+    """Yield the code of the functions that handle signals in this process."""
     for number in signal.valid_signals():
-        handler = signal.getsignal(number)
+        handler = signal.getsignal(number)  # queried each time, as the program may install another one
         while isinstance(handler, partial):
             handler = handler.func
-        called = getattr(type(handler), "__call__", None)  # noqa: B004 - its code is looked at
+        called = getattr(type(handler), "__call__", None)  # noqa: B004 - its code is needed, not a call
         for function in (getattr(handler, "__func__", handler), called):
             code = getattr(function, "__code__", None)
             if isinstance(code, CodeType):

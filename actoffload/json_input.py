@@ -1,6 +1,6 @@
-"""Reads JSON from elsewhere into dataclasses: by their fields and types, bounded in size and depth.
+"""Reads untrusted JSON into dataclasses, by their fields and types, with bounds on size and depth.
 
-Whatever is read here may be anything. Only `ValueError` comes out of `parse`, and of `read_file` `OSError`.
+The input may be any bytes. `parse` raises `ValueError` alone, and `read_file` `OSError` alone.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from .errors import printable
 T = TypeVar("T")
 
 MOST_BYTES = 64 << 20
-"""Of a plan or a profile. Ten thousand storages take 2 MiB."""
+"""The largest plan or profile. Ten thousand storages take 2 MiB."""
 _LARGEST = 1 << 63
 
 
 def parse(text: str | bytes, kind: type[T], *, version: int | None = None, most_bytes: int = MOST_BYTES) -> T:
-    """Read a text as a dataclass, or what else has a type.
+    """Read a text as a dataclass or another type.
 
     Args:
-        text: the JSON; bytes that are no UTF-8 are replaced.
+        text: the JSON; invalid UTF-8 is replaced.
         kind: the type.
-        version: what the object has as its ``version``. It is of our own making then: nothing may stand in an object
-            that its dataclass does not have, and no number may be negative or larger than a size can be.
+        version: the required ``version`` of the object. With it the format is our own: an object may have no names but
+            its dataclass's fields, and no number may be negative or larger than a size can be.
         most_bytes: a longer text is refused before it is read.
 
     Raises:
-        ValueError: the text is no JSON, or not of this type; it says where.
+        ValueError: the text is no JSON or not of this type; the message has the place.
     """
     import msgspec  # takes time to import, and most programs read nothing
 
@@ -51,16 +51,16 @@ def parse(text: str | bytes, kind: type[T], *, version: int | None = None, most_
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     except msgspec.ValidationError as error:
-        if isinstance(error.__cause__, ValueError):  # of a check that the dataclass makes itself
+        if isinstance(error.__cause__, ValueError):  # from the dataclass's own check, with the clearer message
             raise error.__cause__ from None
         raise
 
 
 def convert(value: Any, kind: type[T]) -> T:
-    """Return a part of what was read as a dataclass, or what else has a type.
+    """Return a part of parsed JSON as a dataclass or another type.
 
     Raises:
-        ValueError: it is not of this type.
+        ValueError: the part is not of this type.
     """
     import msgspec
 
@@ -68,7 +68,7 @@ def convert(value: Any, kind: type[T]) -> T:
 
 
 def _check(raw: Any, made: Any, where: str) -> None:
-    """Check what types do not say: the names in objects, and that numbers are such as sizes and times can be."""
+    """Check facts beyond types: the names in objects, the characters of texts, and the range of numbers."""
     if is_dataclass(made):
         known = {field.name for field in fields(made)}
         if unknown := sorted(set(raw) - known):
@@ -79,6 +79,7 @@ def _check(raw: Any, made: Any, where: str) -> None:
         for place, (before, after) in enumerate(zip(raw, made, strict=True)):
             _check(before, after, f"{where}[{place}]")
     elif isinstance(made, str):
+        # Reports print such texts, and a terminal would obey their control characters.
         if printable(made) != made:
             raise ValueError(f"{where} has characters that cannot be printed")
     elif isinstance(made, (int, float)) and not 0 <= made < _LARGEST:
@@ -86,14 +87,14 @@ def _check(raw: Any, made: Any, where: str) -> None:
 
 
 def read_file(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> bytes:
-    """Return what is in a file, at most one byte more than ``most_bytes``.
+    """Return the content of a file, at most one byte more than ``most_bytes``, so that `parse` sees an excess.
 
     Raises:
-        OSError: there is no such file, or it is none: a pipe may keep its reader for ever.
+        OSError: there is no such file, or it is no regular file: a pipe may block its reader for ever.
     """
-    try:
+    try:  # `O_NONBLOCK`, because opening a pipe without a writer blocks as well
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except ValueError as error:  # a zero byte, or what is no text, in its name
+    except ValueError as error:  # its name has a zero byte, or characters that cannot be encoded
         raise OSError(errno.EINVAL, f"no name of a file ({error})", ascii(path)) from error
     with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

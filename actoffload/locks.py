@@ -53,7 +53,7 @@ class Claim:
         return bool(self._claimants) and self._claimants[0] is claimant
 
 
-class DrainingLock(_thread.RLock):  # type: ignore[misc]  # it may be subclassed, whatever its stub says
+class DrainingLock(_thread.RLock):  # type: ignore[misc]  # its stub calls it final, but Python permits a subclass
     """Mutex that runs deferred finalizer work on release.
 
     A finalizer appends its work to ``noted`` and calls `deliver`. If any thread holds the lock, the release that
@@ -85,7 +85,7 @@ class DrainingLock(_thread.RLock):  # type: ignore[misc]  # it may be subclassed
     release = __exit__
 
     def run_if_free(self, work: Callable[[], bool]) -> bool | None:
-        """Return what ``work`` returns with the lock held, or None where any thread holds it, even this one."""
+        """Return the result of ``work`` under the lock, or None if any thread holds the lock, even this one."""
         # Not even for the owner, though the lock is reentrant: a finalizer interrupts it amid a change.
         if self.owned() or not self.acquire(blocking=False):
             return None

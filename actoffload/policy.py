@@ -1,4 +1,4 @@
-"""What moves and what stays: facts in, decisions out. No torch, no clock."""
+"""Policies, which decide for each saved tensor whether it moves, and the reasons why a tensor stays. Without torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class KeepReason(Enum):
     def __new__(
         cls, value: str, kind: Kind = Kind.FIXED, meaning: str = "", remedy: str = "", option: str = ""
     ) -> KeepReason:
-        """A member whose value is the text alone, so that ``KeepReason("buffer")`` finds it."""
+        """Return a member with the text alone as its value, so that ``KeepReason("buffer")`` finds it."""
         member = object.__new__(cls)
         member._value_ = value
         member.kind, member.meaning, member.remedy, member.option = kind, meaning, remedy, option
@@ -98,17 +98,17 @@ class KeepReason(Enum):
 
 
 STATIC = tuple(reason.value for reason in KeepReason if reason.kind is Kind.STATIC)
-"""Reasons of tensors that live anyway and are no activations."""
+"""The reasons of tensors that live anyway and are no activations."""
 
 
 def reasons(kept_bytes: Mapping[str, int]) -> dict[KeepReason, int]:
-    """The reasons that an offloader counted; reasons of another release, as an old trace has them, are left out."""
+    """Return the reasons in an offloader's counts, without those of another release, which an old trace may have."""
     known = {reason.value: reason for reason in KeepReason}
     return {known[name]: nbytes for name, nbytes in kept_bytes.items() if name in known}
 
 
 class Decision(Enum):
-    """What a policy says of one storage."""
+    """A policy's decision on one storage."""
 
     OFFLOAD = "offload"
     KEEP = "keep"
@@ -116,16 +116,16 @@ class Decision(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFacts:
-    """What a policy may know of a saved storage when autograd saves it.
+    """The facts of a storage for a policy, at the time when autograd saves it.
 
     Attributes:
         nbytes: bytes that would move.
         shape: shape of the view that was saved first.
         dtype: for example ``"float32"``.
         device: for example ``"cuda:0"``.
-        module: qualified name of the innermost module that was running, or None when no names are known.
-        name: what `actoffload.name` called it; ``"checkpoint_input"`` for the inputs of a checkpoint; else None.
-        index: how many storages this forward saved before it.
+        module: qualified name of the innermost running module, or None if no names are known.
+        name: its name from `actoffload.name`; ``"checkpoint_input"`` for the inputs of a checkpoint; else None.
+        index: the number of storages that this forward saved before it.
     """
 
     nbytes: int
@@ -139,7 +139,7 @@ class TensorFacts:
 
 @runtime_checkable
 class Policy(Protocol):
-    """One override point: say of each storage whether it may leave.
+    """One override point: decide for each storage whether it may leave.
 
     >>> class BigOnly:
     ...     def decide(self, facts: TensorFacts) -> Decision:
@@ -149,24 +149,24 @@ class Policy(Protocol):
     """
 
     def decide(self, facts: TensorFacts) -> Decision:
-        """``Decision.OFFLOAD`` or ``Decision.KEEP``.
+        """Return ``Decision.OFFLOAD`` or ``Decision.KEEP``.
 
-        Called on the training thread under the offloader's lock: be quick, and do not call the offloader.
+        The offloader calls it on the training thread under its lock: be quick, and do not call the offloader.
         """
         ...
 
 
 CHECKPOINT_INPUT = "checkpoint_input"
-"""The name of what a checkpoint saves in place of all that its block saves."""
+"""The name of the tensors that a checkpoint saves in place of its block's."""
 TENSOR = "tensor:"
-"""Begins a pattern over names of tensors."""
+"""The prefix of a pattern over names of tensors."""
 
 
 class NameFilter:
-    """Glob patterns over qualified names of modules, and over names of tensors where they begin with ``tensor:``.
+    """Glob patterns over qualified names of modules, or with the prefix ``tensor:`` over names of tensors.
 
-    A pattern over modules also covers what is inside the module that it names. With ``only_boundaries`` nothing moves
-    but the inputs of checkpoints.
+    A pattern over modules also covers the modules inside those that it matches. With ``only_boundaries`` only the
+    inputs of checkpoints move.
     """
 
     def __init__(
@@ -177,19 +177,19 @@ class NameFilter:
         self.only_boundaries = only_boundaries
 
     def allows(self, module: str | None, name: str | None = None) -> bool:
-        """Whether a tensor called ``name`` that is saved inside ``module`` may move."""
+        """Return whether a tensor called ``name`` that is saved inside ``module`` may move."""
         if self.only_boundaries and name != CHECKPOINT_INPUT:
             return False
         return (not self.include or _covers(self.include, module, name)) and not _covers(self.exclude, module, name)
 
     def without(self, names: Collection[str]) -> list[str]:
-        """The patterns over tensors that match none of these names."""
+        """Return the patterns over tensors that match none of these names."""
         patterns = [pattern.removeprefix(TENSOR) for pattern in (*self.include, *self.exclude) if _is_tensors(pattern)]
         return [pattern for pattern in patterns if not fnmatch.filter(names, pattern)]
 
 
 def module_patterns(patterns: Sequence[str] | None) -> list[str]:
-    """Those patterns that are over modules."""
+    """Return the patterns over modules."""
     return [pattern for pattern in patterns or () if not _is_tensors(pattern)]
 
 
@@ -201,6 +201,7 @@ def _covers(patterns: Sequence[str], module: str | None, name: str | None) -> bo
     if not patterns:
         return False
     parts = (module or "").split(".")
+    # Each module around it as well: a pattern that matches `blocks.0` has to cover `blocks.0.mlp`.
     scopes = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
     for pattern in patterns:
         if _is_tensors(pattern):

@@ -1,4 +1,4 @@
-"""Sizes in bytes and times, as people write and read them."""
+"""Sizes in bytes and times as text: parses those that users write, formats those that they read."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ for _power, _letter in enumerate("kmgtp", start=1):
 
 
 def parse_size(field: str, value: Size) -> int:
-    """Bytes from an int or from text such as ``"8GiB"``, ``"512 MB"`` or ``"1.5g"``.
+    """Return the bytes of an int or of text such as ``"8GiB"``, ``"512 MB"`` or ``"1.5g"``.
 
     Units: kB/MB/GB/TB are powers of 1000; KiB/MiB/GiB/TiB, and the bare letters, powers of 1024.
 
     Raises:
-        ConfigError: not a size, or negative; names ``field``.
+        ConfigError: the value is no size, or negative; names ``field``.
 
     >>> parse_size("host_budget", "1.5KiB")
     1536
@@ -35,7 +35,7 @@ def parse_size(field: str, value: Size) -> int:
         if match is None or match[2].lower() not in _UNITS:
             raise ConfigError(field, value, 'not a size; give bytes (an int) or text such as "8GiB" or "512MB"')
         exact = float(match[1]) * _UNITS[match[2].lower()]
-        nbytes = int(min(exact, 2.0**63))  # a number of 309 digits is infinite
+        nbytes = int(min(exact, 2.0**63))  # a number of 309 digits is infinite, which `int` refuses
     if nbytes < 0:
         raise ConfigError(field, value, "a size cannot be negative")
     if nbytes >= 1 << 63:
@@ -44,10 +44,10 @@ def parse_size(field: str, value: Size) -> int:
 
 
 def parse_share(field: str, value: object) -> float | None:
-    """The share that text such as ``"40%"`` means; None for anything that does not end with a percent sign.
+    """Return the share in text such as ``"40%"``; None for a value without a percent sign at its end.
 
     Raises:
-        ConfigError: no number stands before it, or a negative one, or a sign seems to be missing; names ``field``.
+        ConfigError: the text before the sign is no number or negative, or a sign seems to be missing; names ``field``.
 
     >>> parse_share("device_budget", "40%")
     0.4
@@ -65,10 +65,10 @@ def parse_share(field: str, value: object) -> float | None:
 
 
 def _check_is_no_percentage(field: str, value: object) -> None:
-    """Raise where a number of at most 100 has no unit: no tensor has so few bytes, so a share was meant."""
+    """Raise if a number of at most 100 has no unit: no budget is so small, so the user means a share."""
     try:
         number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else 0.0
-    except (ValueError, OverflowError):  # it has a unit, is no number, or a very large one
+    except (ValueError, OverflowError):  # a text with a unit, no number, or a very large number
         return
     if 0 < number <= 100:
         percent = 100 * number if number < 1 else number
@@ -76,7 +76,7 @@ def _check_is_no_percentage(field: str, value: object) -> None:
 
 
 def format_size(nbytes: float) -> str:
-    """Bytes for a person: ``"1.5 GiB"``.
+    """Return bytes as text: ``"1.5 GiB"``.
 
     >>> format_size(1536)
     '1.5 KiB'
@@ -90,7 +90,7 @@ def format_size(nbytes: float) -> str:
 
 
 def format_time(time_s: float) -> str:
-    """A time for a person: ``"12.3 ms"``, from one second on ``"1.23 s"``."""
+    """Return a time as text: ``"12.3 ms"``, from one second on ``"1.23 s"``."""
     if time_s >= 999.5:
         return f"{time_s:.0f} s"
     return f"{time_s:.3g} s" if time_s >= 0.9995 or not time_s else f"{1e3 * time_s:.3g} ms"

@@ -1,4 +1,4 @@
-"""`Statistics`: what an offloader did since it began, as plain numbers."""
+"""`Statistics`: an offloader's counts since it began, as plain numbers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Statistics:
     """
 
     steps: int = 0
-    """Forward passes that were seen (a count)."""
+    """Forward passes inside the offloader's contexts (a count)."""
     packed_tensors: int = 0
     """Tensors that autograd saved (a count); one storage saved twice counts twice."""
     packed_bytes: int = 0
-    """What those tensors hold, each counted in full."""
+    """The bytes of these tensors, each counted in full."""
     deduplicated_bytes: int = 0
     """The part of ``packed_bytes`` that an earlier save of the same storage already held."""
     kept_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -33,52 +33,52 @@ class Statistics:
     host_read_bytes: int = 0
     """Copied from host memory back to the device."""
     nvme_written_bytes: int = 0
-    """What the storage engine really wrote (alignment included), never what was intended."""
+    """The storage engine's actual writes, alignment included."""
     nvme_read_bytes: int = 0
-    """What the storage engine really read."""
+    """The storage engine's actual reads, alignment included."""
     forwarded_bytes: int = 0
-    """Handed to backward from a copy that was nearer than the tier it was heading for."""
+    """Returned to backward from a copy that was nearer than the tier to which the storage was moving."""
     cancelled_bytes: int = 0
     """Writes that were dropped before they began."""
     resident_peak_bytes: int = 0
     """The most activation bytes that were on the device at once."""
     baseline_peak_bytes: int = 0
-    """What that would have been with nothing moved."""
+    """As ``resident_peak_bytes``, in the same run with nothing moved."""
     host_peak_bytes: int = 0
     """The most host memory in use for activations at once."""
     nvme_peak_bytes: int = 0
     """The most disk space in use for activations at once."""
     pack_wait_s: float = 0.0
-    """Time that forward, or an accelerator's stream, waited for room. Where a stream waits often in a step, and the
-    policy is not ``"auto"``, a part of its waits is timed and stands for the others (0.6 % off in a step of 368)."""
+    """Time that forward, or an accelerator's stream, waited for room. If a stream waits often in a step, and the policy
+    is not ``"auto"``, a part of its waits is timed and stands for all of them (0.6 % off in a step of 368)."""
     unpack_wait_s: float = 0.0
     """Time that backward, or an accelerator's stream, waited for data; see ``pack_wait_s``."""
     live_records: int = 0
     """Saved storages that are alive now (a count)."""
     degraded: Mapping[str, int] = field(default_factory=dict)
-    """Times that something below failed and the step went on without it (a count), by reason."""
+    """Failed operations on disk or memory after which the step continued (a count), by reason."""
     unhooked: int = 0
-    """Of ``steps``, those that ran without hooks, as nothing moves (a count). No other field counts what they did."""
+    """The part of ``steps`` that ran without hooks, as nothing moves (a count). No other field counts them."""
     microbatches: int = 0
-    """Forward passes with hooks in which autograd saved what may move (a count)."""
+    """Forward passes with hooks in which autograd saved a tensor that may move (a count)."""
     optimizer_steps: int = 0
     """Steps of a ``torch.optim.Optimizer`` after such forward passes (a count); several at once count once."""
     plan_peak_bytes: int = 0
-    """As ``resident_peak_bytes``, since the plan that is followed now was made."""
+    """As ``resident_peak_bytes``, since the offloader follows its present plan."""
     regions: int = 0
     """Checkpointed regions of the last forward pass that this offloader may let run once (a count)."""
     regions_once: int = 0
-    """Of ``regions``, those that ran once, so that backward did not run them again (a count)."""
+    """The part of ``regions`` that ran once, so that backward did not run them again (a count)."""
     recompute_peak_bytes: int = 0
     """The most that regions which ran again in backward held at once; part of ``resident_peak_bytes``."""
     process_peak_bytes: int = field(default=0, compare=False)
-    """The most resident memory of this process, as the system counts it: since the program began, also before there was
-    an offloader. On Linux ``VmHWM``, which begins anew when ``5`` is written to ``/proc/self/clear_refs``."""
+    """The most resident memory of this process since the program began, as the system counts it, even before there was
+    an offloader. On Linux it is ``VmHWM``, which begins anew when ``5`` is written to ``/proc/self/clear_refs``."""
     process_before_bytes: int = field(default=0, compare=False)
     """Resident memory of this process when the first forward pass began."""
     device_peak_bytes: int = field(default=0, compare=False)
-    """The most memory that PyTorch has had on the current accelerator, parameters included: since the program began or
-    the last ``torch.accelerator.reset_peak_memory_stats()``. 0 where no tensors of an accelerator move."""
+    """The most memory of PyTorch on the current accelerator, parameters included, since the program began or the last
+    ``torch.accelerator.reset_peak_memory_stats()``. 0 if no tensors of an accelerator move."""
 
     @property
     def saved_bytes(self) -> int:
@@ -87,39 +87,39 @@ class Statistics:
 
     @property
     def activation_bytes(self) -> int:
-        """``saved_bytes`` without what lives anyway: parameters, buffers and the model's inputs."""
+        """``saved_bytes`` without tensors that live anyway: parameters, buffers and the model's inputs."""
         return self.saved_bytes - sum(self.kept_bytes.get(reason, 0) for reason in STATIC)
 
     @property
     def moved_bytes(self) -> int:
         """Bytes that left the device.
 
-        What goes to disk by way of host memory is in both counters, so the larger one is taken, never the sum. What the
-        program held until backward was copied, and has not left.
+        A tensor on its way to disk through host memory is in both counters, so this takes the larger one, never the
+        sum. A tensor that the program itself held until backward was copied, but has not left.
         """
         copied_bytes = max(self.host_written_bytes, self.nvme_written_bytes)
         return max(0, copied_bytes - self.kept_bytes.get(KeepReason.ALIVE.value, 0))
 
     @property
     def moved_share(self) -> float:
-        """``moved_bytes`` of ``activation_bytes``, 0 to 1 (alignment could push the quotient above 1)."""
+        """``moved_bytes`` as a share of ``activation_bytes``, 0 to 1 (alignment could push the quotient above 1)."""
         return min(1.0, self.moved_bytes / self.activation_bytes) if self.activation_bytes > 0 else 0.0
 
     @property
     def resident_share(self) -> float:
-        """``resident_peak_bytes`` of ``baseline_peak_bytes``, 0 when nothing was saved."""
+        """``resident_peak_bytes`` as a share of ``baseline_peak_bytes``; 0 if nothing was saved."""
         return self.resident_peak_bytes / self.baseline_peak_bytes if self.baseline_peak_bytes > 0 else 0.0
 
     @property
     def wait_s(self) -> float:
-        """Time that the step waited for us, forward and backward together."""
+        """Time that steps waited for this library, forward and backward together."""
         return self.pack_wait_s + self.unpack_wait_s
 
     def metrics(self, since: Statistics | None = None) -> dict[str, float]:
-        """Numbers for a logger of metrics, such as W&B's or TensorBoard's, by names that begin with ``actoffload/``.
+        """Return numbers for a logger of metrics, such as W&B's or TensorBoard's, with names under ``actoffload/``.
 
         Args:
-            since: what was counted when it was last told; what was done is told since then, peaks of all time.
+            since: the statistics at the last call. Counts are the difference to them, peaks are of all time.
         """
         before = since or Statistics()
         done = ("moved_bytes", "wait_s", "host_written_bytes", "nvme_written_bytes")
@@ -128,6 +128,6 @@ class Statistics:
         return {f"actoffload/{name}": value for name, value in found.items()}
 
     def as_dict(self) -> dict[str, object]:
-        """Every field and derived number, ready for JSON."""
+        """Return every field and derived number, ready for JSON."""
         derived = ("saved_bytes", "activation_bytes", "moved_bytes", "moved_share", "resident_share", "wait_s")
         return asdict(self) | {name: getattr(self, name) for name in derived}

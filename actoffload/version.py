@@ -1,3 +1,3 @@
-"""The version, in the one place that everything else reads."""
+"""The version, which setup and package read from here alone."""
 
 __version__ = "0.1.0"

@@ -1,1 +1,1 @@
-"""Offline: estimates, recompute-offload-keep curves, benchmarks of a disk, and the machine they ran on."""
+"""A recorded trace of a run, the numbers in it, and the HTML page that shows them."""

@@ -1,6 +1,7 @@
 """One self-contained HTML page on a traced run, or on two side by side, by plotly (``pip install actoffload[plots]``).
 
-Colours are Okabe and Ito's, which colour-blind people can tell apart; text and lines follow the reader's colour scheme.
+The colours are Okabe and Ito's, which colour-blind readers can distinguish. Text and lines follow the reader's colour
+scheme.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ COLOURS = {
 SCHEMES = {"light": ("#1b1b1b", "#e2e2e2", "#ffffff"), "dark": ("#ececec", "#3d3d3d", "#262626")}
 """Colours of text, of the grid and of the labels under the pointer."""
 MOST_SPANS = 3000
-"""The most bars that are drawn; the longest ones come first."""
+"""The most bars in a figure. The longest are drawn."""
 LEGEND = {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"}
 
 Drawn = tuple[Any, int]
@@ -34,13 +35,13 @@ Drawn = tuple[Any, int]
 
 
 def write_page(runs: Sequence[Run], path: Path) -> None:
-    """Write the page on one run, or on two.
+    """Write the page for one run or for two.
 
     Raises:
         ConfigError: plotly or jinja2 is not installed.
         OSError: the file cannot be written.
     """
-    try:
+    try:  # optional packages, which only this page needs
         import jinja2
         from plotly.offline import get_plotlyjs
     except ImportError as error:
@@ -52,7 +53,7 @@ def write_page(runs: Sequence[Run], path: Path) -> None:
     names = [os.path.basename(run.trace.path) for run in runs]
     source = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     text = (
-        jinja2.Environment(autoescape=True)
+        jinja2.Environment(autoescape=True)  # a trace is untrusted, and its texts go into the page
         .from_string(source)
         .render(
             names=names,
@@ -60,6 +61,7 @@ def write_page(runs: Sequence[Run], path: Path) -> None:
             numbers=comparison(runs),
             sections=page.sections(),
             plotly_js=get_plotlyjs(),
+            # Names of modules come from the program: an escaped `<` cannot end the page's script element.
             figures=json.dumps({"figures": page.figures, "templates": _templates()}).replace("<", "\\u003c"),
         )
     )
@@ -67,13 +69,13 @@ def write_page(runs: Sequence[Run], path: Path) -> None:
 
 
 def comparison(runs: Sequence[Run]) -> list[list[str]]:
-    """A row for each of the runs' numbers, with a column for each run."""
+    """Return a row for each of the runs' numbers, with a column for each run."""
     numbers = [run.numbers() for run in runs]
     return [[label, *(format_number(name, each[name]) for each in numbers)] for name, label in LABELS.items()]
 
 
 def waits_table(run: Run) -> list[tuple[str, ...]]:
-    """The most expensive waits as rows of text, under a heading."""
+    """Return the longest waits as rows of text, under a heading."""
     rows: list[tuple[str, ...]] = [("module", "for", "waited", "times", "tensor")]
     for wait in run.dearest_waits():
         rows.append((wait.module, wait.reason, format_time(wait.total_s), str(wait.count), format_size(wait.nbytes)))
@@ -81,7 +83,7 @@ def waits_table(run: Run) -> list[tuple[str, ...]]:
 
 
 def predictions_table(run: Run) -> list[tuple[str, ...]]:
-    """Predicted and seen numbers, as rows of text, under a heading."""
+    """Return predicted and observed numbers as rows of text, under a heading."""
     names = {"step_s": run.planned_for, "peak_bytes": "saved activations, peak"}
     rows: list[tuple[str, ...]] = [("", "predicted", "seen")]
     for name, predicted, seen in run.predictions():
@@ -90,7 +92,7 @@ def predictions_table(run: Run) -> list[tuple[str, ...]]:
 
 
 def kept_table(run: Run) -> list[tuple[str, ...]]:
-    """Bytes that stayed, by reason, as rows of text, under a heading."""
+    """Return the bytes that stayed, by reason, as rows of text under a heading."""
     rows: list[tuple[str, ...]] = [("", "bytes", "why")]
     meanings = {reason.value: reason.meaning for reason in KeepReason}
     for reason, nbytes in run.kept().items():
@@ -99,18 +101,19 @@ def kept_table(run: Run) -> list[tuple[str, ...]]:
 
 
 class _Page:
-    """Makes the sections, and collects their figures by the names of their places."""
+    """Makes the sections of the page, and collects their figures by the names of their places."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = runs
         self.figures: dict[str, Any] = {}
+        # One scale for both runs, so that a reader can compare their figures by eye.
         peak = max(max(*memory.total, *memory.without) for memory in (run.memory() for run in runs))
         self._length_ms = 1e3 * max(run.end_s - run.begin_s for run in runs)
         self._unit, self._unit_name = (GIB, "GiB") if peak >= GIB else (MIB, "MiB")
         self._top = 1.1 * peak / self._unit
 
     def sections(self) -> list[dict[str, Any]]:
-        """The sections of the template. A section without any data has a sentence about that."""
+        """Return the sections for the template. A section without data has a sentence in its place."""
         over_time = "Of the step of median length after the last plan; shaded: its phases."
         return [
             self._section("What to do next", "Predicted by the planner from this run, or counted in it.", _next_steps),
@@ -155,8 +158,9 @@ class _Page:
         return {"title": title, "meaning": meaning, "parts": [make(run) for run in self.runs]}
 
     def _figure(self, name: str, run: Run, drawn: Drawn) -> dict[str, Any]:
-        """The place of a figure."""
+        """Store a figure, and return its place for the template."""
         figure, height = drawn
+        # The page sets plotly's template itself, by the reader's colour scheme.
         figure.update_layout(template=None, height=height, margin={"l": 8, "r": 8, "t": 32, "b": 8})
         figure.update_xaxes(automargin=True)
         figure.update_yaxes(automargin=True)
@@ -173,6 +177,7 @@ class _Page:
             extra = ["".join(f"<br>{block}" for block in blocks) if kind == SAVED else "" for blocks in memory.blocks]
             label = f"%{{y:.4g}} {name}%{{customdata}}<extra>{kind}</extra>"
             y = [nbytes / self._unit for nbytes in memory.by_kind[kind]]
+            # "hv": a value holds until the next moment.
             line = {"shape": "hv", "width": 0.5, "color": COLOURS[kind]}
             figure.add_scatter(
                 x=x,
@@ -199,6 +204,7 @@ class _Page:
 
         links = run.links()
         titles = [f"{link.name}: {link.used:.0%} used in {link.phase}" for link in links]
+        # plotly limits the spacing by the number of rows.
         figure = subplots.make_subplots(len(links), 1, subplot_titles=titles, vertical_spacing=0.25 / len(links))
         for row, link in enumerate(links, start=1):
             x, y = _ms(link.times_s), [rate / 1e9 for rate in link.bytes_per_s]
@@ -219,9 +225,11 @@ class _Page:
         from plotly import graph_objects
 
         spans = sorted(run.spans(), key=lambda span: -span.duration_s)[:MOST_SPANS]
+        # Reversed, as plotly draws categories from the bottom up.
         tracks = sorted({span.track for span in spans}, key=_lane_order, reverse=True)
         figure = graph_objects.Figure()
         groups: dict[str, list[Span]] = {}
+        # One trace of plotly's for each kind, so that the legend can hide a kind.
         for span in spans:
             groups.setdefault(_kind(span), []).append(span)
         for kind in (*PHASES, "write", "read", "wait"):
@@ -233,9 +241,10 @@ class _Page:
                 base=_ms(span.begin_s for span in mine),
                 customdata=[_about(span) for span in mine],
                 hovertemplate=f"{kind}, %{{customdata}}<extra></extra>",
-                # A wait stays visible however short it is.
+                # The outline keeps even the shortest wait visible.
                 marker_line={"width": 2 if kind == "wait" else 0, "color": COLOURS[kind]},
             )
+        # Overlay, because bars of all kinds share the row of their track.
         figure.update_layout(barmode="overlay", bargap=0.15, legend=LEGEND)
         figure.update_yaxes(categoryorder="array", categoryarray=tracks, tickfont_size=11)
         figure.update_xaxes(title="ms", range=[0, self._length_ms])
@@ -255,7 +264,7 @@ def _rows(rows: Sequence[Sequence[str]], nothing: str) -> dict[str, Any]:
 
 
 def _shade(figure: Any, phases: Sequence[Phase], length_ms: float, **place: int) -> None:
-    """Mark phases behind the lines. Only long phases have room for their names."""
+    """Shade the phases behind the lines. Only long phases have room for their names."""
     for phase in phases:
         x0, x1 = _ms([phase.begin_s, phase.end_s])
         name = phase.name if x1 - x0 > 0.15 * length_ms else ""
@@ -269,7 +278,7 @@ def _kind(span: Span) -> str:
 
 
 def _lane_order(track: str) -> tuple[int, str, int]:
-    """Phases first, then waits, then each link; lanes of one link by their number."""
+    """Return the sort key of a track: phases, then waits, then each link, with its lanes by their numbers."""
     name, _, number = track.partition(" #")
     return (0 if "phases" in name else 1 if "waits" in name else 2, name, int(number or 0))
 
@@ -290,10 +299,11 @@ def _ms(times_s: Iterable[float]) -> list[float]:
 
 
 def _templates() -> dict[str, Any]:
-    """The light and the dark templates of plotly's figures."""
+    """Return the light and the dark template of plotly's figures."""
     found = {}
     for scheme, (text, grid, label) in SCHEMES.items():
         axis = {"gridcolor": grid, "linecolor": grid, "zerolinecolor": grid, "tickcolor": grid}
+        # Transparent, so that the page's own background shows in both schemes.
         clear = {"paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)"}
         hover = {"bgcolor": label, "bordercolor": grid, "font": {"color": text}, "namelength": -1}
         layout = {**clear, "font": {"color": text, "family": "system-ui, sans-serif"}, "hoverlabel": hover}

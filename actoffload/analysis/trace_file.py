@@ -1,4 +1,4 @@
-"""Reads the trace of a run (``trace="run.json"``), checks it, and gives what is in it by kind. Needs no torch.
+"""Reads and checks the trace of a run (``trace="run.json"``), and sorts its events by kind. Needs no torch.
 
 Times are in seconds from the first event of the file, sizes in bytes.
 """
@@ -16,20 +16,20 @@ from ..errors import TraceFileError, printable
 from ..json_input import convert, parse, read_file
 
 MOST_BYTES = 1 << 30
-"""Of a file. A step of a thousand tensors takes half a MiB."""
+"""The largest file. A step of a thousand tensors takes half a MiB."""
 PHASES = ("forward", "backward", "optimizer")
 OTHERS = ", by others"
-"""After the name of a link: another library moved it."""
+"""The suffix of a link's name for transfers of another library."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Something that took time.
+    """An event with a duration.
 
     Attributes:
-        name: what it was; of a transfer, the module that saved what was moved.
-        begin_s: when it began; ``end_s``: when it had ended.
-        track: where a viewer shows it.
+        name: its name; for a transfer the module that saved the tensor.
+        begin_s: its begin; ``end_s``: its end.
+        track: the track of a viewer that shows it.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Span:
 
     @property
     def duration_s(self) -> float:
-        """How long it took."""
+        """Its duration."""
         return self.end_s - self.begin_s
 
 
@@ -48,8 +48,8 @@ class Phase(Span):
     """A forward, a backward or an optimizer's step.
 
     Attributes:
-        microbatch: which one, from 1; for an optimizer the last one before it.
-        on_device: the device's own time, virtual on a simulated one; else the host's.
+        microbatch: its number, from 1; for an optimizer the number of the last one before it.
+        on_device: whether its times are the device's (virtual on a simulated device), else the host's.
     """
 
     microbatch: int
@@ -62,9 +62,9 @@ class Moved(Span):
 
     Attributes:
         link: ``"disk"`` or ``"host"``; ``way``: ``"write"`` (away from the device) or ``"read"``.
-        nbytes: what went over it, alignment included.
-        tensors: the module that saved each tensor, or None, and its bytes.
-        ours: this library moved them; else another, such as DeepSpeed, whose times are those of its calls.
+        nbytes: the bytes on the link, alignment included.
+        tensors: for each tensor the module that saved it, or None, and its bytes.
+        ours: whether this library moved them. For another one, such as DeepSpeed, the times are those of its calls.
     """
 
     link: str
@@ -76,13 +76,13 @@ class Moved(Span):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait(Span):
-    """A step that waited.
+    """A wait of a step.
 
     Attributes:
         reason: ``"data"`` (backward waited for a tensor) or ``"room"`` (memory had to leave first).
-        module: that saved the tensor waited for, or that was about to save one; "" where it is not known.
-        nbytes: the tensor's.
-        on_device: a stream of the device waited; else a thread of the host's.
+        module: the module that saved the tensor, or that was about to save one; "" if it is not known.
+        nbytes: the bytes of the tensor.
+        on_device: whether a stream of the device waited, else a thread of the host.
     """
 
     reason: str
@@ -93,7 +93,7 @@ class Wait(Span):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """Something that happened at a moment: another plan, a failure that did no harm, a write that was not needed."""
+    """An event without duration: another plan, a failure that did no harm, a write that was not needed."""
 
     name: str
     time_s: float
@@ -114,7 +114,8 @@ class Counter:
     series: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, time_s: float, values: Mapping[str, float]) -> None:
-        """Add a moment; a series that is not named stays as it was."""
+        """Add a moment. A series without a new value keeps its last one."""
+        # A new series gets zeros for earlier moments, so that all series stay as long as `times_s`.
         for name in values.keys() - self.series.keys():
             self.series[name] = [0.0] * len(self.times_s)
         for name, known in self.series.items():
@@ -122,24 +123,24 @@ class Counter:
         self.times_s.append(time_s)
 
     def at(self, time_s: float) -> dict[str, float]:
-        """The values at a moment; 0 before the first."""
+        """Return the values at a moment; 0 before the first."""
         place = bisect_right(self.times_s, time_s) - 1
         return {name: known[place] if place >= 0 else 0.0 for name, known in self.series.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceFile:
-    """A trace that was read and found to be in order.
+    """A trace that passed all checks.
 
     Attributes:
         path: the file.
-        truncated: the process was killed, or still runs: what is known only at the end is not there.
-        began_unix_s: the first event, in seconds since 1970.
-        metadata: what is known of the run, by name: ``machine``, ``config``, ``statistics``, ``plan``, ...
-        phases: by their begin, as all that follow.
-        counters: by name. ``memory``: bytes by what they are; ``memory total``: all of them, as measured;
-            ``memory with nothing moved``: what that would be; ``host pool`` and ``disk``: bytes in use; a link, as
-            ``disk write``: bytes per second (``bytes_per_s``), and so far while a transfer was under way (``can_do``).
+        truncated: whether the process was killed or still runs. Facts that a run stores at its end are then missing.
+        began_unix_s: the time of the first event, in seconds since 1970.
+        metadata: the facts of the run by name: ``machine``, ``config``, ``statistics``, ``plan``, ...
+        phases: sorted by their begin, as all events below.
+        counters: by name. ``memory``: bytes by kind; ``memory total``: their measured sum; ``memory with nothing
+            moved``: that sum if all tensors had stayed; ``host pool`` and ``disk``: bytes in use; a link, such as
+            ``disk write``: bytes per second (``bytes_per_s``), and the same over time with a transfer (``can_do``).
     """
 
     path: str
@@ -153,11 +154,12 @@ class TraceFile:
     counters: Mapping[str, Counter]
 
     def steps(self, *, on_device: bool = False) -> list[tuple[float, float]]:
-        """When each step began and ended: from the first forward after an optimizer's step to the next such forward.
+        """Return begin and end of each step: from the first forward after an optimizer's step to the next such forward.
 
-        Where no optimizer was seen, each forward with its backward is a step. An evaluation belongs to the step that
-        follows, and to none at the end of the run. ``on_device``: by the device's phases.
+        In a trace without an optimizer each forward with its backward is a step. An evaluation belongs to the step
+        that follows it, and to none at the end of the run. ``on_device``: by the device's phases.
         """
+        # The device runs behind the host, so only phases of the same side follow each other in order.
         phases = [phase for phase in self.phases if phase.on_device == on_device]
         stepped = any(phase.name == "optimizer" for phase in phases)
         last = "optimizer" if stepped else "backward"
@@ -168,11 +170,12 @@ class TraceFile:
                 begins.append(phase.begin_s)
             before = phase.name
         ends = [*begins[1:], max((phase.end_s for phase in phases), default=0.0)]
+        # A forward at the end of the run without a backward after it is an evaluation, and no step.
         if begins and before == "forward" and any(phase.name == "backward" for phase in phases):
             backward_s = max(phase.begin_s for phase in phases if phase.name == "backward")
             if backward_s < begins[-1]:
                 del begins[-1], ends[-1]
-        return list(zip(begins, ends, strict=False))  # no begins: no ends
+        return list(zip(begins, ends, strict=False))  # not strict: without a begin there is still one end
 
 
 def load(path: str | os.PathLike[str], *, truncated_ok: bool = False) -> TraceFile:
@@ -180,18 +183,18 @@ def load(path: str | os.PathLike[str], *, truncated_ok: bool = False) -> TraceFi
 
     Args:
         path: the file.
-        truncated_ok: take a trace without its end as it is, not as an error.
+        truncated_ok: accept a trace without its end.
 
     Raises:
-        TraceFileError: there is no such file, it is no trace of ours, is not whole, is broken, or shows no step; the
-            message names the file and says what to do.
+        TraceFileError: there is no such file, or it is no trace of this library, incomplete, broken, or without a step;
+            the message names the file and the remedy.
     """
-    name = printable(os.fspath(path))
+    name = printable(os.fspath(path))  # messages and the page show it
     try:
         content = read_file(path, MOST_BYTES)
     except OSError as error:
         raise TraceFileError(f"{name}: cannot be read ({error.strerror}): give the file of a run's trace=") from error
-    truncated = content.startswith(b"[")
+    truncated = content.startswith(b"[")  # a run writes a list of events, and makes it an object only at its end
     data = _incomplete(content) if truncated else _complete(name, content)
     events = data.traceEvents
     about = next((e.args for e in events if e.ph == "M" and e.name == "actoffload"), None)
@@ -221,7 +224,7 @@ def load(path: str | os.PathLike[str], *, truncated_ok: bool = False) -> TraceFi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Event:
-    """An event as a file has it; `_sorted` knows what it stands for."""
+    """An event in the form of a file. `_sorted` knows its meaning."""
 
     ph: str
     name: str = ""
@@ -233,7 +236,7 @@ class _Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Args:
-    """The arguments of an event that is no counter."""
+    """The arguments of an event other than a counter."""
 
     module: str = ""
     bytes: int = 0
@@ -243,8 +246,9 @@ class _Args:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Whole:
-    """A file with its end."""
+    """A complete file."""
 
+    # The names of Chrome's trace format.
     traceEvents: tuple[_Event, ...]
     otherData: dict[str, Any] = field(default_factory=dict)
 
@@ -257,16 +261,16 @@ def _complete(name: str, content: bytes) -> _Whole:
 
 
 def _incomplete(content: bytes) -> _Whole:
-    """The events of a file without its end: one on each line, and perhaps the half of one on the last."""
+    """Return the events of a file without its end, which has one event on each line."""
     events = []
     for line in content[1:].splitlines():
-        with suppress(ValueError):
+        with suppress(ValueError):  # a killed process may leave half of an event on the last line
             events.append(parse(line.strip().rstrip(b","), _Event))
     return _Whole(traceEvents=tuple(events))
 
 
 def _sorted(events: Sequence[_Event]) -> dict[str, Any]:
-    """The events by kind, with times from the first of them on.
+    """Return the events by kind, with times from the first event on.
 
     Raises:
         ValueError: an event has arguments of another type.
@@ -279,9 +283,10 @@ def _sorted(events: Sequence[_Event]) -> dict[str, Any]:
     waits: list[Wait] = []
     notes: list[Note] = []
     counters: dict[str, Counter] = {}
+    # A run writes a span as it ends, so the file is in no order of begins.
     for ts, event in sorted(timed, key=lambda each: each[0]):
         begin_s = (ts - origin) / 1e6
-        if event.ph == "C":
+        if event.ph == "C":  # before the typed arguments, as a counter names its own series there
             counters.setdefault(event.name, Counter()).add(begin_s, convert(event.args, dict[str, float]))
             continue
         args = convert(event.args, _Args)
@@ -292,7 +297,7 @@ def _sorted(events: Sequence[_Event]) -> dict[str, Any]:
         span: dict[str, Any] = {"name": event.name, "begin_s": begin_s, "track": track}
         span["end_s"] = begin_s + convert(event.dur, float) / 1e6
         on_device = track.startswith("device ")
-        lane = track.partition(" #")[0]
+        lane = track.partition(" #")[0]  # transfers of one link that overlap lie on numbered lanes
         link, _, way = lane.removesuffix(OTHERS).partition(" ")
         if event.name.startswith("wait for "):
             reason = event.name.removeprefix("wait for ")

@@ -1,4 +1,4 @@
-"""A traced run in numbers: its usual step, memory with and without moving, links, waits, and what was predicted."""
+"""A traced run in numbers: its usual step, memory with and without moving, links, waits and predictions."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .trace_file import Counter, Moved, Phase, Span, TraceFile, Wait
 
 SAVED = "saved activations"
 KINDS = ("parameters", "gradients", "optimizer state", "other", SAVED)
-"""What memory is used for, as it is stacked."""
+"""The uses of memory, in the order in which a figure stacks them."""
 MOST_WAITS = 10
 MOST_BLOCKS = 3
-"""So many blocks are named of those that saved what is in memory at a moment."""
+"""The most blocks that are named for one moment."""
 LABELS = {
     "steps": "steps",
     "step_s": "a step (median)",
@@ -31,7 +31,7 @@ LABELS = {
     "moved_bytes": "leaves in a step (mean)",
     "wait_s": "waits in a step (mean)",
 }
-"""The names of a run's `Run.numbers` for a person."""
+"""Labels for the names in `Run.numbers`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +39,10 @@ class Memory:
     """Memory over one step: seconds from its begin, and bytes at these moments.
 
     Attributes:
-        by_kind: for each of `KINDS`.
-        blocks: the blocks that saved the most of what is there, each with its size as text.
-        total: all of it, as measured.
-        without: what that would be with nothing moved.
+        by_kind: bytes for each of `KINDS`.
+        blocks: the blocks that saved the most bytes in memory, each with its size as text.
+        total: the measured sum.
+        without: the sum with nothing moved.
     """
 
     times_s: list[float]
@@ -54,11 +54,12 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkUse:
-    """One direction of a link in one step: bytes per second over time, and while it moved something.
+    """One direction of a link in one step: bytes per second over time, and over the time with a transfer (``can_do``).
 
     Attributes:
-        phase: in which it has to move them, so that nothing waits: writes in forward, reads in backward.
-        used: how much of what it can do it did in that phase, as a share.
+        phase: the phase in which it has to move its bytes, so that nothing waits: forward for writes, backward for
+            reads.
+        used: the part of ``can_do`` that it reached in that phase, as a share.
     """
 
     name: str
@@ -72,7 +73,7 @@ class LinkUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitsFor:
-    """All waits of a run for what one module saved, for one reason (`Wait.reason`)."""
+    """All waits of a run for the tensors of one module, for one reason (`Wait.reason`)."""
 
     module: str
     reason: str
@@ -83,13 +84,13 @@ class WaitsFor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
-    """A trace, and which of its steps is shown; made by `look_at`.
+    """A trace and the step that represents it; made by `look_at`.
 
     Attributes:
-        count: how many steps it has.
-        step_s: their median, without those before the last plan.
-        shown: the number of the step that is shown, from 0: the one that took so long.
-        begin_s: when it began, for the host or the device; ``end_s``: when it had ended for both.
+        count: the number of its steps.
+        step_s: their median, without the steps before the last plan.
+        shown: the number of the step that is shown, from 0: the step of median length.
+        begin_s: the begin of that step on the host or the device; ``end_s``: its end on both.
     """
 
     trace: TraceFile
@@ -100,12 +101,12 @@ class Run:
     end_s: float
 
     def known(self, name: str) -> Mapping[str, Any]:
-        """What the trace has at its end under a name; empty where it does not know it."""
+        """Return the facts that the trace has at its end under a name; empty if there are none."""
         found = self.trace.metadata.get(name)
-        return found if isinstance(found, dict) else {}
+        return found if isinstance(found, dict) else {}  # a file may hold anything under the name
 
     def numbers(self) -> dict[str, float]:
-        """What runs are compared by; see `LABELS`. Bytes, seconds, and a count."""
+        """Return the numbers by which runs are compared (see `LABELS`): bytes, seconds, and a count."""
         memory, statistics = self.memory(), self.known("statistics")
         saved = memory.by_kind[SAVED]
         away = [without - total for without, total in zip(memory.without, memory.total, strict=True)]
@@ -115,10 +116,12 @@ class Run:
             "step_s": self.step_s,
             "peak_bytes": max(memory.total),
             "peak_without_bytes": max(memory.without),
+            # A truncated trace has no statistics, and the step that is shown stands for all.
             "saved_peak_bytes": statistics.get("plan_peak_bytes", max(saved)),
             "saved_peak_without_bytes": statistics.get(
                 "baseline_peak_bytes", max(map(sum, zip(saved, away, strict=True)))
             ),
+            # The larger one: a tensor goes to disk through host memory, and the sum would count it twice.
             "moved_bytes": max(by_link.values()) / self.count,
             "wait_s": sum(wait.duration_s for wait in self.trace.waits) / self.count,
         }
@@ -127,10 +130,11 @@ class Run:
         return [moved for moved in self.trace.transfers if moved.ours and (moved.link, moved.way) == (link, "write")]
 
     def memory(self) -> Memory:
-        """Memory over the step."""
+        """Return the memory over the step that is shown."""
         begin_s, end_s = self.begin_s, self.end_s
         counters = self.trace.counters
         detail = counters["memory"]
+        # The ends of the step as well, because counters have moments of their own alone.
         times = [begin_s, *(time_s for time_s in detail.times_s if begin_s < time_s < end_s), end_s]
         at = [detail.at(time_s) for time_s in times]
         by_kind = {kind: [values.get(kind, 0.0) for values in at] for kind in KINDS}
@@ -148,11 +152,12 @@ class Run:
         )
 
     def links(self) -> list[LinkUse]:
-        """The directions of links that moved bytes in the run."""
+        """Return the directions of links that moved bytes in the run."""
         found = []
         for link in ("host", "disk"):
             for way in ("write", "read"):
                 counter = self.trace.counters.get(f"{link} {way}")
+                # `can_do` is a running value, so the last one covers the whole run.
                 if counter is not None and counter.times_s and counter.series["can_do"][-1]:
                     found.append(self._use(f"{link} {way}", counter))
         return found
@@ -165,6 +170,7 @@ class Run:
         moved = lasted_s = 0.0
         for first_s, last_s in self._when(phase):
             lasted_s += last_s - first_s
+            # A rate holds until the next moment, so a phase gets its overlap with each interval.
             for (before_s, after_s), rate in zip(pairwise(times), rates, strict=False):
                 moved += rate * max(0.0, min(after_s, last_s) - max(before_s, first_s))
         return LinkUse(
@@ -178,7 +184,7 @@ class Run:
         )
 
     def _when(self, name: str) -> list[tuple[float, float]]:
-        """The step's phases of one name, on the device where there is one; one within another counts once."""
+        """Return the step's phases of one name, by the device's times if there are any. Overlap counts once."""
         found: list[tuple[float, float]] = []
         on_device = any(phase.on_device for phase in self.trace.phases)
         for phase in sorted(self.trace.phases, key=lambda phase: phase.begin_s):
@@ -189,21 +195,21 @@ class Run:
         return found
 
     def phases(self) -> list[Phase]:
-        """The host's phases of the step, with times from its begin on."""
+        """Return the host's phases of the step, with times from its begin on."""
         return [span for span in self.spans() if isinstance(span, Phase) and not span.on_device]
 
     def spans(self) -> list[Span]:
-        """Phases, waits and transfers of the step, with times from its begin on."""
+        """Return phases, waits and transfers of the step, with times from its begin on."""
         trace, begin_s, end_s = self.trace, self.begin_s, self.end_s
         found: list[Span] = []
-        waits = [wait for wait in trace.waits if wait.duration_s]
+        waits = [wait for wait in trace.waits if wait.duration_s]  # a wait without length is none
         for span in (*trace.phases, *waits, *trace.transfers):
             if span.begin_s < end_s and span.end_s > begin_s:
                 found.append(replace(span, begin_s=span.begin_s - begin_s, end_s=min(span.end_s, end_s) - begin_s))
         return found
 
     def dearest_waits(self) -> list[WaitsFor]:
-        """The `MOST_WAITS` modules that were waited for longest, over the whole run."""
+        """Return the `MOST_WAITS` modules with the longest waits, over the whole run."""
         groups: dict[tuple[str, str], list[Wait]] = {}
         for wait in (wait for wait in self.trace.waits if wait.duration_s):
             groups.setdefault((wait.module or "(no module)", wait.reason), []).append(wait)
@@ -220,44 +226,45 @@ class Run:
         return sorted(found, key=lambda waits: -waits.total_s)[:MOST_WAITS]
 
     def kept(self) -> dict[str, int]:
-        """Bytes of the whole run that stayed, by reason, the most first."""
+        """Return the bytes of the whole run that stayed, by reason, the most first."""
         kept = self.known("statistics").get("kept_bytes", {})
         return dict(sorted(((name, n) for name, n in kept.items() if n), key=lambda item: -item[1]))
 
     @property
     def planned_for(self) -> str:
-        """What was planned: a step, or with accumulated gradients a micro-batch of it."""
+        """The unit of the plan: a step, or with accumulated gradients a micro-batch of it."""
         return self.trace.metadata.get("planned_for") or "a step"
 
     def predictions(self) -> list[tuple[str, float, float | None]]:
-        """What was predicted of `planned_for` under the plan, and what was seen: ``step_s`` and ``peak_bytes``."""
+        """Return the plan's prediction for `planned_for` and the observed value of ``step_s`` and ``peak_bytes``."""
         predicted, whole = self.known("predicted"), self.planned_for == "a step"
         step_s = self.step_s if whole else self.known("seen").get("step_s")
         seen = {"step_s": step_s, "peak_bytes": self.known("statistics").get("plan_peak_bytes")}
         return [(name, value, seen.get(name)) for name, value in predicted.items() if value is not None]
 
     def wear(self) -> str:
-        """What the run means for its SSD; empty where nothing was written to one."""
+        """Return the run's effect on its SSD as text; empty if it wrote nothing to one."""
         config, spool = self.known("config"), self.known("spool")
         tbw = config.get("drive_tbw")
         rating = None if tbw is None else Rating(name="the drive", rated_written_bytes=tbw)
+        # The metadata has it only if the run came to its end.
         elapsed_s = self.trace.metadata.get("elapsed_s") or self.trace.steps()[-1][1]
         written = sum(moved.nbytes for moved in self._left("disk"))
         return " ".join(render_wear(written, elapsed_s, rating, drives=len(spool.get("paths", ())) or 1))
 
     def what_limits(self) -> str:
-        """What limits the step, as `Offloader.report` says; empty where the run did not come to its end."""
+        """Return the limit of the step, as in `Offloader.report`; empty if the trace has no end."""
         diagnosis: Sequence[str] = self.trace.metadata.get("diagnosis") or [""]
         told = diagnosis[0].removeprefix("diagnosis: ")
         return told[:1].upper() + told[1:]
 
     @cached_property
     def next_steps(self) -> list[str]:
-        """What to do next: at most three sentences, each with an option, its value and what it changes."""
+        """The next steps for the user: at most three sentences, each with an option, its value and its effect."""
         return next_steps(self.trace.metadata, self.numbers())
 
     def about(self) -> str:
-        """Where it ran, and what."""
+        """Return the machine, the versions and the options of the run as one line of text."""
         data, machine = self.trace.metadata, self.known("machine")
         config, parts = self.known("config"), [str(machine.get("device", "?"))]
         parts += [f"{machine.get('cores')} cores", f"torch {data.get('torch')}", f"target {config.get('target')}"]
@@ -273,7 +280,7 @@ class Run:
         return ", ".join(parts)
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it but what goes over time, ready for JSON."""
+        """Return all numbers and texts but the series over time, ready for JSON."""
         without = ("times_s", "bytes_per_s")
         links = [{name: value for name, value in asdict(link).items() if name not in without} for link in self.links()]
         return {
@@ -292,21 +299,24 @@ class Run:
 
 
 def look_at(trace: TraceFile) -> Run:
-    """Return the run of a trace, with the step of median length among those after the last plan was made.
+    """Return the run of a trace. It shows the step of median length under the last plan.
 
     Raises:
-        TraceFileError: it shows no forward, or is of the simulated device.
+        TraceFileError: the trace has no forward, or is of the simulated device.
     """
     if trace.metadata.get("virtual_device_time"):
         raise TraceFileError(f"{trace.path}: is in the simulated device's time, which is not the host's: use Perfetto")
     host, device = trace.steps(), trace.steps(on_device=True)
-    count = min(len(host), len(device)) if device else len(host)
+    count = min(len(host), len(device)) if device else len(host)  # the last step may lack its times on the device
     if not count:
         raise TraceFileError(f"{trace.path}: empty: no forward ended inside an offloading context")
+    # Lengths are the host's, but the part of the trace that is drawn spans host and device.
     lengths_s = [end_s - begin_s for begin_s, end_s in host[:count]]
     steps = [(min(h[0], d[0]), max(h[1], d[1])) for h, d in zip(host, device or host, strict=False)]
     planned_s = max((note.time_s for note in trace.notes if note.name.startswith("plan:")), default=0.0)
+    # Without the first step, which allocates and compiles, and without those under an earlier plan.
     usual = [n for n in range(count) if n and steps[n][0] >= planned_s] or list(range(count))
+    # The low median is the length of a real step, never the mean of two, so `shown` finds that step below.
     step_s = median_low(lengths_s[n] for n in usual)
     shown = next(n for n in usual if lengths_s[n] == step_s)
     begin_s, end_s = steps[shown]
@@ -314,7 +324,7 @@ def look_at(trace: TraceFile) -> Run:
 
 
 def format_number(name: str, value: float | None) -> str:
-    """A number of `Run.numbers`, for a person."""
+    """Return a number of `Run.numbers` as text."""
     if value is None:
         return "-"
     if name.endswith("_bytes"):

@@ -1,1 +1,1 @@
-"""The hooks: what autograd saves is packed into handles and unpacked again, and which tensors are left alone."""
+"""The hooks: they pack the tensors that autograd saves into handles, unpack them, and decide which never move."""

@@ -1,8 +1,8 @@
 """Checkpointed regions: a plan chooses which of a program's checkpoints run again in backward.
 
-``torch.utils.checkpoint.checkpoint(use_reentrant=False)`` runs a private generator function of PyTorch's around the
-first run of a region. Ours stands in its place, so that no model is touched. Where no context is open it returns
-PyTorch's own generator.
+``torch.utils.checkpoint.checkpoint(use_reentrant=False)`` runs a private generator function of PyTorch around the first
+run of a region. This module replaces that function, so that no model needs a change. Without an open context the
+replacement returns PyTorch's own generator.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from .packing import Forwards, Packer
 
 NAME = "_checkpoint_without_reentrant_generator"
 _FORMS = {f"{NAME}_impl": ("fn", "args", "kwargs"), NAME: ("fn", "preserve_rng_state", "context_fn")}
-"""Names of PyTorch's generator function, and how its arguments begin. From 2.14 on it is the first, and the second is a
-plain function that calls it."""
+"""The names of PyTorch's generator function and of its leading arguments. From 2.14 on the first name is the generator,
+and the second is a plain function that calls it."""
 CACHING_MODES: list[type] = [kind for kind in (getattr(plain, "_CachingTorchDispatchMode", None),) if kind is not None]
-"""Contexts of a region's first run that keep what its second run needs: for a region that runs once, for nothing."""
+"""Context classes that only cache tensors for a region's second run, so a region that runs once can do without them."""
 REFUSED = (
     "checkpointed regions stay as they are: this PyTorch ({}) has no function torch.utils.checkpoint.{} of the form "
     "that is known here. They all run again in backward, and what they hold there is not counted"
@@ -47,21 +47,21 @@ Body = Generator[None, None, None]
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **options: Any) -> Any:
-    """Run a function, and let a plan choose whether backward runs it again or uses what this run saved.
+    """Run a function, and let a plan choose whether backward runs it again or uses the tensors that this run saved.
 
     It is ``torch.utils.checkpoint.checkpoint``, with its arguments, its meaning and its contract: *the function
     computes the same when it runs again*. Outside of an offloader's context nothing differs. Inside,
-    ``policy="auto"`` and a given `Plan` choose for each call, by its place in the forward. Any other policy lets each
-    run again.
+    ``policy="auto"`` or a `Plan` chooses for each call, by its place in the forward. Under any other policy each call
+    runs again.
 
     Args:
-        function: what to run.
+        function: the function to run.
         args: its arguments.
-        use_reentrant: as of PyTorch's function; only ``False`` leaves a choice.
+        use_reentrant: as in PyTorch's function; only ``False`` leaves a choice.
         options: the other arguments of PyTorch's function, and keyword arguments of ``function``.
 
     Returns:
-        What ``function`` returns.
+        The result of ``function``.
 
     >>> x = torch.ones(2, 2, requires_grad=True)
     >>> checkpoint(lambda x: (x @ x).sin(), x).shape
@@ -71,21 +71,21 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
 
 
 def must_be_plain() -> bool:
-    """Whether a graph is being traced, or this is a recomputation, whose own backward follows at once."""
+    """Return whether checkpoints stay plain: PyTorch traces a graph, or backward runs and uses the tensors at once."""
     kinds = torch._C._TorchDispatchModeKey
     tracing = any(map(torch._C._get_dispatch_mode, (kinds.PROXY, kinds.FAKE, kinds.FUNCTIONAL)))
     return tracing or torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1
 
 
 class Checkpoints:
-    """What one offloader makes of the checkpoints that run in its contexts.
+    """The checkpointed regions in the contexts of one offloader.
 
     Args:
-        store: chooses, and counts what runs again.
-        packer: knows which forward runs, and why a tensor stays.
-        forwards: the entries of its contexts.
-        exclusions: what is no activation.
-        names: the modules by their names, where they are known.
+        store: chooses the regions that run once, and counts recomputations.
+        packer: knows the running forward, and why a tensor stays.
+        forwards: the entries of the offloader's contexts.
+        exclusions: the tensors that are no activations.
+        names: the names of modules, as far as they are known.
     """
 
     def __init__(
@@ -99,27 +99,27 @@ class Checkpoints:
         self.forwards = forwards
         self._regions, self._profiler = store.regions, store.profiler
         self._packer, self._exclusions, self._names = packer, exclusions, names
-        with _Original.lock:  # another thread may look for the innermost
+        with _Original.lock:  # another thread may iterate over the set, which must not change meanwhile
             _everywhere.add(self)
 
     def retire(self) -> None:
-        """Choose no more."""
+        """Leave all later checkpoints to PyTorch."""
         with _Original.lock:
             _everywhere.discard(self)
 
     @property
     def region(self) -> Region | None:
-        """The region of this offloader that runs in this thread, if one does."""
+        """The region of this offloader that runs in this thread, or None."""
         return next((entry.region for entry in self.forwards.stack if entry.region is not None), None)
 
     def run(self, given: tuple[Any, ...], options: dict[str, Any]) -> Body:
-        """The generator that goes around the first run of a region: with its first step the region begins.
+        """Return the generator around the first run of a region. The region begins with the generator's first step.
 
         Args:
-            given: the arguments of PyTorch's generator function; ``options``: those by name.
+            given: the positional arguments of PyTorch's generator function; ``options``: its keyword arguments.
         """
         entry, function = self.forwards.stack[-1], given[0]
-        name = self._name(function) if self._profiler.running else ""  # only a recorded step shows it
+        name = self._name(function) if self._profiler.running else ""  # only a recorded step shows names
         region = self._regions.begin(self._packer.tape(), name)
         entry.region = region
         try:
@@ -134,19 +134,19 @@ class Checkpoints:
                         yield
                     yield from body
         finally:
-            # Where the region raised, a finalizer may close this generator, in any thread: it takes no lock.
+            # If the region raised, a finalizer may close this generator, in any thread. So this takes no lock.
             entry.region = None
             if region.recorded is not None:
                 region.recorded.over = True
         self._regions.end(region)
 
     def counted(self, region: Region, nested: bool, given: tuple[Any, ...], options: dict[str, Any]) -> Body:
-        """PyTorch's own generator, but what the second run holds is counted.
+        """Return PyTorch's own generator, with a count of the bytes that the second run holds.
 
         Args:
-            region: that runs.
-            nested: the checkpoint is one inside of the region.
-            given: as of `run`; ``options``: likewise.
+            region: the running region.
+            nested: whether the checkpoint lies inside of the region.
+            given: as for `run`; ``options``: likewise.
         """
         # PyTorch calls this function for the second run alone.
         again = functools.partial(self._run_again, region, nested, given[0])
@@ -156,7 +156,7 @@ class Checkpoints:
         self, region: Region, nested: bool, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         inputs = tree_leaves((args, kwargs, list(_bound(function))))
-        with _disable_current_modes():  # what is released to make room is no operation of the region's
+        with _disable_current_modes():  # the region's modes must not see the operations that make room
             recomputation = self._regions.again(region, nested=nested)
         note = self._note if region.recorded is not None and not nested else None
         with _Counted(recomputation, inputs, self._is_static, note):
@@ -173,7 +173,7 @@ class Checkpoints:
             self._profiler.region_saved(region.recorded, nbytes, self._packer.why_unrecorded(tensor))
 
     def _name(self, function: Any) -> str:
-        """What stands for a region: the qualified name of its module, else the name of its class or function."""
+        """Return a name for a region: the qualified name of its module, else the name of its class or function."""
         while isinstance(function, functools.partial):
             function = function.func
         function = inspect.unwrap(function)
@@ -184,7 +184,7 @@ class Checkpoints:
 
 
 class _Counted:
-    """Counts the storages that a second run saves, and leaves them to the checkpoint's hooks, which are there."""
+    """Counts the storages that a second run saves, and passes each tensor on to the checkpoint's own hooks."""
 
     def __init__(
         self,
@@ -195,6 +195,7 @@ class _Counted:
     ) -> None:
         self._recomputation = recomputation
         tensors = (leaf for leaf in inputs if isinstance(leaf, Tensor))
+        # Numbers alone identify these storages: the caller holds the tensors until the run has ended.
         self._inputs = {storage._cdata for tensor in tensors for storage in storages(tensor)}
         self._is_static, self._note = is_static, note
 
@@ -219,16 +220,16 @@ class _Counted:
 
 @contextmanager
 def _seeing(see: Callable[[Tensor], None]) -> Iterator[None]:
-    """A context in which ``see`` is called with each tensor that a checkpoint's hooks take, which are there."""
-    # Only the innermost hooks are called.
+    """Return a context that calls ``see`` with each tensor that the checkpoint's hooks, now on top, receive."""
+    # Autograd calls the innermost hooks only, so these call the checkpoint's.
     pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
     def seen(tensor: Tensor) -> Any:
         see(tensor)
         return pack(tensor)
 
-    # As on a checkpoint's own hooks: whoever looks for the user's (PyTorch, from 2.14 on) has to look behind them.
-    # Only while they are active, as a graph keeps them.
+    # PyTorch's checkpoint marks its own hooks like this. From 2.14 on it then looks behind them for the user's hooks.
+    # A graph keeps `seen`, so the reference to the user's hooks goes when the context ends.
     seen._checkpoint_internal = True  # type: ignore[attr-defined]
     seen._user_hooks = getattr(pack, "_user_hooks", None)  # type: ignore[attr-defined]
     try:
@@ -239,9 +240,9 @@ def _seeing(see: Callable[[Tensor], None]) -> Iterator[None]:
 
 
 def _note_version(versions: list[tuple[Tensor, int]], tensor: Tensor) -> None:
-    """Note what tells, when the region runs again, whether a tensor that its first run saved was changed since."""
+    """Note a tensor's counter and version. They show at the second run whether the tensor was changed since."""
     if _is_strided(tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        with _disable_current_modes(), sharing_counters():  # it is no operation of the region's
+        with _disable_current_modes(), sharing_counters():  # the region's modes must not see this `detach`
             versions.append((version_probe(tensor.detach()), tensor._version))
 
 
@@ -250,7 +251,7 @@ def _is_strided(tensor: Tensor) -> bool:
 
 
 def _bound(function: Any) -> Iterator[Any]:
-    """What a function has of its caller's: it existed before the function runs."""
+    """Yield the objects that a function binds (partial arguments, closure): they exist before it runs."""
     while isinstance(function, functools.partial):
         yield function.args
         yield function.keywords
@@ -258,15 +259,15 @@ def _bound(function: Any) -> Iterator[Any]:
     for cell in getattr(function, "__closure__", None) or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # it is empty
+        except ValueError:  # an empty cell
             continue
 
 
 def _with_contexts(given: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-    """The arguments of PyTorch's generator function with their contexts made, and whether the region may run once.
+    """Return the arguments of PyTorch's generator function, with contexts made, and whether the region may run once.
 
-    A first context of the program's own (torch_remat's, TransformerEngine's) notes what the second run needs, or that
-    there is one. Only PyTorch's selective ones are known to do no more than to keep tensors for it.
+    A first context of the program's own (torch_remat's, TransformerEngine's) may record facts for a second run, or
+    expect one. Only PyTorch's selective contexts are known to do no more than cache tensors for it.
     """
     named = "context_fn" in options
     context_fn = options["context_fn"] if named else given[2] if len(given) > 2 else None
@@ -287,14 +288,14 @@ _everywhere: weakref.WeakSet[Checkpoints] = weakref.WeakSet()
 
 
 class _Original:
-    """PyTorch's own generator function, once ours stands in its place."""
+    """PyTorch's own generator function, once this module has replaced it."""
 
     lock = renewed_in_child(threading.Lock())
     function: Callable[..., Body]
 
 
 def _in_its_place(*given: Any, **options: Any) -> Body:
-    """The generator around a region's first run: PyTorch's own, unless an offloader's hooks are the innermost."""
+    """Return the generator around a region's first run: PyTorch's own, unless an offloader's hooks are innermost."""
     above = top()
     if above is None or not torch.is_grad_enabled() or must_be_plain():
         return _Original.function(*given, **options)
@@ -303,8 +304,10 @@ def _in_its_place(*given: Any, **options: Any) -> Body:
     for checkpoints in all_of_them:
         region = checkpoints.region
         if region is not None:
-            # It runs as its program says: a region's second run must meet what its first one met.
+            # A nested checkpoint always runs again. Both runs of the region must save the same tensors, and in the
+            # second run PyTorch's own generator serves the nested checkpoint.
             return checkpoints.counted(region, True, given, options)
+    # The offloader of the topmost hooks, not just any with an open context: autograd calls no hooks but these.
     found = next((one for one in all_of_them if one.forwards.innermost_hook is above[0]), None)
     if found is not None:
         given, options, is_free = _with_contexts(given, options)
@@ -314,7 +317,7 @@ def _in_its_place(*given: Any, **options: Any) -> Body:
 
 
 def install() -> str:
-    """Put our generator function in the place of PyTorch's, for the rest of the process; return why not, or ""."""
+    """Replace PyTorch's generator function, for the rest of the process. Return "", or why that is impossible."""
     with _Original.lock:
         for name, leading in _FORMS.items():
             found: Any = getattr(plain, name, None)
@@ -325,9 +328,9 @@ def install() -> str:
                 break
         else:
             return REFUSED.format(torch.__version__, NAME)
-        _Original.function = found
+        _Original.function = found  # first, as another thread may call the replacement at once
         setattr(plain, name, _in_its_place)
         composable: Any = sys.modules.get("torch.distributed._composable.checkpoint_activation")
-        if getattr(composable, name, None) is found:  # it has imported the name
+        if getattr(composable, name, None) is found:  # that module imported the function by name
             setattr(composable, name, _in_its_place)
     return ""

@@ -1,4 +1,4 @@
-"""What stays wherever it is saved: parameters, buffers, inputs, and what the user marks with ``keep()`` or a region."""
+"""The tensors that never move: parameters, buffers, inputs, and ``keep()`` marks and `no_offload` regions."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ MARKED = StorageSet()
 """Storages that the user marked with ``keep()``."""
 
 RELEARN_EVERY = 100
-"""Without ``model=``, the live modules are looked through at the first entries and then every so many."""
+"""Without ``model=``, the first two entries and every entry at a multiple of this number search all live modules."""
 
 _REASONS = {note: KeepReason(note) for note in STATIC}
 
 
 FILLED_LATER = frozenset({"rrelu", "rrelu_", "rrelu_with_noise", "rrelu_with_noise_"})
-"""Operators that save a tensor and fill it afterwards, without a bump of its version: what is copied at once is wrong.
+"""Operators that save a tensor, then fill it without a version bump: a copy made at the save would be wrong.
 
-Found by a search of PyTorch's operator tests (tests/parity/test_opinfo.py looks for more).
+A search of PyTorch's operator tests found them (tests/parity/test_opinfo.py looks for more).
 """
 
 
 def is_filled_later(tensor: Tensor) -> bool:
-    """Whether a tensor that is about to be saved may be filled only later; see `FILLED_LATER`.
+    """Return whether the operator that saves this tensor may fill it later; see `FILLED_LATER`.
 
-    Autograd does not say which operator saves, so the name is looked for in the code that called into PyTorch.
+    Autograd does not reveal the operator, so this looks for its name in the code that called into PyTorch.
     """
-    if tensor.requires_grad:
+    if tensor.requires_grad:  # rrelu's noise, which the operator fills, requires no gradient
         return False
     frame = sys._getframe(1)
     while frame is not None and str(frame.f_globals.get("__name__")).startswith(_BETWEEN):
@@ -46,20 +46,20 @@ def is_filled_later(tensor: Tensor) -> bool:
 
 
 _BETWEEN = ("actoffload.", "torch._ops", "torch._dynamo.eval_frame", "torch.utils._device", "torch.overrides")
-"""Modules whose frames lie between the code that calls an operator and ours."""
+"""Modules with frames between the code that calls an operator and this module."""
 
 
 OPEN_REGIONS: list[None] = []
-"""As many as all threads are in. One operation on a list changes it, which no other thread can split."""
+"""One entry for each open region of any thread. Append and pop are atomic, so this count needs no lock."""
 
 
 _ENGINE, _CHECKPOINT = "_engine_run_backward", "torch.utils.checkpoint"
 _CREATE_GRAPH = 2
-"""Its place among the arguments of PyTorch's `_engine_run_backward` that follow the outputs."""
+"""The index of ``create_graph`` among the arguments of `_engine_run_backward` after the outputs."""
 
 
 class _Backward(threading.local):
-    """The last backward of this thread, by its number, that was seen to build a graph."""
+    """The number of the last backward in this thread that is known to build a graph."""
 
     building = -1
 
@@ -68,11 +68,11 @@ _backward = _Backward()
 
 
 def _builds_graph() -> bool:
-    """Whether the backward that runs builds a graph (``create_graph=True``), of which a tensor is saved now.
+    """Return whether the running backward saves a tensor because it builds a graph (``create_graph=True``).
 
-    Else a block runs again, by PyTorch's checkpoint or another. The thread that called backward shows what it was
-    called with. A thread of autograd's does not: there a node that saves without a frame of Python shows that gradients
-    are wanted, as nothing but ``create_graph`` lets such a node save.
+    If not, a recomputation saves it, by PyTorch's checkpoint or another. The calling thread's frames have the arguments
+    of backward. On a thread of autograd's, a save without a Python frame shows it: only ``create_graph`` makes nodes
+    written in C++ save.
     """
     frame, in_python = sys._getframe(1), False
     while frame is not None and frame.f_code.co_name != _ENGINE:
@@ -83,17 +83,18 @@ def _builds_graph() -> bool:
         frame = frame.f_back  # type: ignore[assignment]  # the thread's first frame has none
     task = torch._C._current_graph_task_id()
     arguments = () if frame is None else frame.f_locals.get("args", ())
+    # Remembered by the backward's number: a later save of the same backward may come from a node written in Python.
     if (len(arguments) > _CREATE_GRAPH and arguments[_CREATE_GRAPH]) or not in_python:
         _backward.building = task
     return _backward.building == task
 
 
 class Exclusions:
-    """The storages that never move, as an offloader knows them.
+    """The storages that never move under one offloader.
 
     Attributes:
-        static: parameters, buffers and inputs: they live anyway and are no activations.
-        owners: the modules that own them.
+        static: parameters, buffers and inputs: the program holds them anyway, so they are no activations.
+        owners: the modules that own the parameters and buffers.
     """
 
     def __init__(self) -> None:
@@ -102,7 +103,7 @@ class Exclusions:
         self._learned = 0
 
     def learn(self, models: Iterable[nn.Module]) -> None:
-        """Know the parameters and buffers of the models as they are now; without models, of every live module."""
+        """Note the present parameters and buffers of the models; without models, of every live module."""
         self._learned += 1
         models = list(models)
         for model in models:
@@ -112,7 +113,7 @@ class Exclusions:
         self.owners.note_storages(self.static)
 
     def why_static(self, tensor: Tensor, storage: torch.UntypedStorage) -> KeepReason | None:
-        """Return why a tensor that is about to be saved is no activation, or None."""
+        """Return why this saved tensor is no activation, or None."""
         number = storage._cdata
         if is_parameter(tensor):
             if number not in self.static.by_number:
@@ -124,7 +125,8 @@ class Exclusions:
         return None if known is None else _REASONS[known[1]]
 
     def why_stays(self, tensor: Tensor, storage: torch.UntypedStorage) -> KeepReason | None:
-        """Return why a tensor that is about to be saved stays, or None."""
+        """Return why this saved tensor stays, or None."""
+        # First: a static tensor counts as no activation, even if it is marked or saved in a recomputation.
         reason = self.why_static(tensor, storage)
         if reason is not None:
             return reason
@@ -138,11 +140,11 @@ class Exclusions:
 
 
 class no_offload(ContextDecorator):
-    """A region that is left alone, for this thread. A context manager and a decorator.
+    """A region that the library leaves alone, for this thread. A context manager and a decorator.
 
-    What autograd saves inside of it stays and is not seen: neither `Statistics` nor ``device_budget`` counts it. Our
-    hooks are off autograd's stack, so that ``torch.func.grad`` and whatever else refuses hooks works inside of it, and
-    hooks of the program's own around the context apply.
+    Tensors that autograd saves inside stay, and neither `Statistics` nor ``device_budget`` counts them. The library's
+    hooks are off autograd's stack, so ``torch.func.grad`` and other functions that refuse hooks work inside, and the
+    program's own hooks around the context apply.
 
     >>> with no_offload():
     ...     pass
@@ -150,6 +152,7 @@ class no_offload(ContextDecorator):
 
     @untraced
     def __enter__(self) -> None:
+        # Counted for longer than the thread is in the region: an entry makes the compiled hooks leave the check to us.
         OPEN_REGIONS.append(None)
         enter_region()
 
@@ -163,7 +166,7 @@ class no_offload(ContextDecorator):
 
 @untraced
 def keep(tensor: Tensor) -> Tensor:
-    """Have a tensor stay, with every view of it, from now on; what was moved before is not brought back.
+    """Keep a tensor and every view of it on its device from now on. Bytes that moved before do not come back early.
 
     Args:
         tensor: any tensor.

@@ -1,4 +1,4 @@
-"""Tensors that custom autograd functions hold as attributes of ``ctx``, where no hook sees them."""
+"""Finds tensors that custom autograd Functions hold as attributes of ``ctx``, where no hook sees them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..runtime.identity import storages
 
 
 def held_by_functions(static: Container[int], device_types: Container[str]) -> Counter[str]:
-    """Return the bytes of them, by the function's name: of every graph that is alive now, each storage once.
+    """Return their bytes by the Function's name, over every live graph. Each storage counts once.
 
-    Python's garbage collector is asked for all of its objects, which takes some tens of milliseconds.
+    This walks all objects of Python's garbage collector, which takes some tens of milliseconds.
 
     Args:
         static: numbers of storages that live anyway.
-        device_types: other devices do not count.
+        device_types: the types of device that count.
     """
     held: Counter[str] = Counter()
     seen: set[int] = set()

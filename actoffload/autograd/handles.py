@@ -1,7 +1,7 @@
-"""What autograd holds instead of a saved tensor: the facts of one view, and what it is a view of.
+"""The handles that the autograd graph holds in place of saved tensors, and the unpack hook.
 
-A handle never holds the tensor it was made from (that would be a cycle through the graph), only its version counter,
-and an alias of it where it stays.
+A handle never holds the tensor it was made from: an output holds its graph, so that would be a cycle. It holds the
+version counter, and for a tensor that stays an alias of it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from ..tiers.record import Record
 
 NOTHING: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-"""What `empty` gives each time."""
+"""The tensors that `empty` returns, by type and device."""
 _filling = renewed_in_child(threading.RLock())
-"""Held while a wrapper's alias has its inner tensors."""
+"""Held while a wrapper's alias has its inner tensors. Reentrant, because code of the subclass runs under it."""
 _SHARES = torch._C.DispatchKey.ADInplaceOrView
 _SHARED_ANYWAY = nullcontext()
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -41,8 +41,8 @@ _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 def sharing_counters() -> AbstractContextManager[None]:
     """Return a context in which an alias shares the version counter of its tensor, also below autograd.
 
-    A dispatch mode runs there, and one that caches tensors calls hooks (PyTorch's selective checkpoints, from 2.14 on).
-    Without it such an alias counts its own changes, so that one of the original would go unseen.
+    Dispatch modes run below autograd, and PyTorch's selective checkpoints (from 2.14 on) call hooks from one. There an
+    alias would get a version counter of its own, and a change of the original would go unseen.
     """
     if not torch._C._dispatch_tls_is_dispatch_key_excluded(_SHARES):
         return _SHARED_ANYWAY
@@ -61,11 +61,12 @@ def version_probe(alias: Tensor) -> Tensor:
 
 
 def empty(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor without elements: the same one each time, unless a mode makes another kind of tensor."""
+    """Return a tensor without elements: the same one each time, unless a mode makes another kind of tensor."""
     found = NOTHING.get((dtype, device))
     if found is None:
         with torch.inference_mode(False):
             found = torch.empty(0, dtype=dtype, device=device)
+        # A fake, wrapped or functional tensor belongs to the mode or transform that made it and must not outlive it.
         if type(found) is Tensor and not (_is_wrapped(found) or torch._is_functional_tensor(found)):
             NOTHING[dtype, device] = found
     return found
@@ -81,7 +82,7 @@ def check_version(now: int, then: int, dtype: torch.dtype, shape: tuple[int, ...
     """Raise autograd's error if a saved tensor was changed in place since it was saved.
 
     Raises:
-        SavedTensorModifiedError: it was.
+        SavedTensorModifiedError: the versions differ.
     """
     if now == then:
         return
@@ -95,41 +96,44 @@ def check_version(now: int, then: int, dtype: torch.dtype, shape: tuple[int, ...
 
 
 def shape_of(tensor: Tensor) -> tuple[int, ...]:
-    """The shape of a tensor; () of a strided nested tensor, which has none."""
+    """Return the shape of a tensor; () for a strided nested tensor, which has none."""
     return () if tensor.is_nested and tensor.layout is torch.strided else tuple(tensor.shape)
 
 
 class _Held(list[Tensor]):
-    """What custom Functions were handed in one backward. That backward owns it, so it ends with it, however it ends."""
+    """The tensors that one backward returned to custom Functions. A callback of that backward owns the list.
+
+    So the list dies with the backward, even one that raises.
+    """
 
 
 class _HandedOut(threading.local):
-    """What custom Functions were handed in this thread, by the number of the backward that they run in."""
+    """This thread's `_Held` lists, by the number of the backward (autograd's graph task)."""
 
     def __init__(self) -> None:
         self.by_task: weakref.WeakValueDictionary[int, _Held] = weakref.WeakValueDictionary()
         self.reading = False
-        """A Function reads what it saved: PyTorch has not yet given it any of it."""
+        """A Function reads its saved tensors now. PyTorch still collects them, so the Function holds none yet."""
 
 
 _handed_out = _HandedOut()
 
 
 def _holders(held: list[Tensor], index: int) -> int:
-    """How many hold a tensor in Python and in C++."""
+    """Return the number of references to a tensor, in Python and in C++ together."""
     tensor = held[index]
     return sys.getrefcount(tensor) + tensor._use_count()  # type: ignore[attr-defined,no-any-return]
 
 
 _ALONE = _holders([torch.empty(0)], 0)
-"""Of a tensor that only the list holds; the interpreter may count itself."""
+"""The count for a tensor that only the list holds: measured, as interpreters count their own references differently."""
 
 
 def let_go() -> bool:
-    """Let go of what nobody else holds: its Function has returned, and it was not returned as a gradient.
+    """Release the tensors that only the list holds: the Function has returned, and not returned them as gradients.
 
     Returns:
-        Whether anything is held still in this thread, by any backward.
+        Whether this thread still holds a tensor, for any backward.
     """
     if not _handed_out.by_task or _handed_out.reading:
         return _handed_out.reading
@@ -140,10 +144,10 @@ def let_go() -> bool:
 
 
 def hand_out(tensor: Tensor) -> Tensor:
-    """Return a tensor, and hold it until an unpack after the custom Function that is handed it has returned.
+    """Return a tensor, and hold it until the first unpack after the custom Function that receives it has returned.
 
-    The Function may return it as the gradient of a leaf. Autograd makes a gradient that nobody else holds the leaf's
-    own, without a copy, but this one shares its memory with what was saved.
+    The Function may return it as the gradient of a leaf. Autograd steals a gradient with one owner instead of copying
+    it, and this one shares its memory with the saved tensor. The second owner makes autograd copy.
     """
     task = torch._C._current_graph_task_id()
     if task != -1 and not _asked_by_pytorch():
@@ -151,13 +155,14 @@ def hand_out(tensor: Tensor) -> Tensor:
         held = _handed_out.by_task.get(task)
         if held is None:
             held = _handed_out.by_task[task] = _Held()
+            # The callback ends the hold as backward ends. Its reference keeps the list alive until then.
             torch.autograd.Variable._execution_engine.queue_callback(held.clear)
         held.append(tensor)
     return tensor
 
 
 def _asked_by_pytorch() -> bool:
-    """Whether PyTorch's engine or one of its own Functions unpacks: they return no saved tensor as it is."""
+    """Return whether PyTorch's engine or one of its own Functions unpacks. These never return a saved tensor itself."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__") or ""
@@ -171,11 +176,10 @@ def _asked_by_pytorch() -> bool:
 def saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
     """``ctx.saved_tensors`` of a custom Function, with the very leaves that it saved, as without hooks.
 
-    Where there are hooks PyTorch makes another object of each tensor that wants a gradient. A leaf's would lack the
-    attributes and the ``.grad`` of the leaf. And a gradient that nobody else holds becomes a leaf's own: so any such
-    object that shares memory with what was saved is held, as `hand_out` says.
+    Under hooks PyTorch makes a new object for each tensor that requires a gradient, which for a leaf lacks the leaf's
+    attributes and ``.grad``. A new object that shares memory with a saved tensor is held, for the reason in `hand_out`.
     """
-    let_go()
+    let_go()  # before `reading`, which keeps this read's own unpacks from releasing each other's tensors
     before, _handed_out.reading = _handed_out.reading, True
     try:
         found: tuple[Tensor | None, ...] = _saved_tensors(ctx)
@@ -188,14 +192,15 @@ def saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
 
 
 def _as_saved(tensor: Tensor, held: list[Tensor] | None) -> Tensor:
-    """The leaf that a tensor is another object of; else the tensor itself, which is held if it has to be."""
-    if tensor._use_count() > 1:  # type: ignore[attr-defined]  # there was no hook: it is what was saved
+    """Return the leaf for which PyTorch made this new object. Else return the tensor itself, and hold it if needed."""
+    if tensor._use_count() > 1:  # type: ignore[attr-defined]  # it has other owners, so no hook made it
         return tensor
     memory = _memory(tensor)
     if not memory or _is_wrapped(tensor):
         return tensor
     if tensor.is_leaf:
         leaf = _leaf_of(tensor)
+        # Hooks of the program's own may have returned other memory, which is what the Function has to read.
         return leaf if leaf is not None and _memory(leaf) == memory else tensor
     handed = next((one for one in reversed(held or ()) if _memory(one) == memory), None)
     if handed is not None and held is not None:
@@ -205,7 +210,7 @@ def _as_saved(tensor: Tensor, held: list[Tensor] | None) -> Tensor:
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that have the same elements in the same memory; empty where that cannot be known."""
+    """Return a key that is equal for tensors with the same elements in the same memory; empty if that is unknown."""
     numbers = tuple(storage._cdata for storage in storages(tensor))
     if not numbers:
         return ()
@@ -214,7 +219,8 @@ def _memory(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _leaf_of(tensor: Tensor) -> Tensor | None:
-    """The leaf in whose ``.grad`` the gradients of a tensor are summed up, if that can be seen."""
+    """Return the leaf whose ``.grad`` accumulates the gradients of a tensor, or None if autograd does not show it."""
+    # The node of a view leads to the tensor's own gradient edge, which for a leaf is its `AccumulateGrad`.
     with torch.enable_grad(), contextlib.suppress(AttributeError, NotImplementedError, RuntimeError, TypeError):
         return tensor.view_as(tensor).grad_fn.next_functions[0][0].variable  # type: ignore[union-attr,no-any-return]
     return None
@@ -224,14 +230,14 @@ _saved_tensors = BackwardCFunction.saved_tensors.__get__  # type: ignore[attr-de
 
 
 def watch_functions() -> None:
-    """Have custom Functions read what they saved by `saved_tensors` from now on."""
+    """Replace ``ctx.saved_tensors`` of custom Functions by `saved_tensors`."""
     BackwardCFunction.saved_tensors = property(saved_tensors)  # type: ignore[assignment]
 
 
 _BETWEEN = (__name__, untraced.__module__, "torch._dynamo.eval_frame")
-"""Modules whose frames lie between the one that asks and ours; the last one's while `torch.compile` is at work."""
+"""Modules with frames between the reader of a saved tensor and this module (the last one: in compiled code)."""
 _OF_FUNCTIONS = "torch._functorch.autograd_function"
-"""It runs the custom Functions of `torch.func.vmap`."""
+"""This module of PyTorch runs the program's own Functions, under `torch.func.vmap`."""
 
 
 @untraced
@@ -241,8 +247,8 @@ def unpack(handle: Any) -> Tensor:
 
 
 def unpack_only(handle: Any) -> Tensor:
-    """Return the tensor that a handle stands for, before it is handed out."""
-    let_go()
+    """Return the tensor that a handle stands for, without holding it for a custom Function."""
+    let_go()  # first: a Function that has returned frees its tensors before this one needs memory
     with sharing_counters():
         return handle.unpack()  # type: ignore[no-any-return]
 
@@ -266,13 +272,14 @@ class Handle:
         self.store = store  # last: its death counts from here on
 
     def unpack(self) -> Tensor:
-        """The saved view, bit for bit.
+        """Return the saved view, bit for bit.
 
         Raises:
             SavedTensorModifiedError: it was changed in place.
             StorageReadError: it could not be read back.
         """
         record = self.record
+        # The check comes first, as `obtain` may return the original storage with its present contents.
         check_version(self.probe._version, self.version, self.dtype, self.shape, record.module)
         storage, begin, self.round = self.store.obtain(record, self.round)
         return view_in(self, storage, begin)
@@ -284,11 +291,12 @@ class Handle:
 
 
 def view_in(handle: Handle, storage: torch.UntypedStorage, begin: int) -> Tensor:
-    """The saved view in a storage whose first byte is the one at ``begin`` of the storage that was saved."""
+    """Return the saved view in a storage that begins at byte ``begin`` of the original storage."""
     offset = (handle.offset - begin) // handle.dtype.itemsize
     view = empty(handle.dtype, handle.record.device).detach()
     view.set_(storage, offset, handle.shape, handle.stride)
-    # Changing what is handed out counts as changing what was saved: a later unpack then raises, as autograd's does.
+    # The view shares the version counter of the saved tensor. If backward changes the view in place, the next unpack
+    # raises, as autograd's own does.
     shared = handle.probe.detach()
     shared.data = view
     if handle.conj:
@@ -300,8 +308,8 @@ class Kept:
     """A saved tensor that stays where it is: its alias, and the version at which it was saved.
 
     Args:
-        alias: shares its memory; or the tensor itself, a leaf, which is handed out as it is, as autograd does.
-        itself: whether it is that.
+        alias: a tensor that shares its memory, or with ``itself`` the saved tensor, a leaf.
+        itself: whether unpack returns ``alias`` itself, as autograd does for a leaf.
     """
 
     __slots__ = ("alias", "itself", "version")
@@ -312,7 +320,7 @@ class Kept:
         self.version = alias._version
 
     def unpack(self) -> Tensor:
-        """The saved tensor.
+        """Return the saved tensor.
 
         Raises:
             SavedTensorModifiedError: it was changed in place.
@@ -320,7 +328,7 @@ class Kept:
         alias = self.alias
         if alias._version != self.version:
             check_version(alias._version, self.version, alias.dtype, shape_of(alias), self.module)
-        # Not the alias: whoever is given it may swap its `.data`, and ask again.
+        # A new alias each time: its receiver may swap its `.data`, and the next unpack must not see that.
         return alias if self.itself else alias.detach()
 
     @property
@@ -330,7 +338,7 @@ class Kept:
 
 
 class Stayed(Kept):
-    """One saved view of a record that stays where it is for as long as it lives; backward's way past it is noted."""
+    """One saved view of a record that stays for life. Its unpack notifies the store of backward's progress."""
 
     __slots__ = ("record", "round", "store")
 
@@ -341,7 +349,7 @@ class Stayed(Kept):
         self.store = store  # last: its death counts from here on
 
     def unpack(self) -> Tensor:
-        """The saved tensor.
+        """Return the saved tensor.
 
         Raises:
             SavedTensorModifiedError: it was changed in place.
@@ -371,6 +379,7 @@ class KeptActivation(Kept):
         self.entry: SavedStorage | None = None
         self.nbytes = nbytes
         self.store = store
+        # Append only once `store` is set: from then on the finalizer subtracts these bytes again.
         store.shared.accounts.deferred.append((reason, nbytes, True))
 
     def __del__(self) -> None:
@@ -383,12 +392,12 @@ _PLAIN_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype,
 
 
 def is_plain_value(value: Any) -> bool:
-    """Whether a value refers to nothing else, so that a handle may hold it: no graph can be a part of it."""
+    """Return whether a value refers to no other object, so that a handle that holds it cannot hold the graph."""
     return isinstance(value, _PLAIN_VALUES) or (isinstance(value, tuple) and all(map(is_plain_value, value)))
 
 
 class Attributed:
-    """A saved tensor whose Python object had attributes: what autograd hands out for it gets them as well."""
+    """The handle of a saved tensor with attributes of its Python object. The unpacked tensor gets them again."""
 
     __slots__ = ("attributes", "handle")
 
@@ -397,7 +406,7 @@ class Attributed:
         self.attributes = attributes
 
     def unpack(self) -> Tensor:
-        """The saved tensor; raises what its handle raises."""
+        """Return the saved tensor, or raise the inner handle's error."""
         tensor: Tensor = self.handle.unpack()
         vars(tensor).update(self.attributes)
         return tensor
@@ -406,8 +415,8 @@ class Attributed:
 class Wrapped:
     """A saved wrapper subclass (DTensor, NF4, jagged, ...): its inner tensors are packed one by one.
 
-    What is kept of it is an alias without inner tensors. It shares the version counter, as an in-place change of a
-    wrapper counts on the wrapper alone; filled again, its alias is what autograd would have handed out.
+    The handle keeps an alias of the wrapper without inner tensors. The alias shares the wrapper's version counter,
+    because an in-place change of a wrapper does not count on its inner tensors. Unpack refills the alias.
     """
 
     __slots__ = ("counter", "inner")
@@ -417,15 +426,15 @@ class Wrapped:
         self.inner: dict[str, Any] = {}
         for name in inner_names(tensor):
             inner = getattr(tensor, name)
-            # PyTorch knows the ragged size of a nested tensor by its tensor of offsets: it has to be the same object.
+            # PyTorch identifies the ragged size of a nested tensor by its offsets tensor, so keep that very object.
             ragged = tensor.is_nested and name != "_values"
             self.inner[name] = Kept(inner, itself=True) if ragged else pack(inner)
 
     @staticmethod
     def hollow(tensor: Tensor) -> Counter | None:
-        """The alias without inner tensors, or None where the subclass does not let them be taken out.
+        """Return the alias without inner tensors, or None if the subclass does not allow removing them.
 
-        The result of a collective that is still under way is awaited first. No lock may be held.
+        It first waits for a collective that still computes the tensor, so the caller may hold no lock.
         """
         wait = getattr(tensor, "trigger_wait", None)
         if wait is not None:
@@ -439,7 +448,7 @@ class Wrapped:
             return None
 
     def unpack(self) -> Tensor:
-        """The subclass, rebuilt around its inner tensors.
+        """Return the subclass, rebuilt around its inner tensors.
 
         Raises:
             SavedTensorModifiedError: it, or a tensor inside, was changed in place.
@@ -448,7 +457,8 @@ class Wrapped:
         shell = self.counter.probe
         check_version(shell._version, self.counter.version, shell.dtype, shell.shape, None)
         inner = {name: handle.unpack() for name, handle in self.inner.items()}
-        with _filling:  # another thread's backward may want it as well
+        # The alias is shared by every unpack of this handle, and another thread may run backward on the same graph.
+        with _filling:
             for name, tensor in inner.items():
                 setattr(shell, name, tensor)
             try:

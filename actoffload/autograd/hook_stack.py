@@ -1,6 +1,7 @@
 """Autograd's stack of saved-tensor hooks, one in each thread. Autograd calls the topmost pair and no other.
 
-PyTorch's own contexts pop whatever is on top. Ours are looked for: a context in a generator may end in any order.
+PyTorch's own contexts pop the topmost pair, whichever it is. This library's contexts find their own pair, because a
+context in a generator may end in any order.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ _autograd: Any = torch._C._autograd
 Pair = tuple[Callable[..., Any], Callable[..., Any]]
 
 OUR_UNPACKS: set[Callable[..., Any]] = set()
-"""The unpack hooks of this library: they tell its pairs from a program's own, also in a thread of autograd's."""
+"""The unpack hooks of this library. They distinguish its pairs from the program's own, also on autograd's threads."""
 _ON_TOP = 1 << 30
 
 
 class _Thread(threading.local):
-    """What one thread has taken off its stack.
+    """The pairs that one thread has taken off its stack.
 
     Attributes:
-        regions: how many `no_offload()` regions it is in.
-        aside: our pairs that are open and off the stack meanwhile, outermost first. With each is the number of the
-            program's own pairs that lie below it.
+        regions: the number of `no_offload()` regions that the thread is in.
+        aside: this library's pairs that are open but off the stack, outermost first. Each comes with the number of the
+            program's own pairs below it.
     """
 
     regions = 0
@@ -41,26 +42,26 @@ THREAD = _Thread()
 
 
 def top() -> Pair | None:
-    """Return the pair that autograd calls now, or None."""
+    """Return the pair that autograd calls at present, or None."""
     found: Pair | None = _autograd._top_saved_tensors_default_hooks(True)
     return found
 
 
 @untraced
 def enabled() -> bool:
-    """Return whether hooks may be pushed. Inside of `torch.func.grad` and its like they may not."""
+    """Return whether PyTorch permits hooks here. Inside `torch.func.grad` and similar transforms it does not."""
     return bool(_autograd._saved_tensors_hooks_is_enabled())
 
 
 class Hooks:
-    """A context in which a pair of ours is on the stack. In a `no_offload()` region it waits for the region's end."""
+    """A context with a pair of this library on the stack. In a `no_offload()` region it waits for the region's end."""
 
     def __init__(self, pack_hook: Callable[..., Any], unpack_hook: Callable[..., Any]) -> None:
         self.pack_hook = pack_hook
         self.unpack_hook = unpack_hook
 
     def __enter__(self) -> None:
-        OUR_UNPACKS.add(self.unpack_hook)
+        OUR_UNPACKS.add(self.unpack_hook)  # before the push, after which the pair can be on top
         if THREAD.regions:
             THREAD.aside.append((_ON_TOP, (self.pack_hook, self.unpack_hook)))
         else:
@@ -68,12 +69,13 @@ class Hooks:
 
     def __exit__(self, *exc: object) -> None:
         if not self.remove() and top() is not None:
-            # A context of the program's that was left too early has popped ours. Its own pair is what is left over.
+            # A context of the program that ended too early has popped our pair in place of its own, which is left over.
             _autograd._pop_saved_tensors_default_hooks()
 
     def remove(self) -> bool:
         """Take the pair off the stack, wherever it lies; return whether it was there."""
         above = top()
+        # By identity: the pack hooks of two entries may be equal, as bound methods of one `Packer`.
         if above is not None and above[0] is self.pack_hook:
             _autograd._pop_saved_tensors_default_hooks()
             return True
@@ -88,7 +90,7 @@ class Hooks:
 
 
 def enter_region() -> None:
-    """Take our pairs off this thread's stack; those of the program stay."""
+    """Take this library's pairs off this thread's stack; the program's own stay."""
     THREAD.regions += 1
     if THREAD.regions > 1 or top() is None:
         return
@@ -102,19 +104,19 @@ def enter_region() -> None:
 
 
 def leave_region() -> None:
-    """Put those pairs back whose contexts are open still, each above as many of the program's own as before."""
+    """Put the pairs of open contexts back, each above as many of the program's own pairs as before."""
     THREAD.regions -= 1
     if THREAD.regions or not THREAD.aside:
         return
     stack = _take_all()
-    for below, pair in reversed(THREAD.aside):  # the outermost last, so that it comes to lie below the others
+    for below, pair in reversed(THREAD.aside):  # the outermost last: each insertion goes below the pairs before it
         stack.insert(min(below, len(stack)), pair)
     THREAD.aside.clear()
     _put(stack)
 
 
 def _take_all() -> list[Pair]:
-    """Pop every pair; return them, the topmost last."""
+    """Pop every pair and return them, the topmost last."""
     taken: list[Pair] = []
     while (pair := top()) is not None:
         taken.append(pair)
@@ -124,7 +126,8 @@ def _take_all() -> list[Pair]:
 
 
 def _put(pairs: list[Pair]) -> None:
-    """Push these pairs, the last one on top, also where hooks were disabled since they were first pushed."""
+    """Push these pairs, the last one on top, even if PyTorch has disabled hooks since they were first pushed."""
+    # PyTorch refuses a push while hooks are disabled, and a pair of the program's own must never get lost.
     refusal = _autograd._saved_tensors_hooks_get_disabled_error_message() if pairs else None
     if refusal is not None:
         _autograd._saved_tensors_hooks_enable()

@@ -1,6 +1,6 @@
-"""Hooks of the program's own inside of our context (``save_on_cpu`` in a layer): autograd calls them in our place.
+"""Detects hooks of the program's own inside our context (``save_on_cpu`` in a layer), which autograd calls instead.
 
-We are not called there, so we look afterwards, in the first forward of each model: at the graph that its modules made.
+As our hooks are not called there, this inspects the graph that each module made, in the first forward of each model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .hook_stack import OUR_UNPACKS, top
 from .module_names import eager_modules
 
 _CHECKPOINT = "torch.utils.checkpoint"
-"""Its hooks save nothing: what goes past us there is computed again."""
+"""Its hooks hold no tensor: backward computes those tensors again."""
 _MOST_NODES = 100_000
 
 
@@ -30,10 +30,10 @@ class _Running(NamedTuple):
     """A module whose forward runs.
 
     Attributes:
-        name: its qualified name, or its class's.
+        name: its qualified name, or the name of its class.
         module: the module.
-        node: the number of the first node that it may make; None where other hooks than ours were on top when it began,
-            as it is the module around it that has put them there.
+        node: the number of the first node that it can make; None if other hooks than ours were on top as it began,
+            because a module around it has pushed those.
     """
 
     name: str
@@ -42,12 +42,12 @@ class _Running(NamedTuple):
 
 
 class InnerHooks(Hooking):
-    """Finds saved tensors that hooks of the program's own took inside of our context, and says so.
+    """Finds and reports saved tensors that the program's own hooks received inside our context.
 
-    It hooks the modules of a model for one forward, and none that is compiled: there hooks would break the graph.
+    It hooks the modules of a model for one forward. Compiled modules get no hooks, which would break their graph.
 
     Args:
-        say: takes the text.
+        say: receives the text of the report.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -60,7 +60,7 @@ class InnerHooks(Hooking):
         self._found: dict[str, list[tuple[str, int]]] = {}
 
     def begin(self, model: nn.Module) -> None:
-        """Look at the forward of a model that begins in this thread, if none was looked at before."""
+        """Inspect the forward that begins in this thread, if it is the first of its model."""
         if model in self._looked_at or self._thread is not None or inside_compiled() or not _ours_apply():
             return
         self._looked_at.add(model)
@@ -72,10 +72,11 @@ class InnerHooks(Hooking):
                     module.register_forward_pre_hook(functools.partial(self.enter, shown), prepend=True),
                     module.register_forward_hook(self.leave, always_call=True),
                 ]
+        # The model's pre-hooks run at this moment, so the new one would come too late for the model itself.
         self._stack.append(_Running(repr(type(model).__name__), model, torch._C._autograd._get_sequence_nr()))
 
     def end(self) -> None:
-        """The context is left: say what was found."""
+        """Report the findings as the context ends."""
         if self._thread != threading.get_ident():
             return
         found, self._thread = self._found, None
@@ -86,16 +87,17 @@ class InnerHooks(Hooking):
 
     @untraced
     def enter(self, name: str, module: nn.Module, args: object) -> None:
-        """A module begins to run."""
+        """Note that a module begins to run."""
         if self._thread == threading.get_ident():
             node = torch._C._autograd._get_sequence_nr() if _ours_apply() else None
             self._stack.append(_Running(name, module, node))
 
     @untraced
     def leave(self, module: nn.Module, args: object, output: object) -> None:
-        """A module has run."""
+        """Inspect the graph of a module that has run."""
         if self._thread != threading.get_ident() or not any(running.module is module for running in self._stack):
             return
+        # An interrupt skips the forward hooks of inner modules, so their entries may still lie above this module's.
         while (running := self._stack.pop()).module is not module:
             pass
         if running.node is not None:
@@ -105,14 +107,14 @@ class InnerHooks(Hooking):
 
 
 def _ours_apply() -> bool:
-    """Whether autograd calls our hooks for what it saves now, in a forward."""
+    """Return whether a forward runs in which autograd calls this library's hooks."""
     above = top()
     ours = above is not None and above[1] in OUR_UNPACKS
     return ours and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 
 def _nodes(output: object, first: int, seen: set[int]) -> Iterator[Any]:
-    """The nodes that made a module's output, from this number on, but for those that were seen, which grow by them."""
+    """Yield the nodes that made a module's output, from number ``first`` on, unless in ``seen``; add them there."""
     left: list[Any] = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     while left and len(seen) < _MOST_NODES:
         node = left.pop()
@@ -129,10 +131,10 @@ def _raw_names(kind: Any) -> tuple[str, ...]:
 
 
 def _taken(node: Any) -> Iterator[tuple[str, int]]:
-    """What hooks of the program's own have of a node: by whom each tensor was taken, and its bytes as they hold it."""
+    """Yield, for each tensor of a node that the program's own hooks hold, the hook's name and the bytes it holds."""
     kind: Any = type(node)
     for name in _raw_names(kind):
-        with suppress(RuntimeError):  # it is freed already
+        with suppress(RuntimeError):  # the node has freed its saved tensors
             raw = getattr(node, name)
             for saved in raw if isinstance(raw, (tuple, list)) else (raw,):
                 hook = getattr(saved, "unpack_hook", None)
@@ -140,7 +142,7 @@ def _taken(node: Any) -> Iterator[tuple[str, int]]:
                     continue
                 held = [leaf for leaf in tree_leaves(saved.data) if isinstance(leaf, Tensor)]
                 if not held:
-                    continue  # they compute it again, as torch_remat's do
+                    continue  # these hooks compute the tensor again, as torch_remat's do
                 owner = getattr(hook, "__qualname__", type(hook).__name__).partition(".<locals>")[0]
                 yield owner.removesuffix(".__init__"), sum(leaf.nbytes for leaf in held)
 

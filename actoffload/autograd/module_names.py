@@ -1,7 +1,7 @@
-"""What hangs on a module's forward: which module is running, by name, and the inputs of a model, which live anyway.
+"""Hooks on modules' forwards: they note the name of the running module, and the inputs of a model.
 
-Installed only where asked for. Run by PyTorch before and after a compiled module, these hooks work as ever; inside a
-compiled graph, where there are no modules, they do nothing.
+They are installed only if a feature needs them. Around a compiled module they work as usual. Inside a compiled graph,
+which has no modules, they do nothing.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class _Running(threading.local):
 
 
 class ModuleScopes(Hooking):
-    """The stack of the names of the modules that are running, in each thread.
+    """The names of the running modules, as one stack in each thread.
 
-    What a compiled graph saves has the name of the module that was compiled.
+    A tensor that a compiled graph saves has the name of the compiled module.
     """
 
     def __init__(self) -> None:
@@ -46,48 +46,50 @@ class ModuleScopes(Hooking):
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
     def innermost(self) -> str | None:
-        """The qualified name of the innermost module that is running in this thread."""
+        """Return the qualified name of the innermost module that runs in this thread, or None."""
         stack = self._local.stack
         return stack[-1] if stack else None
 
     def name_of(self, module: nn.Module) -> str | None:
-        """The qualified name of a module, where it is known."""
+        """Return the qualified name of a module, or None if it is not watched."""
         return self._names.get(module)
 
     def watch(self, model: nn.Module, only: Container[nn.Module] | None = None) -> None:
-        """Know the modules of a model by their qualified names; called again, also those that were compiled meanwhile.
+        """Hook the modules of a model, to know their qualified names. Another call unhooks newly compiled modules.
 
-        What lies inside a compiled module gets no hooks: the compiler would make a graph for each block that differs
-        in nothing but its hooks, and soon give up.
+        Modules inside a compiled module get no hooks: the compiler would make a graph for each block that differs in
+        nothing but its hooks, and soon give up.
 
         Args:
             model: has the modules.
-            only: modules; the others are left out.
+            only: the modules to hook; None for all.
         """
         for shown, module, compiled in eager_modules(model):
             if compiled:
                 super().forget(module)
             elif shown and module not in self._hooks and (only is None or module in only):
                 self._names[module] = shown
+                # `prepend`, as tensors that other pre-hooks save belong to this module. `always_call`, as an exception
+                # must not leave the name on the stack.
                 self._hooks[module] = [
                     module.register_forward_pre_hook(functools.partial(self.enter, shown), prepend=True),
                     module.register_forward_hook(functools.partial(self.leave, shown), always_call=True),
                 ]
 
     def forget(self, model: nn.Module) -> None:
-        """Take the hooks away from the modules of one model."""
+        """Remove the hooks from the modules of one model."""
         for module in model.modules():
             super().forget(module)
 
     @skipped
     def enter(self, name: str, module: nn.Module, args: object) -> None:
-        """A module begins to run."""
+        """Note that a module begins to run."""
         if not torch.compiler.is_compiling():
             self._push(name)
 
     @skipped
     def leave(self, name: str, module: nn.Module, args: object, output: object) -> None:
-        """A module has run."""
+        """Note that a module has run."""
         if not torch.compiler.is_compiling():
             self._pop(name)
 
@@ -103,7 +105,7 @@ class ModuleScopes(Hooking):
 
 
 def eager_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
-    """The modules of a model by their qualified names, and whether each lies inside of a compiled one."""
+    """Yield each module of a model with its qualified name, and whether it lies inside a compiled module."""
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
         yield _shown(name), module, bool(inside) and name.startswith(inside)
@@ -112,12 +114,12 @@ def eager_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
 
 
 def _shown(name: str) -> str:
-    """A qualified name as it is without ``torch.compile``."""
+    """Return a qualified name without the parts that ``torch.compile`` adds."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def check_patterns(config: OffloadConfig, models: Sequence[nn.Module]) -> None:
-    """Look for a module for each ``include`` and ``exclude`` pattern.
+    """Check that each ``include`` and ``exclude`` pattern matches a module.
 
     Raises:
         ConfigError: a pattern matches none; names the pattern and a module that exists.
@@ -137,14 +139,14 @@ ModelBegins = Callable[[], Callable[[InputShapes, Callable[[], Hashable]], None]
 
 
 class ModelInputs(Hooking):
-    """Notes the tensors that are handed to a model: the caller holds them, so moving them would free nothing.
+    """Notes the tensors that the program passes to a model: its caller holds them, so moving them would free nothing.
 
     Args:
-        notes: takes them.
+        notes: the set that receives them.
         called: returns the callback for a model's forward with gradients, or None. The callback takes the shapes of
             the inputs and a function that computes the forward's signature. Forwards with equal signatures save the
             same tensors, as far as the module and its arguments show.
-        begins: called with a model whose forward begins.
+        begins: called with a model as its forward begins.
     """
 
     def __init__(self, notes: StorageSet, called: ModelBegins | None, begins: Callable[[nn.Module], None]) -> None:
@@ -160,7 +162,7 @@ class ModelInputs(Hooking):
 
     @untraced
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A model was called with these arguments. While it is exported they are no real tensors."""
+        """Note the arguments of a model's call, except during an export, when they are no real tensors."""
         if torch.compiler.is_exporting():
             return
         for leaf in tree_leaves((args, kwargs)):
@@ -169,14 +171,14 @@ class ModelInputs(Hooking):
 
     @skipped
     def begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A model's forward begins with these arguments."""
+        """Act on the begin of a model's forward with these arguments."""
         if not torch.compiler.is_compiling():
             self._begin(module, args, kwargs)
 
     @untraced
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not enabled():
-            return  # `torch.func.grad` or its like, which we leave alone
+            return  # `torch.func.grad` or a similar transform: the library leaves this forward alone
         self._begins(module)
         self.note(args, kwargs)
         called = self._called() if self._called is not None and torch.is_grad_enabled() else None
@@ -187,9 +189,9 @@ class ModelInputs(Hooking):
 
 
 def _signature(module: nn.Module, leaves: Sequence[Any]) -> Hashable:
-    """The module, its mode, its number of trained parameters, and its arguments."""
+    """Return a key of the module, its mode, its number of trained parameters, and its arguments."""
     trained = sum(parameter.requires_grad for parameter in module.parameters())
-    # A weak reference, as the address of a module that died may become another one's.
+    # A weak reference, because Python may reuse the `id` of a dead module.
     return weakref.ref(module), module.training, trained, *map(_signature_of, leaves)
 
 

@@ -1,6 +1,6 @@
-"""Pack and unpack in C++ (``hooks.cpp``) for tensors that stay without a record: built, loaded and told of PyTorch.
+"""Builds, loads and sets up the compiled hooks (``hooks.cpp``): pack and unpack of tensors that stay without a record.
 
-Where the module cannot be had, `refusal` says why and Python does the same, only slower.
+Where they cannot be used, `refusal` returns the reason, and the Python hooks do the same work more slowly.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ from .handles import Handle, KeptActivation, Stayed, check_version, hand_out, le
 NAME = "actoffload_hooks"
 SOURCE = native_build.PACKAGE / "autograd" / "hooks.cpp"
 TESTED = ("2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
-"""Releases of PyTorch in whose objects the module may look. ``ACTOFFLOAD_NATIVE=1`` (or ``=hooks``) has it try others:
-it still checks where a tensor lies in its Python object before it is used."""
+"""Releases of PyTorch with an object layout that tests cover. ``ACTOFFLOAD_NATIVE=1`` (or ``=hooks``) permits any
+release: the module still checks at load where a tensor lies in its Python object."""
 
 FINALIZED: tuple[Any, ...] = (Handle, Stayed, KeptActivation, KeptPlace, Slot, StorageRef, HeldBlock)
-"""What dies as autograd frees a graph, between kernels: no interrupt may be lost in these finalizers."""
+"""Classes of objects that die as autograd frees a graph, often just after a kernel. Python would only print an
+interrupt that arrives in their finalizers, so the module wraps these."""
 
 
 class _Process:
-    """What this process has: the module once it is loaded, or the reason why it is not."""
+    """This process's module, once it is loaded, or the reason why it is not."""
 
     lock = renewed_in_child(threading.Lock())
     module: Any = None
@@ -49,38 +50,38 @@ class _Process:
 
 
 def load() -> Any:
-    """Return the module, built the first time that anybody asks; None where it cannot be had. `refusal` says why.
+    """Return the module, which the first call builds, or None where it cannot be used (`refusal` has the reason).
 
     The module has the unpack hook, ``unpack``, and ``Pack``, whose ``pack`` is the pack hook. It needs all arguments:
 
-    - ``notes``: of `Accounts`. Each tensor that stays, and the death of each activation, is appended to it.
+    - ``notes``: `Accounts.deferred`. The hooks append each tensor that stays, and the death of each activation.
     - ``settle``: called without arguments once there are ``many`` notes.
-    - ``fallback``: the pack hook in Python, for every tensor that is not saved here.
-    - ``save``: called with a plain tensor that may move, the bytes of its storage, and whether that is new. Returns the
-      `KeptPlace` of what a plan keeps, or a handle.
-    - ``kept``: the ``KeptStorages`` of the module, what a plan keeps; ``records``: `IdentityMap.records`.
-    - ``static``: the storages that never move, `StorageSet.by_number`; ``marked``: those with ``keep()``, likewise.
+    - ``fallback``: the pack hook in Python, for every tensor that the module leaves to it.
+    - ``save``: called with a plain tensor that may move, the bytes of its storage, and whether the storage is new.
+      Returns the `KeptPlace` of a storage that a plan keeps, or a handle.
+    - ``kept``: the module's ``KeptStorages``, which a plan keeps; ``records``: `IdentityMap.records`.
+    - ``static``: the storages that never move, `StorageSet.by_number`; ``marked``: likewise, of ``keep()``.
     - ``awaited``: a dictionary. While it has any item, ``fallback`` gets every tensor that ``static`` does not name.
-    - ``least``: bytes by the type of a device. Smaller storages stay. Of a type that is missing ``fallback`` decides.
+    - ``least``: bytes by type of device. Smaller storages stay. For a type without an entry ``fallback`` decides.
     - ``recording``: a list. While it has any item, ``fallback`` gets every activation.
     """
-    with _Process.lock:
+    with _Process.lock:  # held during the build, so that other threads wait for it instead of compiling as well
         if _Process.module is None and _Process.reason is None:
             try:
                 _Process.module = _load()
-            except Exception as error:  # training does not end because hooks could not be made cheaper
+            except Exception as error:  # the compiled hooks only save time, so training goes on without them
                 _Process.reason = told(error)
         return _Process.module
 
 
 def refusal() -> str:
-    """Return why the module is not used here, or "". Builds and loads it, if that was not done."""
+    """Return why this process does not use the module, or "". Builds and loads it first, if needed."""
     load()
     return _Process.reason or ""
 
 
 def build() -> Path:
-    """Compile the module, unless that was done before; return the library's path.
+    """Compile the module unless the cache has it; return the library's path.
 
     Raises:
         Refused: there is no compiler, it failed, or the module is not written for this Python or PyTorch.
@@ -106,7 +107,7 @@ def _load() -> Any:
         tensor=Tensor,
         parameter=nn.Parameter,
         regions=OPEN_REGIONS,
-        reasons={note: note for note in STATIC},  # why a storage stays, by its note in a `StorageSet`
+        reasons={note: note for note in STATIC},  # the reason why a storage stays, by its note in a `StorageSet`
         small=KeepReason.SMALL.value,
         place=KeptPlace,
         passed=untraced(KeptPlace.passed),
@@ -117,6 +118,7 @@ def _load() -> Any:
         let_go=untraced(let_go),
         samples=_samples(),
     )
+    # Last, as `setup` may refuse this PyTorch: the Python hooks then keep their own finalizers.
     for owner in FINALIZED:
         owner.__del__ = module.finalizer(owner.__del__)
     return module
@@ -132,12 +134,12 @@ def _import(path: Path) -> Any:
 
 
 def _changed(alias: Tensor, version: int, place: KeptPlace | None) -> None:
-    """Raise the error of a saved tensor that was changed in place."""
+    """Raise autograd's error for a saved tensor that was changed in place."""
     check_version(alias._version, version, alias.dtype, shape_of(alias), None if place is None else place.module)
 
 
 def _samples() -> tuple[Tensor, ...]:
-    """Return tensors that PyTorch made in different ways. They show where a tensor lies in its Python object."""
+    """Return tensors that PyTorch made in different ways. They show the module where a tensor lies in its object."""
     with torch.inference_mode(False):
         tensor = torch.empty(2, dtype=torch.float32, device="cpu")
         wanted = tensor.clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""`Offloader`: the long-lived object that users hold."""
+"""`Offloader`: the long-lived object that users create."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from .recompute import Recompute, check
 
 _offloaders: weakref.WeakSet[Offloader] = weakref.WeakSet()
 _stores: weakref.WeakSet[ActivationStore] = weakref.WeakSet()
-"""Handles keep a store alive, also when its offloader is gone."""
+"""The live stores. Handles keep a store alive even after its offloader is gone."""
 
 
 MUTATION_ADVICE = (
@@ -78,12 +78,12 @@ class _Entry:
     """One entry of a context in one thread.
 
     Attributes:
-        hooks: ours while it is open; None where hooks may not be pushed, so that the forward is left alone, and while
-            it rests.
+        hooks: the pushed pair. None while the forward rests, and if PyTorch permits no hooks here: then the library
+            leaves the forward alone.
         rests: whether the forward runs without hooks, as nothing would move.
-        tape: the forward that runs.
-        region: the checkpointed region that runs, with all that it calls; None outside of regions.
-        moved: what was counted when it began.
+        tape: the tape of the running forward.
+        region: the running checkpointed region, with all that it calls; None outside of regions.
+        moved: the counts at its begin.
     """
 
     def __init__(self, offloader: Offloader) -> None:
@@ -99,7 +99,7 @@ class _Entry:
         self.moved = MovedSince(offloader.store.shared.accounts)
 
     def rest(self) -> None:
-        """Let the forward continue without hooks, if ours are on top: only then `end_rest` can push them again."""
+        """Let the forward continue without hooks if ours are on top. Only then can `end_rest` push them again."""
         above = top()
         if self.hooks is not None and above is not None and above[0] is self.hooks.pack_hook:
             # The flag comes first: if an interrupt follows, `__exit__` removes our pair and never pops another one.
@@ -115,7 +115,7 @@ class _Entry:
             self.rests = False  # last, for the same reason as in `rest`
 
     def remove_hooks(self) -> None:
-        """Take the hooks from autograd's stack if they are on it: after an interrupt nobody knows."""
+        """Take the hooks off autograd's stack if they are on it: after an interrupt either is possible."""
         if self.hooks is not None:
             self.hooks.remove()
 
@@ -125,10 +125,10 @@ class Offloader:
 
     Backward may run inside or outside the context. Contexts may be entered by several threads and nested.
 
-    An interrupt (Ctrl-C) inside the library ends the step with that interrupt: host memory and disk are given back, and
-    what that step saved is lost. The next context starts afresh, with counts from zero.
+    An interrupt (Ctrl-C) inside the library ends the step with that interrupt. The library releases host memory and
+    disk, and the tensors of that step are lost. The next context starts afresh, with counts from zero.
 
-    It has more than fifteen attributes: the parts that are made for each store, and what outlives a store.
+    It has more than fifteen attributes: the parts that belong to one store, and those that outlive a store.
 
     Args:
         config: the options.
@@ -136,8 +136,8 @@ class Offloader:
 
     Attributes:
         config: the options.
-        store: holds what was saved; a new one after an interrupt. What is made for one store is
-            ``packer`` and ``autopilot`` (None unless ``policy="auto"``).
+        store: holds the saved tensors; a new one after an interrupt. ``packer`` and ``autopilot`` (None unless
+            ``policy="auto"``) belong to one store.
 
     Raises:
         ConfigError: an option cannot work here.
@@ -158,12 +158,12 @@ class Offloader:
         self._recompute = Recompute(config.recomputed)
         self._checkpoints: Checkpoints | None = None
         self._open()
-        # Dropped without close(): the models are as they were.
+        # An offloader that dies without `close()` restores its models.
         weakref.finalize(self, self._recompute.undo).atexit = False
         _offloaders.add(self)
 
     def _open(self) -> None:
-        """Make the store and what belongs to it."""
+        """Make the store and the objects that belong to it."""
         store = self.store = ActivationStore(self.config, self._accelerator)
         _stores.add(store)
         self.exclusions = Exclusions()
@@ -183,13 +183,13 @@ class Offloader:
         self._inputs = ModelInputs(self.exclusions.static, called, self._inner_hooks.begin)
         if store.trace is not None:
             store.trace.ask = weakref.WeakMethod(self._known)
-        # Dropped without close(): its threads and files go too. Not at exit, where `_at_exit` does it.
+        # A store that dies without `close()` ends its threads and files. At exit `_at_exit` does that instead.
         weakref.finalize(store, _close_later, store.tiers).atexit = False
 
     def _plan_checkpoints(self) -> None:
-        """Have checkpoints inside of our contexts planned, unless they are to be left alone."""
+        """Have checkpoints inside our contexts planned, unless the option ``checkpoints`` leaves them alone."""
         if self._checkpoints is not None:
-            self._checkpoints.retire()  # a graph may hold it
+            self._checkpoints.retire()  # a graph may keep it alive
         if self.config.checkpoints == "plan":
             parts = (self.store, self.packer, self._forwards, self.exclusions, self._module_names)
             self._checkpoints = Checkpoints(*parts)
@@ -197,7 +197,7 @@ class Offloader:
                 self.store.shared.reporter.advise("checkpoints", refusal)
 
     def _open_anew(self) -> None:
-        """Start afresh after an interrupt."""
+        """Replace the store after an interrupt."""
         models = list(self._models)
         self._remove_hooks()
         self._open()
@@ -207,7 +207,7 @@ class Offloader:
     # -- the context --------------------------------------------------------------------------------------------------
 
     def use(self, model: nn.Module) -> Offloader:
-        """Know a model: its parameters and buffers from the start, its inputs, and its modules' names where needed.
+        """Watch a model: note its parameters, buffers and inputs, and its modules' names if the options need them.
 
         Raises:
             ConfigError: ``model`` is no module, or an ``include`` or ``exclude`` pattern matches none in it.
@@ -230,23 +230,23 @@ class Offloader:
         self._recompute.watch(model)
         if self._needs_names:
             self._module_names.watch(model)
-        elif self.autopilot is not None:  # a plan is told by block
+        elif self.autopilot is not None:  # explanations name the blocks of a plan
             self._module_names.watch(model, only=set(find_blocks(model).values()))
 
     def forget(self, model: nn.Module) -> None:
-        """Undo `use`: the model is as it was before, without a hook of ours. Idempotent."""
+        """Undo `use`, and remove our hooks from the model. Idempotent."""
         self._models.discard(model)
         self._inputs.forget(model)
         self._module_names.forget(model)
         self._recompute.forget(model)
 
     def note_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Know tensors that are handed to a model: they live anyway, so they never move."""
+        """Note tensors that the program passes to a model. It holds them anyway, so they never move."""
         self._inputs.note(args, kwargs)
 
     @untraced
     def look_inside(self, model: nn.Module) -> None:
-        """Look in the forward that begins, if it is a model's first, for hooks of the program's own."""
+        """Look for the program's own hooks in the forward that begins, if it is the model's first."""
         self._inner_hooks.begin(model)
 
     @property
@@ -259,6 +259,7 @@ class Offloader:
         if self.closed:
             raise OffloaderClosedError("this offloader was closed; make another one")
         if self.store.interrupted or self.store.tiers.lost:
+            # The new store comes first: `speak` may raise, and the next entry must not find the old one again.
             ended = self.store
             self._open_anew()
             ended.speak()
@@ -274,9 +275,10 @@ class Offloader:
             entry = _Entry(self)
             stack.append(entry)
             if entry.hooks is not None:
-                expected(entry.hooks.__enter__)  # PyTorch may refuse hooks here
+                expected(entry.hooks.__enter__)  # PyTorch may refuse hooks here, which is no interrupt
         except BaseException as error:
             store.abort_if_interrupted(error)
+            # An interrupt may have come just before or just after the append, so the stack itself decides.
             for left in stack[depth:]:
                 left.remove_hooks()
             del stack[depth:]
@@ -284,7 +286,7 @@ class Offloader:
         return self
 
     def _model_begins(self, shapes: InputShapes, signature: Callable[[], Hashable]) -> None:
-        """A model's forward begins; see `ModelInputs`."""
+        """Decide as a model's forward begins whether it rests; see `ModelInputs`."""
         assert self.autopilot is not None, "it needs the shapes"
         rests, stack = self.autopilot.model_begins(shapes, signature), self._forwards.stack
         if stack and rests:
@@ -296,15 +298,15 @@ class Offloader:
         store = self.store
         self.exclusions.learn(self._models)
         if self._needs_names:
-            for model in list(self._models):  # again: modules may have been compiled since
+            for model in list(self._models):  # at each step, as the program may have compiled modules since
                 self._module_names.watch(model)
         store.tiers.begin_step()
-        # Not in a forked child, nor while a graph is captured, when the device may not be asked.
+        # Neither a forked child nor a thread that captures a graph may query the device.
         first = not (store.forked or store.tiers.capturing) and store.nothing_is_alive()
         with store.shared.lock:
             store.shared.budget.begin_forward(first=first)
         if first and self.autopilot is not None:
-            self.autopilot.between_steps()
+            self.autopilot.between_steps()  # before `begin_forward`, as the new step counts for the plan chosen here
         store.begin_forward(first=first)
         if store.trace is not None:
             store.trace.forward_begins()
@@ -316,9 +318,9 @@ class Offloader:
         stack = self._forwards.stack
         entry: _Entry = stack[-1]
         try:
-            del stack[-1]
+            del stack[-1]  # first, so that an error below leaves no entry behind
             if entry.rests:
-                entry.remove_hooks()  # an interrupt may have left them on the stack
+                entry.remove_hooks()  # an interrupt in `end_rest` may have left them on the stack
             elif entry.hooks is not None:
                 entry.hooks.__exit__(kind, error, trace)
             if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
@@ -339,7 +341,8 @@ class Offloader:
         if store.trace is not None:
             store.trace.forward_ended()
         self._inner_hooks.end()
-        if not failed:  # else it may be a generator's, closed by the collector inside of our own lock
+        # Not after a failure: the garbage collector may close a generator's context amid a change under our own lock.
+        if not failed:
             store.count_deferred()
         said = advice(entry.tape.by_node, entry.tape.total_bytes)
         if said is not None:
@@ -372,16 +375,16 @@ class Offloader:
     def stage(
         self, microbatch: Hashable, direction: Direction, *, next: tuple[Hashable, Direction] | None = None
     ) -> None:
-        """Say that the forward or backward of a micro-batch begins now in this process: a pipeline schedule's hint.
+        """Announce that the forward or backward of a micro-batch begins in this process: a pipeline schedule's hint.
 
-        Without hints the order is learned in the first step. With them it is known from the start: a forward whose own
-        backward follows at once keeps its tail, every other one moves it, and what the next backward wants first is
-        fetched ahead.
+        Without hints the library learns the order in the first step. With them it knows the order from the start. A
+        forward keeps its tail if its own backward follows at once, every other forward moves it, and the library
+        fetches ahead the tensors that the next backward needs first.
 
         Args:
-            microbatch: any key; where a process runs several model chunks, for example ``(chunk, microbatch)``.
+            microbatch: any key, for example ``(chunk, microbatch)`` if a process runs several model chunks.
             direction: ``"forward"`` (call it before the forward, outside or inside the context) or ``"backward"``.
-            next: the key and the direction of what this process does after it, if that is known.
+            next: the key and the direction of the phase that follows in this process, if known.
 
         Raises:
             ConfigError: an argument is none of these; names it.
@@ -402,12 +405,12 @@ class Offloader:
     def traced(
         self, name: str, *, link: Literal["", "host write", "host read"] = "", nbytes: int = 0
     ) -> contextlib.AbstractContextManager[None]:
-        """Have the trace show what runs inside of a context, which hooks do not see; nothing happens without a trace.
+        """Return a context that the trace shows, for work that hooks do not see. It does nothing without a trace.
 
         Args:
-            name: of a phase, or of what is copied.
-            link: a copy by somebody else, away from the device or back; "" for a phase.
-            nbytes: of the copy.
+            name: the name of a phase or of a copy.
+            link: the way of a copy by the program itself, from the device or to it; "" for a phase.
+            nbytes: the bytes of the copy.
         """
         trace = self.store.trace
         return contextlib.nullcontext() if trace is None else trace.region(name, link, nbytes)
@@ -415,18 +418,18 @@ class Offloader:
     def agree(self, group: Any = None) -> bool:
         """Have all ranks of a group run the same checkpointed regions once: those that the first rank has chosen.
 
-        Without it a region in which ranks communicate runs again on each of them. A collective: every rank calls it
+        Without it a region in which ranks communicate runs again on each rank. A collective: every rank calls it
         between the same steps. The choice holds, in every step and shape, until the next call.
 
         Args:
             group: ranks that run the same model on batches of one shape; None for all.
 
         Returns:
-            Whether they agree now; False, on all of them, while one has no plan of its own (the first ones come with
-            the third step), or where they save different tensors, which one line of the report names.
+            Whether the ranks agree. False on all ranks while one has no plan of its own (the first plans come with the
+            third step), or if they save different tensors, which one line of the report names.
 
         Raises:
-            StateError: a rank, which it names, is in the middle of a step, or has another policy; on all of them.
+            StateError: on all ranks, if one is in the middle of a step or has another policy; names that rank.
         """
         alive = not self.store.nothing_is_alive()
         problem = "what a forward saved is still alive: call it between steps" if alive else ""
@@ -434,17 +437,17 @@ class Offloader:
 
     @property
     def innermost_hook(self) -> Any:
-        """The pack hook of the innermost entry in this thread; None where its context is not open."""
+        """The pack hook of this thread's innermost entry, or None without an open context."""
         return self._forwards.innermost_hook
 
-    # -- what was done ------------------------------------------------------------------------------------------------
+    # -- statistics and reports ---------------------------------------------------------------------------------------
 
     def statistics(self) -> Statistics:
-        """Return what was done since the offloader began, or since the last interrupt."""
+        """Return the counts since the offloader began, or since the last interrupt."""
         return self.store.statistics()
 
     def report(self) -> Report:
-        """Return what was done and why, as text; a notebook shows a table. Last: what limits the run, what to do."""
+        """Return the run's counts and their reasons as text (in a notebook a table), with limits and remedies last."""
         facts = self._facts()
         return Report("\n".join([render_report(facts), *diagnose(facts)]))
 
@@ -462,7 +465,7 @@ class Offloader:
         }
 
     def explain(self) -> str:
-        """Return what was decided in the last forward and why; why a step is slower, and why memory did not fall."""
+        """Return the decisions of the last forward with their reasons, and causes of lost time and of high memory."""
         plan, s = self.plan, self.statistics()
         found = [render_decisions(plan, self.config.target)] if plan.entries or not s.packed_tensors else []
         if plan.entries:
@@ -474,12 +477,12 @@ class Offloader:
 
     @property
     def plan(self) -> Plan:
-        """What was decided in the last forward, as data; given as ``policy=``, it is followed."""
+        """The decisions of the last forward, as data. An offloader with ``policy=plan`` follows them."""
         return self.store.plan
 
     @property
     def plan_history(self) -> tuple[str, ...]:
-        """Why each of the last plans was made, oldest first; empty without a planner."""
+        """The reason for each of the last plans, oldest first; empty without a planner."""
         return () if self.autopilot is None else tuple(self.autopilot.history)
 
     @property
@@ -489,26 +492,26 @@ class Offloader:
 
     @property
     def profile(self) -> Profile | None:
-        """The step that was planned from, for ``actoffload plan`` (`Profile.save`); None before that."""
+        """The recorded step behind the plan, for ``actoffload plan`` (`Profile.save`); None before the first plan."""
         return None if self.autopilot is None else self.autopilot.profile
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     @property
     def closed(self) -> bool:
-        """Whether nothing more is taken; after an interrupt the next context starts afresh."""
+        """Whether the offloader takes no more tensors. An interrupt does not close it, as the next context restarts."""
         return self._ended or (self.store.closed and not self.store.interrupted)
 
     @property
     def forked(self) -> bool:
-        """Whether this process is a fork of the one that made the offloader."""
+        """Whether this process is a fork of the process that made the offloader."""
         return self.store.forked
 
     def synchronize(self) -> None:
-        """Wait until nothing is on its way out: every copy and write that was begun has ended.
+        """Wait until every copy and write that has begun has ended.
 
         Raises:
-            StateError: a policy, an engine or a trace callable calls it, which the offloader itself waits for.
+            StateError: a policy, an engine or a trace callable calls it, for which the offloader itself waits.
         """
         self._check_caller("synchronize")
         self.store.synchronize()
@@ -521,20 +524,20 @@ class Offloader:
             )
 
     def close(self) -> None:
-        """Take no more work and wait for what is under way. Idempotent.
+        """Take no more tensors, and wait for copies and writes under way. Idempotent.
 
-        What is still alive stays usable: backward can still read it, and the disk space goes when its last handle dies.
+        Backward can still read the tensors that are alive. Their disk space is released with their last handle.
 
         Raises:
             StateError: as `synchronize`.
         """
         self._check_caller("close")
         self._remove_hooks()
-        self._ended = True
+        self._ended = True  # before the wait: no other thread may enter a context meanwhile
         self.store.close()
 
     def abort(self) -> None:
-        """Stop at once: cancel what is queued and give everything back; what is not in memory is lost. Idempotent.
+        """Stop at once: cancel queued transfers and release everything. Tensors not in memory are lost. Idempotent.
 
         Raises:
             StateError: as `synchronize`.
@@ -550,18 +553,18 @@ class Offloader:
         self._inner_hooks.remove()
 
     def after_fork_in_child(self) -> None:
-        """Keep what is saved in the child, and give up what is not in memory: it has none of our threads."""
+        """Keep the tensors that are in memory and give up the rest: a forked child has none of our threads."""
         self.store.after_fork_in_child()
 
 
 def open_offloaders() -> list[Offloader]:
-    """Return the offloaders of this process that are not closed."""
+    """Return this process's offloaders that are not closed."""
     return [offloader for offloader in _offloaders if not offloader.closed]
 
 
 def _close_later(tiers: Tiers) -> None:
-    """Close on a thread of its own: a finalizer may run on one of those that closing joins."""
-    with contextlib.suppress(RuntimeError):  # no more threads: the end of the process closes it
+    """Close on a new thread, because closing joins threads and this finalizer may run on one of them."""
+    with contextlib.suppress(RuntimeError):  # the system starts no more threads: the end of the process closes it
         threading.Thread(target=tiers.close, kwargs={"wait": False}, name="actoffload-close", daemon=True).start()
 
 

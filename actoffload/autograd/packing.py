@@ -1,4 +1,4 @@
-"""What autograd is handed for each tensor that it saves, and what it gets back for it."""
+"""The pack hook: turns each tensor that autograd saves into the handle that the graph holds in its place."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Forwards(threading.local):
 
     @property
     def tape(self) -> Tape[Record]:
-        """The tape of the forward that runs: a new one when backward has reached the last one."""
-        if not self.stack:  # hooks that PyTorch carried to one of its own threads
+        """The tape of the running forward. A new one begins once backward has reached the previous one."""
+        if not self.stack:  # PyTorch carries the hooks to its autograd threads, where no context was entered
             self._without_entry = _open(self._without_entry)
             return self._without_entry
         tape: Tape[Record] = _open(self.stack[-1].tape)
@@ -66,6 +66,8 @@ class Forwards(threading.local):
 
 
 def _open(tape: Tape[Record]) -> Tape[Record]:
+    # A recomputation may be backward's first event on a tape, before it unpacks any record. If all records of a tape
+    # have died, it belongs to a freed graph.
     return Tape() if tape.in_backward or tape.ran_again or (tape.live == 0 and len(tape)) else tape
 
 
@@ -73,10 +75,10 @@ class Packer:
     """Makes the handle of each tensor that autograd saves.
 
     Args:
-        store: takes what may move.
-        exclusions: what never moves.
-        module_names: tells which module runs.
-        forwards: tells which forward runs in this thread.
+        store: takes the storages that may move.
+        exclusions: the tensors that never move.
+        module_names: knows the running module.
+        forwards: knows this thread's running forward.
     """
 
     def __init__(
@@ -88,17 +90,18 @@ class Packer:
         self._forwards = forwards
         self._min_bytes = store.min_bytes
         self._kept: Any = None
-        """What a plan keeps, where the hooks are compiled: a ``KeptStorages``."""
+        """With compiled hooks, their ``KeptStorages``: the storages that a plan keeps."""
         self._only_boundaries = store.shared.config.boundaries == "only"
         self._names_count = store.decision.uses_names
 
     def hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-        """Return pack and unpack: compiled for tensors that stay without a record, where that is at hand."""
+        """Return pack and unpack: the compiled ones if there are any, else `pack` and `unpack` in Python."""
         watch_functions()
         module = native.load()
         if module is None:
             return self.pack, unpack
         shared = self._store.shared
+        # One for all entries of the context, so that a storage saved in two of them counts once.
         if self._kept is None:
             self._kept = module.KeptStorages(notes=shared.accounts.deferred)
         pack = module.Pack(
@@ -111,7 +114,8 @@ class Packer:
             static=self._exclusions.static.by_number,
             marked=MARKED.by_number,
             awaited=self._exclusions.owners.sharded,
-            least=self._min_bytes if shared.budget.limit_bytes is None else {},  # else room is made for each
+            # Under a budget every activation that stays needs room, which only the Python hook makes.
+            least=self._min_bytes if shared.budget.limit_bytes is None else {},
             recording=self._store.profiler.running,
             many=MANY_DEFERRED,
         )
@@ -123,7 +127,7 @@ class Packer:
         try:
             with self._store.tiers.hook, sharing_counters():
                 handle = self._pack(tensor, ())
-                # The attributes of a subclass are its own.
+                # A subclass uses attributes for its own parts (inner tensors, layout): only a plain tensor is checked.
                 special = type(tensor) in PLAIN_TYPES and vars(tensor)
                 return self._with_attributes(tensor, handle) if special else handle
         except BaseException as error:
@@ -132,18 +136,18 @@ class Packer:
 
     @untraced
     def save_plain(self, tensor: Tensor, nbytes: int, new: bool) -> Any:
-        """Return the handle of a plain tensor that may move, or the place of a storage that a plan keeps.
+        """Return the handle of a plain tensor that may move, or the `KeptPlace` of a storage that a plan keeps.
 
         Args:
-            tensor: neither excluded nor small.
-            nbytes: the bytes of its storage, all of which it stands for.
-            new: nothing of the storage is saved yet.
+            tensor: neither excluded nor small. It stands for its whole storage.
+            nbytes: the size of that storage.
+            new: whether no tensor of the storage is saved yet.
         """
         try:
             store, kind = self._store, "cpu" if tensor.is_cpu else tensor.device.type
             if store.interrupted:
                 return Kept(tensor.detach())
-            with store.tiers.hook:
+            with store.tiers.hook:  # one query per device for a graph capture serves the whole hook
                 if store.tiers.by_device[kind].is_of_a_graph(tensor):
                     return self._keep(tensor, KeepReason.CAPTURE, nbytes)
                 if is_filled_later(tensor):
@@ -161,14 +165,15 @@ class Packer:
             raise
 
     def _pack(self, tensor: Tensor, counters: tuple[Counter, ...]) -> Any:
-        # A context that was entered before an interrupt and is still open; or `make_fx` traces: there are no bytes.
+        # An aborted store takes nothing, yet contexts entered before the interrupt are still open. Under `make_fx`
+        # tensors have no bytes to move.
         if self._store.interrupted or torch._C._get_dispatch_mode(_PROXY) is not None:
             return Kept(tensor.detach())
         if type(tensor) not in PLAIN_TYPES:
             return self._pack_subclass(tensor, counters)
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
             return self._keep(tensor, KeepReason.LAYOUT, 0)
-        if tensor._is_zerotensor():  # it has no memory
+        if tensor._is_zerotensor():  # without memory
             return self._keep(tensor, KeepReason.LAYOUT, 0)
         storage = tensor.untyped_storage()
         nbytes, storage_bytes = tensor.nbytes, storage.nbytes()
@@ -183,6 +188,7 @@ class Packer:
             return self._keep(tensor, reason, end - begin)
         counters = counters or own_counter(tensor)
         alias = tensor.detach()
+        # The compiled hooks may have kept this storage without a record: a record now would count it a second time.
         if self._kept is not None and not counters:
             again = self._kept.again(alias, begin, end)
             if again is not None:
@@ -190,19 +196,19 @@ class Packer:
         return self._save(alias, storage, (begin, end), self.tape(), self._module_names.innermost(), counters=counters)
 
     def _with_attributes(self, tensor: Tensor, handle: Any) -> Any:
-        """Have a tensor handed out with the attributes of its Python object, as autograd does without hooks."""
+        """Return a handle that restores the tensor's Python attributes, as autograd does without hooks."""
         is_output = not tensor.is_leaf and tensor.grad_fn._sequence_nr() == torch._C._autograd._get_sequence_nr() - 1  # type: ignore[union-attr]
         if is_output or (type(handle) is Kept and handle.itself):
-            return handle  # of what a node makes itself autograd hands out another object, without attributes
+            return handle  # autograd rebuilds a node's own output as a new object, without attributes
         attributes = {name: value for name, value in vars(tensor).items() if is_plain_value(value)}
-        # The compiler's own marks mean nothing to backward.
+        # `torch.compile` marks tensors for itself; backward reads no such mark.
         lost = sorted(name for name in vars(tensor).keys() - attributes.keys() if not name.startswith("_dynamo"))
         if lost:
             self._store.shared.reporter.advise("attributes", ATTRIBUTES.format(lost[0]))
         return Attributed(handle, attributes) if attributes else handle
 
     def why_unrecorded(self, tensor: Tensor) -> KeepReason | None:
-        """Return why an activation would get no record if a forward saved it, or None."""
+        """Return why saving this activation in a forward would make no record, or None if it would."""
         if type(tensor) not in PLAIN_TYPES:
             return None if is_traceable_wrapper_subclass(tensor) else KeepReason.SUBCLASS
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
@@ -215,7 +221,7 @@ class Packer:
         return KeepReason.FILLED_LATER if reason is None and is_filled_later(tensor) else reason
 
     def _why_unfit(self, tensor: Tensor, nbytes: int) -> KeepReason | None:
-        """Return why a tensor of which ``nbytes`` are needed stays, by its device and size, or None."""
+        """Return why a tensor that needs ``nbytes`` stays because of its device or size, or None."""
         kind = "cpu" if tensor.is_cpu else tensor.device.type
         least = self._min_bytes.get(kind)
         if least is None:
@@ -225,7 +231,7 @@ class Packer:
         return KeepReason.CAPTURE if self._store.tiers.by_device[kind].is_of_a_graph(tensor) else None
 
     def tape(self) -> Tape[Record]:
-        """The tape of the forward that runs. Handles that died may have been its last."""
+        """The tape of the running forward, after counting handles that died: with the last one its tape is over."""
         if self._store.shared.lock.noted:
             self._store.count_deferred()
         return self._forwards.tape
@@ -240,7 +246,8 @@ class Packer:
         *,
         counters: tuple[Counter, ...] = (),
     ) -> Any:
-        """Give a tensor that may move to the store."""
+        """Admit a tensor that may move to the store, and return its handle."""
+        # The record holds bytes. Conjugation and negation are lazy bits of the view, which the handle restores.
         conj, neg = alias.is_conj(), alias.is_neg()
         if conj:
             alias = alias.conj()
@@ -255,8 +262,9 @@ class Packer:
     def _keep(self, tensor: Tensor, reason: KeepReason, nbytes: int) -> Kept:
         if reason._value_ in STATIC or not nbytes:
             self._store.keep_static(reason, nbytes)
-            # A leaf itself, as autograd does: it makes no cycle, has attributes, and its `.data` may be swapped. But a
-            # model's input may be changed in place by what the model makes, which would be a cycle.
+            # Keep a parameter or buffer that is a leaf as the object itself, as autograd does: backward then sees its
+            # attributes and a swapped `.data`, and a leaf closes no cycle. A model's input can: an in-place operation
+            # may make it the output of this graph.
             itself = reason in (KeepReason.PARAMETER, KeepReason.BUFFER) and tensor.is_leaf
             return Kept(tensor if itself else tensor.detach(), itself=itself)
         handle = KeptActivation(tensor.detach(), self._store, nbytes, reason._value_)

@@ -1,4 +1,4 @@
-"""The option ``recompute``: blocks that the program does not checkpoint itself run as checkpointed regions."""
+"""The option ``recompute``: runs blocks as checkpointed regions that the program itself does not checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Wanted = bool | tuple[str, ...]
 
 
 class Recompute:
-    """Wraps the forwards of the blocks that the option names, and takes that back.
+    """Wraps the forwards of the blocks that the option names, and restores them.
 
     Args:
         wanted: globs over the names of modules; True for the repeated blocks of each model.
@@ -28,22 +28,22 @@ class Recompute:
     def __init__(self, wanted: Wanted) -> None:
         self._wanted = wanted
         self._applied: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Checkpointed]] = weakref.WeakKeyDictionary()
-        """Weakly on both sides: a wrapped forward holds its block."""
+        """The wrapped forward of each block. Weak on both sides, as a wrapped forward holds its block."""
 
     def watch(self, model: nn.Module) -> None:
         """Wrap the blocks of a model."""
         for _, block in matching(model, self._wanted):
-            if not isinstance(vars(block).get("forward"), Checkpointed):  # else another offloader's, or ours
+            if not isinstance(vars(block).get("forward"), Checkpointed):  # else an offloader has wrapped it already
                 wrapped = block.forward = Checkpointed(block)
                 self._applied[block] = weakref.ref(wrapped)
 
     def forget(self, model: nn.Module) -> None:
-        """Leave the blocks of a model as they were."""
+        """Restore the blocks of a model."""
         for block in model.modules():
             self._undo(block)
 
     def undo(self) -> None:
-        """Leave every block as it was."""
+        """Restore every block."""
         for block in list(self._applied):
             self._undo(block)
 
@@ -54,7 +54,7 @@ class Recompute:
             return
         there: object = vars(block).get("forward")
         if there is not wrapped:
-            wrapped.active = False  # somebody has wrapped ours meanwhile: let it through
+            wrapped.active = False  # another wrapper holds this one, so it stays and only calls the forward
         elif wrapped.was_attribute:
             block.forward = wrapped.forward
         else:
@@ -78,7 +78,7 @@ def check(wanted: Wanted, models: Sequence[nn.Module]) -> None:
 
 
 def matching(model: nn.Module, wanted: Wanted) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost modules that the option names."""
+    """Yield the outermost modules that the option names."""
     if isinstance(wanted, bool):
         yield from find_blocks(model).items() if wanted else ()
         return
@@ -93,8 +93,8 @@ class Checkpointed:
     """A module's forward as a checkpointed region.
 
     Attributes:
-        forward: the forward as it was; ``was_attribute``: that was an attribute of the instance.
-        active: it is to run as a region.
+        forward: the original forward; ``was_attribute``: whether it was an attribute of the instance.
+        active: whether it runs as a region.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -102,21 +102,21 @@ class Checkpointed:
         self.was_attribute = "forward" in vars(module)
         self.active = True
 
-    def __reduce__(self) -> Any:  # a copy of the module, or a pickled one, is as it was before us
+    def __reduce__(self) -> Any:  # a copy of the module, or a pickled module, has its original forward
         return _itself, (self.forward,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.active or not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         values, count, names = [*args, *kwargs.values()], len(args), tuple(kwargs)
-        # A checkpoint saves the tensors that it is given by position, where hooks see them. The block may ask whether
-        # two of its arguments are one tensor, so each is given once.
+        # A checkpoint saves its positional tensors through autograd, where hooks see them. Each tensor is passed once,
+        # because a block may compare two of its arguments by identity.
         tensors = {id(value): value for value in values if isinstance(value, Tensor)}
         place = {number: index for index, number in enumerate(tensors)}
         others = [None if id(value) in place else value for value in values]
         places = [place.get(id(value)) for value in values]
 
-        @functools.wraps(self.forward)  # reports name the region by its module
+        @functools.wraps(self.forward)  # so that reports find the region's module
         def run(*given: Any) -> Any:
             full = [other if at is None else given[at] for other, at in zip(others, places, strict=True)]
             return self.forward(*full[:count], **dict(zip(names, full[count:], strict=True)))

@@ -1,9 +1,9 @@
-"""Selective activation checkpointing whose cached tensors are moved as saved tensors are.
+"""Selective activation checkpointing whose cached tensors move as saved tensors do.
 
 PyTorch keeps the outputs of the operations that a policy saves in a dictionary of its own, where saved-tensor hooks do
-not see them. The two contexts here keep each of them as the handle of the offloader whose context is open. Dispatch
-modes run below autograd, where ``detach`` and views do not share the version counter unless told to: every look at a
-tensor's version goes through `_quietly`.
+not see them. The two contexts here keep a handle of the open offloader for each output instead. Dispatch modes run
+below autograd, where ``detach`` and views do not share the version counter by default. So every use of a tensor's
+version goes through `_quietly`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .offloader import Offloader, open_offloaders
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 _SAVING = frozenset(p for p in CheckpointPolicy if p.name.endswith(("_SAVE", "_CPU_OFFLOAD")))
-"""What is kept. PyTorch without a compiler recomputes what is marked for offload to the CPU."""
+"""The answers of a policy that save an output. Uncompiled PyTorch would recompute outputs marked ``CPU_OFFLOAD``."""
 _ALIASES = frozenset(
     {
         torch.ops.aten._unsafe_view.default,
@@ -40,9 +40,9 @@ _ALIASES = frozenset(
         torch.ops.aten.unsafe_split_with_sizes.default,
     }
 )
-"""Views that their schemas do not call views."""
+"""Views that no schema declares as views."""
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
-"""Namespaces of operations whose results are not there yet when they return."""
+"""Namespaces of operations that return before their results are complete."""
 _TELLS_OUTPUT = "op_output" in inspect.signature(SelectiveCheckpointContext.__init__).parameters
 
 _RECOMPUTE = object()
@@ -57,15 +57,15 @@ _DIFFERS = (
 def create_selective_checkpoint_contexts(
     policy_fn_or_list: Callable[..., CheckpointPolicy | bool] | list[Any], allow_cache_entry_mutation: bool = False
 ) -> Contexts:
-    """PyTorch's function of this name, but what the policy saves is moved by the offloader whose context is open.
+    """PyTorch's function of this name, except that the open offloader moves the tensors that the policy saves.
 
-    Gradients and errors are those of PyTorch's own contexts. Without an open context of an `Offloader`, inside of
-    ``torch.compile``, during backward and with ``allow_cache_entry_mutation`` PyTorch's own are returned. Views are not
-    cached but taken again. ``CheckpointPolicy.MUST_CPU_OFFLOAD`` and ``PREFER_CPU_OFFLOAD`` save as well.
+    Gradients and errors are those of PyTorch's own contexts. It returns PyTorch's own contexts without an open context
+    of an `Offloader`, inside ``torch.compile``, during backward and with ``allow_cache_entry_mutation``. Views are
+    taken again instead of cached. ``CheckpointPolicy.MUST_CPU_OFFLOAD`` and ``PREFER_CPU_OFFLOAD`` save as well.
 
     Args:
         policy_fn_or_list: a function of a ``SelectiveCheckpointContext``, the operation and its arguments that returns
-            a ``CheckpointPolicy``, or the list of the operations (``OpOverload``) whose outputs are saved.
+            a ``CheckpointPolicy``, or the list of the operations (``OpOverload``) that have their outputs saved.
         allow_cache_entry_mutation: do not raise when a cached tensor was changed in place.
 
     Returns:
@@ -93,20 +93,21 @@ def create_selective_checkpoint_contexts(
 
 
 def _open_offloader() -> Offloader | None:
-    """Return the offloader whose context is open in this thread, the innermost; None where that cannot be told."""
+    """Return the offloader of this thread's innermost open context, or None if there is none or that is ambiguous."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None:
         return None
     candidates = [offloader for offloader in open_offloaders() if offloader.innermost_hook is not None]
+    # Offloaders may nest, so compare with the hook on top: only that one receives the tensors of this region.
     innermost = [offloader for offloader in candidates if offloader.innermost_hook is hooks[0]]
     if innermost:
         return innermost[0]
-    return candidates[0] if len(candidates) == 1 else None  # inside another checkpoint
+    return candidates[0] if len(candidates) == 1 else None  # another checkpoint's hooks are on top of the offloader's
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """No mode sees what we do, and an alias shares the version counter of what it is an alias of."""
+    """A context in which no mode sees our operations, and an alias shares the version counter of its tensor."""
     with _disable_current_modes(), sharing_counters():
         yield
 
@@ -120,14 +121,14 @@ class _Cached:
         self.handle = handle
 
     def counter(self) -> Tensor:
-        """A tensor that shares the version counter of what was cached."""
+        """Return a tensor that shares the version counter of the cached tensor."""
         if isinstance(self.handle, Handle):
             return self.handle.probe
         counter: Tensor = self.handle.counter.probe if isinstance(self.handle, Wrapped) else self.handle.alias
         return counter
 
     def value(self) -> Tensor:
-        """The cached tensor, bit for bit, as an operation below autograd returns it: nothing known of any graph.
+        """Return the cached tensor, bit for bit, and without a graph, as an operation below autograd returns it.
 
         Raises:
             SavedTensorModifiedError: it was changed in place.
@@ -144,7 +145,7 @@ class _Cached:
 
 
 class _Region:
-    """What one run of a checkpointed region has cached, by operation and number of its call."""
+    """The outputs that one run of a checkpointed region has cached, by operation and number of its call."""
 
     def __init__(self, offloader: Offloader) -> None:
         self.entries: dict[Any, dict[int, Any]] = defaultdict(dict)
@@ -153,16 +154,16 @@ class _Region:
         self._stored: dict[int, list[tuple[StorageRef, _Cached]]] = defaultdict(list)
 
     def cache(self, func: Any, inputs: Any, out: Any) -> Any:
-        """The output of an operation, its tensors as `_Cached`."""
+        """Return the output of an operation, with a `_Cached` in place of each tensor."""
         shared = _storages(inputs)
         collective = getattr(func, "namespace", "") in _COLLECTIVES
 
         def cached(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            if shared & _storages(leaf):  # changed in place, or an alias that no schema tells of: c10d's own operations
+            if shared & _storages(leaf):  # changed in place, or an undeclared alias (c10d's own operations)
                 return self._stay(leaf)
-            if collective:
+            if collective:  # its bytes are incomplete until the wait, so a move has to come later
                 entry = self._stay(leaf)
                 self._under_way.append(entry)
                 return entry
@@ -171,11 +172,11 @@ class _Region:
         return tree_map(cached, out)
 
     def before_write(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """An operation is about to change tensors in place.
+        """Prepare for an operation that changes tensors in place.
 
-        Where that shows in the version counter of a cached tensor, it is an error later. An alias that counts its own
-        changes (a matrix product of three dimensions ends in ``_unsafe_view``) hides it: such a cached tensor gets
-        memory of its own, with the bytes that it has now.
+        If the change shows in the version counter of a cached tensor, reading that tensor later is an error. It does
+        not show if the written alias has a version counter of its own (a matrix product of three dimensions ends in
+        ``_unsafe_view``). Then the cached tensor gets memory of its own, with its present bytes.
         """
         for written in tree_leaves(_written(func, args, kwargs)):
             if not isinstance(written, Tensor):
@@ -186,21 +187,22 @@ class _Region:
                         self._separate(entry)
 
     def _separate(self, entry: _Cached) -> None:
-        with _quietly(), suppress(SavedTensorModifiedError):  # changed before: an error if it is asked for
+        with _quietly(), suppress(SavedTensorModifiedError):  # changed earlier: `value` raises that again if called
             entry.handle = self._packed(entry.value().clone())
 
     def ended(self) -> None:
-        """The forward of the region has ended: what collectives have brought meanwhile may move now."""
+        """Wait for the results of collectives as the region's forward ends, and let them move."""
         with _quietly():
             for entry in self._under_way:
                 alias = entry.handle.alias
+                # A changed result keeps its first handle, which holds the old version and raises when it is read.
                 if alias._version == entry.handle.version:
                     torch.ops._c10d_functional.wait_tensor(alias)
                     entry.handle = self._packed(alias)
         self.forget()
 
     def forget(self) -> None:
-        """Forget what only the forward needs."""
+        """Forget the state that only the forward needs."""
         self._under_way.clear()
         self._stored.clear()
 
@@ -218,12 +220,12 @@ class _Region:
 
     def _packed(self, tensor: Tensor) -> Any:
         if self._offloader.innermost_hook is None:
-            return Kept(tensor.detach())  # in another thread, or its context has ended
+            return Kept(tensor.detach())  # this is another thread, or the offloader's context has ended
         return self._offloader.packer.pack(tensor)
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What both contexts share: the calls of each operation are counted."""
+    """The base of both contexts: it counts the calls of each operation."""
 
     supports_higher_order_operators = True
 
@@ -234,7 +236,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """As PyTorch's own: a compiled function that is called inside is one operation."""
+        """Treat a call of a compiled function as one operation, as PyTorch's own contexts do."""
         return True
 
     def _next(self, func: Any, args: Any) -> tuple[Any, int]:
@@ -244,7 +246,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Caching(_Mode):
-    """The context of the forward: keeps what the policy saves."""
+    """The context of the forward: it caches the outputs that the policy saves."""
 
     def __init__(self, policy: Any, region: _Region) -> None:
         super().__init__(region)
@@ -262,7 +264,7 @@ class _Caching(_Mode):
         if func in plain.SAC_IGNORED_OPS:
             return func(*args, **kwargs)
         region = self._region
-        if _is_mutable(func):
+        if _is_mutable(func):  # before the operation runs: afterwards the old bytes are gone
             region.before_write(func, args, kwargs)
         out = func(*args, **kwargs)
         key, number = self._next(func, args)
@@ -285,7 +287,7 @@ CACHING_MODES.append(_Caching)
 
 
 class _Replaying(_Mode):
-    """The context of the recomputation: hands out what was kept, each output once."""
+    """The context of the recomputation: it returns each cached output once."""
 
     def __enter__(self) -> Any:
         self._calls.clear()
@@ -308,25 +310,25 @@ class _Replaying(_Mode):
                 "selective activation checkpoint."
             )
         out = tree_map(lambda leaf: leaf.value() if isinstance(leaf, _Cached) else leaf, entry)
-        outputs[number] = _CONSUMED
+        outputs[number] = _CONSUMED  # the handles die here, so each tensor is held only until backward has used it
         return out
 
 
 def _key(func: Any, args: Any) -> Any:
-    """What tells the calls of an operation apart; PyTorch has its own rule for compiled regions."""
+    """Return the key under which calls of an operation count; PyTorch has a rule of its own for compiled regions."""
     rule = getattr(plain, "_sac_storage_key", None)
     return func if rule is None else rule(func, args)
 
 
 def _must_not_run_again(func: Any) -> bool:
-    """Whether PyTorch says that an operation has an effect outside that must happen once (from 2.15)."""
+    """Return whether PyTorch (from 2.15 on) knows an operation to have an effect that must happen only once."""
     rule = getattr(plain, "_is_cacheable_effect", None)
     return rule is not None and bool(rule(func))
 
 
 @cache
 def _is_view(func: Any) -> bool:
-    """Whether an operation costs nothing: its outputs are views. Taken again, they are views of what they were of."""
+    """Return whether the outputs of an operation are views: taking them again is free and keeps their base."""
     if func in _ALIASES:
         return True
     schema = getattr(func, "_schema", None)
@@ -342,7 +344,7 @@ def _is_mutable(func: Any) -> bool:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that an operation changes in place."""
+    """Return the arguments that an operation changes in place."""
     written = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -351,6 +353,6 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any
 
 
 def _storages(tree: Any) -> set[int]:
-    """The storages of all tensors in a tree, by address."""
+    """Return the numbers (``_cdata``) of the storages of all tensors in a tree."""
     tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
     return {storage._cdata for tensor in tensors for storage in storages(tensor)}

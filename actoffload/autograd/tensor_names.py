@@ -1,4 +1,4 @@
-"""Names for saved tensors, by which ``include``, ``exclude`` and policies choose them beside the names of modules."""
+"""Names of saved tensors. ``include``, ``exclude`` and policies match them, as they match the names of modules."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ _CHECKPOINTS = frozenset(
         "megatron.core.tensor_parallel.random",
     }
 )
-"""Modules whose functions save the inputs of a block that they run again, and nothing else."""
+"""Modules with functions that save the inputs of a block that they run again, and nothing else."""
 _BETWEEN = ("actoffload.", "torch.autograd.function")
-"""Modules whose frames lie between such a function and ours."""
+"""Modules with frames between such a function and this module."""
 
 
 @untraced
 def name(tensor: Tensor, name: str) -> Tensor:
-    """Give a tensor, and every view of it, a name from now on: ``include="tensor:attn_out"`` moves it by that name.
+    """Name a tensor and every view of it from now on: ``include="tensor:attn_out"`` moves it by that name.
 
-    It counts when autograd saves the tensor. An operation that saves its own result (``exp``, attention) did so before
-    there was a name: it is known from the next save on, and at that place from the second forward on.
+    The name applies when autograd saves the tensor. An operation that saves its own result (``exp``, attention) saves
+    it before the program can name it. The name then applies from the next save on, and to that place from the second
+    forward on.
 
     Args:
         tensor: any tensor.
-        name: any text but an empty one; a later name takes the place of an earlier one.
+        name: a text that is not empty; a later name replaces an earlier one.
 
     Returns:
         The same tensor.
 
     Raises:
-        ConfigError: ``tensor`` is no tensor, or ``name`` no text.
+        ConfigError: ``tensor`` is no tensor, or ``name`` is no text.
     """
     if not isinstance(tensor, Tensor):
         raise ConfigError("tensor", tensor, "name() takes a tensor")
@@ -51,7 +52,7 @@ def name(tensor: Tensor, name: str) -> Tensor:
 
 
 def name_of(storage: torch.UntypedStorage, *, only_boundaries: bool = False) -> str | None:
-    """The name of a tensor that is being saved: a given one unless ``only_boundaries``, `CHECKPOINT_INPUT`, or None."""
+    """Return a saved tensor's name, or None. With ``only_boundaries`` only `CHECKPOINT_INPUT` is a name."""
     known = _NAMES.get(storage) if len(_NAMES) and not only_boundaries else None
     if known is not None:
         return known

@@ -1,1 +1,1 @@
-"""Tools to test this library and what is built on it: faulty engines, and the suite that every engine must pass."""
+"""Tools to test this library and extensions of it: faulty engines, and the suite that every engine must pass."""

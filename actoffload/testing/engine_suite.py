@@ -1,10 +1,10 @@
-"""What every storage engine must do, as a class of tests to inherit, and the memory and bytes such tests look at.
+"""The conformance suite of storage engines: a class of tests to inherit, and helpers for memory and file contents.
 
     class TestMyEngine(StorageEngineTests):
         def make_engine(self, file, threads=None):
             return MyEngine(file, threads=threads)
 
-``peek`` and ``poke`` look at the file behind the engine's back: an engine that only agrees with itself must not pass.
+``peek`` and ``poke`` access the file without the engine: an engine that only agrees with itself must not pass.
 """
 
 from __future__ import annotations
@@ -29,29 +29,30 @@ from ..storage.engines.base import IoKind, IoRequest, Range, RequestState, Spool
 from ..storage.spool_files import open_arena
 
 WAIT_S = 60.0
-"""How long a test waits before it calls that a hang."""
+"""A test that waits longer has hung."""
 BLOCK = 4096
 Submit = Callable[[str], IoRequest]
 
 
 class Memory:
-    """Page-aligned memory with a known address, of the kind that tensors and the host pool have.
+    """Page-aligned memory with a known address, like the memory of tensors and of the host pool.
 
     Args:
         nbytes: Its size in bytes.
-        fill: The byte it is filled with at first.
+        fill: The byte that fills it at first.
     """
 
     def __init__(self, nbytes: int, fill: int = 0) -> None:
         self.nbytes = nbytes
         self._map = map_private(nbytes)
+        # The anchor exports the buffer, so that the mapping cannot be closed while its address is in use.
         self._anchor = ctypes.c_char.from_buffer(self._map)
         self.address = ctypes.addressof(self._anchor)
         self.data = bytes([fill]) * nbytes
 
     @property
     def data(self) -> bytes:
-        """What it holds."""
+        """Its content."""
         return self._map[:]
 
     @data.setter
@@ -65,22 +66,22 @@ def random_bytes(nbytes: int, seed: int) -> bytes:
 
 
 def peek_file(file: SpoolFile, offset: int, length: int) -> bytes:
-    """Return bytes of an arena as they lie in the file, past every engine."""
+    """Return bytes of an arena from the file itself, without an engine."""
     with _reopened(file) as fd:
         return os.pread(fd, length, offset)
 
 
 def poke_file(file: SpoolFile, offset: int, data: bytes) -> None:
-    """Overwrite bytes of an arena, past every engine."""
+    """Overwrite bytes of an arena in the file itself, without an engine."""
     with _reopened(file) as fd:
         os.pwrite(fd, data, offset)
-        os.fsync(fd)
+        os.fsync(fd)  # the engine may read past the page cache (`O_DIRECT`)
 
 
 @contextmanager
 def _reopened(file: SpoolFile) -> Iterator[int]:
-    """Open the file again without ``O_DIRECT``, so that any length will do."""
-    if file.reopen_path is None:
+    """Open the file again without ``O_DIRECT``, which would demand aligned lengths."""
+    if file.reopen_path is None:  # without `/proc` the unlinked file cannot be opened again
         yield file.fd
         return
     fd = os.open(file.reopen_path, os.O_RDWR)
@@ -91,18 +92,18 @@ def _reopened(file: SpoolFile) -> Iterator[int]:
 
 
 class StorageEngineTests:
-    """The conformance suite. A subclass says how an engine is made, and may replace ``peek`` and ``poke``."""
+    """The conformance suite. A subclass implements ``make_engine``, and may replace ``peek`` and ``poke``."""
 
     def make_engine(self, file: SpoolFile, threads: int | None = None) -> StorageEngine:
         """Make the engine under test."""
         raise NotImplementedError
 
     def peek(self, engine: StorageEngine, file: SpoolFile, offset: int, length: int) -> bytes:
-        """Look at the file behind the engine's back."""
+        """Return bytes of the file without the engine."""
         return peek_file(file, offset, length)
 
     def poke(self, engine: StorageEngine, file: SpoolFile, offset: int, data: bytes) -> None:
-        """Change the file behind the engine's back."""
+        """Change bytes of the file without the engine."""
         poke_file(file, offset, data)
 
     @pytest.fixture
@@ -117,7 +118,7 @@ class StorageEngineTests:
         """The engine under test with one thread."""
         engine = self.make_engine(file, threads=1)
         yield engine
-        engine.abort()
+        engine.abort()  # not `close`, which would wait for requests that a failed test has left behind
 
     def run(self, engine: StorageEngine, request: IoRequest) -> IoRequest:
         """Submit a request and wait for it."""
@@ -131,10 +132,10 @@ class StorageEngineTests:
 
     @contextmanager
     def blocked(self, engine: StorageEngine, order: list[str], fill: int = 0) -> Iterator[Submit]:
-        """Keep the engine's only thread busy inside the block, so that what is submitted there stays queued.
+        """Keep the engine's only thread busy inside the block, so that requests submitted there stay queued.
 
-        Yields a function that submits a one-block request, a read where its name begins with "r"; the name is added to
-        ``order`` when it has run.
+        Yields a function that submits a one-block request by name, a read if the name begins with "r". A request that
+        has run adds its name to ``order``.
         """
         running, go_on, memory = threading.Event(), threading.Event(), Memory(BLOCK, fill)
 
@@ -148,16 +149,17 @@ class StorageEngineTests:
             engine.submit(request)
             return request
 
+        # Its block of the file is one that no request of a test uses.
         blocker = IoRequest(IoKind.WRITE, memory.address, BLOCK, 7 * BLOCK, before=before)
         engine.submit(blocker)
-        assert running.wait(WAIT_S)
+        assert running.wait(WAIT_S)  # else the engine could take a request of the block first
         try:
             yield submit
         finally:
             go_on.set()
             assert blocker.wait(WAIT_S)
 
-    # -- what is moved ------------------------------------------------------------------------------------------------
+    # -- transfers ----------------------------------------------------------------------------------------------------
 
     def test_capabilities_are_sane(self, engine: StorageEngine, file: SpoolFile) -> None:
         capabilities = engine.capabilities
@@ -186,6 +188,7 @@ class StorageEngineTests:
         assert engine.written_bytes == 0
 
     def test_transfer_larger_than_any_internal_block(self, engine: StorageEngine) -> None:
+        # No multiple of a round size, so that an engine that splits a transfer has a short last piece.
         source, target = Memory((3 << 20) + BLOCK), Memory((3 << 20) + BLOCK)
         source.data = random_bytes(source.nbytes, 3)
         self.transfer(engine, IoKind.WRITE, source, 5 * BLOCK)
@@ -205,6 +208,7 @@ class StorageEngineTests:
     def test_memory_in_several_ranges(self, engine: StorageEngine, file: SpoolFile, sizes: tuple[int, ...]) -> None:
         if not engine.capabilities.vectored:
             pytest.skip("this engine takes one range")
+        # Shuffled, because ranges need not ascend in memory.
         order = random.Random(6).sample(range(len(sizes)), len(sizes))
         sources = [Memory(count * BLOCK) for count in sizes]
         for place, source in enumerate(sources):
@@ -213,6 +217,7 @@ class StorageEngineTests:
         outward = [(sources[place].address, sources[place].nbytes) for place in order]
         self._move_ranges(engine, IoKind.WRITE, outward, 3 * BLOCK)
         assert self.peek(engine, file, 3 * BLOCK, len(expected)) == expected
+        # One block more at each end shows whether a read goes beyond its range.
         targets = [Memory((count + 2) * BLOCK, fill=0x77) for count in sizes]
         inward = [(targets[place].address + BLOCK, sources[place].nbytes) for place in order]
         self._move_ranges(engine, IoKind.READ, inward, 3 * BLOCK)
@@ -391,13 +396,13 @@ class StorageEngineTests:
         ended = request_of(tokens[0])
         engine.submit(ended)
         assert finished.wait(WAIT_S)
-        with self.blocked(engine, []):  # the one thread is past the first request now
+        with self.blocked(engine, []):  # the engine's only thread has let the first request go by now
             cancelled = request_of(tokens[1])
             engine.submit(cancelled)
             assert cancelled.cancel()
             tokens.clear()
-            gc.collect()
-            assert [ref() for ref in dead] == [None, None]  # although the requests themselves are still here
+            gc.collect()  # cycles may hold the tokens for longer, which is no leak
+            assert [ref() for ref in dead] == [None, None]  # although this test still holds the requests
         assert (ended.state, cancelled.state) == (RequestState.DONE, RequestState.CANCELLED)
 
     def test_the_probe_accepts_it(self, engine: StorageEngine) -> None:

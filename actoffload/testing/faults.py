@@ -1,4 +1,4 @@
-"""Engines with faults: the real engine on a real file, with one thing wrong.
+"""Engines with faults: the real engine on a real file, with one defect each.
 
 Partially applied, each is an engine factory: ``Spool([path], engine=partial(FullEngine, capacity_bytes=1 << 20))``.
 """
@@ -16,12 +16,12 @@ from ..storage.engines.posix import PosixEngine
 
 
 class SlowEngine(PosixEngine):
-    """A disk of a given speed, shared by all threads.
+    """A disk with a fixed speed, which all threads share.
 
     Args:
         file, threads: As for every engine.
         bandwidth_bytes_per_s: Bytes per second, reads and writes together.
-        duplex: Reads and writes do not share it: each goes at that speed.
+        duplex: Whether reads and writes each have the full bandwidth instead.
         latency_s: Seconds that every system call takes in addition.
     """
 
@@ -39,10 +39,11 @@ class SlowEngine(PosixEngine):
         self._duplex = duplex
         self._bus_lock = threading.Lock()
         self._bus_free_at_s = dict.fromkeys(IoKind, 0.0)
+        # Last, here and in the other engines: it starts the threads, which use the fields above.
         super().__init__(file, threads=threads)
 
     def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
-        with self._bus_lock:  # one bus: a transfer begins when the one before it has gone through
+        with self._bus_lock:  # one bus: a transfer begins as the previous one ends. The sleep itself holds no lock.
             now = time.monotonic()
             bus = kind if self._duplex else IoKind.WRITE
             self._bus_free_at_s[bus] = max(now, self._bus_free_at_s[bus]) + sum(map(len, views)) / self._bandwidth
@@ -52,7 +53,7 @@ class SlowEngine(PosixEngine):
 
 
 class ShortEngine(PosixEngine):
-    """Moves at most some bytes per system call.
+    """Moves at most ``most_bytes`` in one system call.
 
     Args:
         file, threads: As for every engine.
@@ -74,9 +75,9 @@ class FailingEngine(PosixEngine):
 
     Args:
         file, threads: As for every engine.
-        kind: Which direction fails.
+        kind: The direction that fails.
         first: The first call that fails, counted from 1 in that direction.
-        count: How many calls in a row fail; None: every later one too.
+        count: The number of consecutive calls that fail; None for every later one.
         error_number: The ``errno`` of the failure.
     """
 
@@ -100,7 +101,7 @@ class FailingEngine(PosixEngine):
 
     def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
         if kind is self._kind:
-            with self._calls_lock:
+            with self._calls_lock:  # several engine threads count, and each number must be seen once
                 self.calls += 1
                 behind = self.calls - self._first
             if behind >= 0 and (self._count_failing is None or behind < self._count_failing):
@@ -109,11 +110,11 @@ class FailingEngine(PosixEngine):
 
 
 class FullEngine(PosixEngine):
-    """A disk that is full after some bytes: one short write, then ``ENOSPC``, as the kernel does it.
+    """A disk that becomes full: one short write, then ``ENOSPC``, as from the kernel.
 
     Args:
         file, threads: As for every engine.
-        capacity_bytes: Bytes that can be written, all writes together.
+        capacity_bytes: Bytes that fit, over all writes.
     """
 
     def __init__(self, file: SpoolFile, *, threads: int | None = None, capacity_bytes: int = 0) -> None:
@@ -123,7 +124,7 @@ class FullEngine(PosixEngine):
 
     def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
         if kind is IoKind.WRITE:
-            with self._left_lock:
+            with self._left_lock:  # taken before the write: two threads must not both get the last bytes
                 room = min(self._left_bytes, sum(map(len, views))) // self._file.alignment * self._file.alignment
                 self._left_bytes -= room
             if room == 0:
@@ -133,12 +134,12 @@ class FullEngine(PosixEngine):
 
 
 class GateEngine(PosixEngine):
-    """Starts requests only when the test says so; the order is that of the real engine.
+    """Starts requests only as the test permits, in the order of the real engine.
 
-    ``close`` opens the gate, as it waits for everything that is queued. Each request goes alone.
+    ``close`` opens the gate, because it waits for all queued requests. Each request goes alone.
 
     Attributes:
-        started: The requests in the order in which they were started.
+        started: The requests in the order in which they started.
     """
 
     def __init__(self, file: SpoolFile, *, threads: int | None = None) -> None:
@@ -148,19 +149,19 @@ class GateEngine(PosixEngine):
         super().__init__(file, threads=threads)
 
     def release(self, count: int = 1) -> None:
-        """Let ``count`` more requests start; cancelled ones do not count."""
+        """Let ``count`` more requests start. Cancelled requests use no permit."""
         with self._wake:
             self._permits += count
             self._wake.notify_all()
 
     def open(self) -> None:
-        """Let everything start, now and later."""
+        """Let all requests start, now and later."""
         with self._wake:
             self._is_open = True
             self._wake.notify_all()
 
     def shut(self) -> None:
-        """Let nothing start until the next ``release`` or ``open``."""
+        """Let no request start until the next ``release`` or ``open``."""
         with self._wake:
             self._is_open = False
             self._permits = 0
@@ -170,7 +171,7 @@ class GateEngine(PosixEngine):
         if not free and self._permits == 0:
             return None
         request = super()._pop()
-        if request is not None:
+        if request is not None:  # only now: the queue may have held cancelled requests alone
             self.started.append(request)
             self._permits -= 0 if free else 1
         return request

@@ -1,4 +1,4 @@
-"""A small GPT in plain PyTorch, shared by the demo, the benchmarks and the tests."""
+"""A small GPT in plain PyTorch, for the demo, the benchmarks and the tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class GPTConfig:
     recompute: bool = False
     """Checkpoint every block (non-reentrant)."""
     tensor: int = 1
-    """Ranks of tensor parallelism: the model is one rank's share, without communication, to be counted."""
+    """Ranks of tensor parallelism. The model is one rank's share without communication, to count its bytes."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "seq", "head_width", "vocab"):
@@ -36,7 +36,7 @@ class GPTConfig:
 
     @property
     def heads(self) -> int:
-        """Attention heads; one when the model is narrower than a head."""
+        """Attention heads; one if the model is narrower than a head."""
         return max(1, self.width // self.head_width)
 
 
@@ -47,6 +47,7 @@ class Block(nn.Module):
         super().__init__()
         self.heads = config.heads // config.tensor
         self.dropout = config.dropout
+        # The split of Megatron: by columns into a pair of layers and by rows out of it, so only `inner` shrinks.
         inner = config.width // config.tensor
         self.norm1 = nn.LayerNorm(config.width)
         self.qkv = nn.Linear(config.width, 3 * inner)
@@ -56,7 +57,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * inner, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """One block on ``x`` (batch, seq, width)."""
+        """Run the block on ``x`` (batch, seq, width)."""
         x = x + self._drop(self._attend(self.norm1(x)))
         return x + self._drop(self.down(F.gelu(self.up(self.norm2(x)))))
 
@@ -81,8 +82,8 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
 
     def forward(self, x: Tensor) -> Tensor:
-        """All blocks on ``x`` (batch, seq, width)."""
-        for block in self.blocks:
+        """Run all blocks on ``x`` (batch, seq, width)."""
+        for block in self.blocks:  # an evaluation has no backward that could run a block again
             x = checkpoint(block, x, use_reentrant=False) if self.recompute and self.training else block(x)
         return x
 
@@ -100,7 +101,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(config.width, config.vocab // config.tensor, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Mean cross-entropy in nats when ``targets`` are given, else logits (batch, seq, vocab).
+        """Return the mean cross-entropy in nats with ``targets``, else logits (batch, seq, vocab).
 
         Args:
             tokens: (batch, seq) int64.

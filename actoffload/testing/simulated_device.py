@@ -1,7 +1,7 @@
-"""A simulated accelerator that PyTorch takes for a real one: ``torch.device("sim")``, with streams, events and limits.
+"""A simulated accelerator that PyTorch drives as a real one: ``torch.device("sim")``, with streams, events and limits.
 
 `install` compiles ``simulated_device.cpp`` once, registers it as PyTorch's `PrivateUse1` backend under the name `NAME`,
-and returns a `SimulatedDevice`, by which a test sets delays, a model of a GPU and a limit of memory.
+and returns a `SimulatedDevice`, with which a test sets delays, a model of a GPU and a limit of memory.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ SOURCE = Path(__file__).with_name("simulated_device.cpp")
 
 
 class SimulatedAccelerator(Accelerator):
-    """Drives the simulated device as any other, and page-locks memory for it, as `CudaAccelerator` does for CUDA."""
+    """Drives the simulated device like any other, and page-locks memory for it, as `CudaAccelerator` does for CUDA."""
 
     def __init__(self) -> None:
         super().__init__(NAME)
         self._library = _library()
 
     def pin(self, address: int, nbytes: int) -> bool:
+        # ctypes passes a plain int as 32 bits, which would cut an address.
         return bool(self._library.actoffload_sim_register(ctypes.c_size_t(address), ctypes.c_size_t(nbytes)))
 
     def unpin(self, address: int) -> bool:
@@ -44,7 +45,7 @@ class SimulatedAccelerator(Accelerator):
 
 
 class SimulatedDevice:
-    """What a test sets and reads of the simulated device. Make it with `install`."""
+    """A test's controls and counters of the simulated device; made by `install`."""
 
     def __init__(self) -> None:
         self._library = _library()
@@ -60,28 +61,28 @@ class SimulatedDevice:
         latency_s: float = 1e-5,
         launch_s: float = 0.0,
     ) -> None:
-        """Set how long kernels and copies take in virtual time, and the host for each of them (``launch_s``)."""
+        """Set the virtual time of kernels and copies, and the host's time for each of them (``launch_s``)."""
         rates = (flops, memory_bytes_per_s, to_device_bytes_per_s, to_host_bytes_per_s, latency_s, launch_s)
         self._library.actoffload_sim_configure(*map(ctypes.c_double, rates))
 
     def delay(self, longest_s: float, seed: int = 0) -> None:
-        """Have some streams sleep, in real time, before some of their tasks; 0 for no delays.
+        """Have some streams sleep, in real time, before some of their tasks.
 
         Args:
-            longest_s: seconds of the longest sleep.
-            seed: says which streams are slow, and when: another run for each seed.
+            longest_s: seconds of the longest sleep; 0 for no delays.
+            seed: determines the slow streams and their moments, so each seed is another run.
         """
         self._library.actoffload_sim_delays(ctypes.c_double(longest_s), ctypes.c_uint64(seed))
 
     def lazy(self, *streams: torch.Stream) -> None:
-        """Have streams do nothing before another stream, or the host, waits for it, until `reset`."""
+        """Have these streams do no work before another stream or the host waits for it, until `reset`."""
         for stream in streams:
-            self._lazy.append(stream)
+            self._lazy.append(stream)  # first, so that `reset` ends it even after an error here
             self._library.actoffload_sim_lazy(stream.device_index, ctypes.c_int64(stream.stream_id), 1)
 
     @contextlib.contextmanager
     def paused(self, stream: torch.Stream) -> Iterator[None]:
-        """Let a stream begin nothing inside of the context. Whoever waits for it there waits for ever."""
+        """Let a stream begin no task inside the context. A thread that waits for the stream there hangs."""
         place = (stream.device_index, ctypes.c_int64(stream.stream_id))
         self._library.actoffload_sim_pause(*place, 1)
         try:
@@ -90,45 +91,46 @@ class SimulatedDevice:
             self._library.actoffload_sim_pause(*place, 0)
 
     def limit(self, nbytes: int | None, index: int = 0) -> None:
-        """Set how much memory a device has; None for as much as the host gives."""
+        """Set the memory of a device; None for all memory of the host."""
         self._library.actoffload_sim_limit(index, ctypes.c_size_t(1 << 40 if nbytes is None else nbytes))
 
     def keep_host_busy(self, seconds: float) -> None:
-        """Have the host do something else for so long, in virtual time."""
+        """Let virtual time pass on the host, as if it did other work."""
         self._library.actoffload_sim_host(ctypes.c_double(seconds))
 
     def sleep(self, seconds: float) -> None:
-        """Have the current stream do nothing for so long, in real time and in virtual time."""
+        """Have the current stream sleep, in real time and in virtual time."""
         self._library.actoffload_sim_sleep(ctypes.c_double(seconds))
 
     def take_violations(self) -> int:
-        """How often, since the last call, a kernel or copy touched memory that was not, or no longer, its tensor's.
+        """Return the number of accesses since the last call to memory that does not belong to the tensor (any more).
 
-        Host memory counts as well that was unmapped while it was page-locked, or is not page-locked any more.
+        Accesses by kernels and copies count, also to host memory that was unmapped while page-locked, or that is no
+        longer page-locked.
         """
         return int(self._library.actoffload_sim_violations())
 
     def calls(self, index: int) -> int:
-        """How often a call came to device ``index`` that makes a context there on CUDA, of hundreds of megabytes.
+        """Return the number of calls to device ``index`` that would make a context on CUDA (hundreds of megabytes).
 
-        It is for an event, page-locks memory, or makes the device current. Many a call of PyTorch's makes another
-        device current, and then the one that was.
+        These calls are for an event, page-lock memory, or make the device current. Many calls of PyTorch make another
+        device current for a time, and then the former one again.
         """
         return int(self._library.actoffload_sim_calls(index))
 
     @property
     def clock_s(self) -> float:
-        """Virtual seconds at which the host is: the end of the last work that it waited for, and what it did since."""
+        """The host's virtual time in seconds: the end of the last work that it waited for, plus its own work since."""
         return float(self._library.actoffload_sim_clock())
 
     @property
     def flushes(self) -> int:
-        """How often the allocator has given all its cached memory back."""
+        """The number of times that the allocator has released all its cached memory."""
         return int(self._library.actoffload_sim_flushes())
 
     @property
     def synchronous_kernels(self) -> int:
-        """Kernels whose outputs could not be known beforehand, so that the host waited for them."""
+        """The number of kernels with outputs of unknown size, for which the host had to wait."""
         return int(self._library.actoffload_sim_synchronous())
 
     def synchronize(self) -> None:
@@ -141,11 +143,12 @@ class SimulatedDevice:
             torch.accelerator.synchronize(index)
 
     def reset(self) -> None:
-        """Let all streams run, wait for them, and set everything as it was at first.
+        """Let all streams run, wait for them, and restore all initial settings.
 
         Raises:
             RuntimeError: a kernel failed.
         """
+        # The settings come before the wait, so that no stream sleeps in it any more.
         while self._lazy:
             stream = self._lazy.pop()
             self._library.actoffload_sim_lazy(stream.device_index, ctypes.c_int64(stream.stream_id), 0)
@@ -156,11 +159,11 @@ class SimulatedDevice:
         self.synchronize()
 
 
-@functools.cache
+@functools.cache  # PyTorch registers a device's module only once in a process
 def install() -> SimulatedDevice:
-    """Register the device with PyTorch, for as long as the process lives, before its first backward.
+    """Register the device with PyTorch for the life of the process. Call it before the first backward.
 
-    PyTorch starts autograd's threads at the first backward, one for each device that it knows then.
+    At the first backward PyTorch starts autograd's threads, one for each device that it knows then.
 
     Raises:
         native_build.Refused: there is no C++ compiler, or it failed.
@@ -170,6 +173,7 @@ def install() -> SimulatedDevice:
     library.actoffload_sim_install()
     module: Any = types.ModuleType(f"torch.{NAME}")
     module._initialized = True
+    # The functions that PyTorch looks up on a device's module.
     functions = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -192,17 +196,18 @@ def install() -> SimulatedDevice:
     sys.modules[module.__name__] = module
     ACCELERATORS[NAME] = SimulatedAccelerator
     device = SimulatedDevice()
+    # Streams are threads: none may still touch memory while Python ends.
     atexit.register(device.synchronize)
     return device
 
 
 def get_rng_state(device: int | torch.device | None = None) -> Tensor:
-    """The state of a device's random numbers: a seed, and how many kernels have had some since."""
+    """Return the state of a device's random numbers: a seed, and the number of kernels that have used it."""
     return _random_state(device, None)
 
 
 def set_rng_state(state: Tensor, device: int | torch.device | None = None) -> None:
-    """Set a state that `get_rng_state` has returned."""
+    """Restore a state that `get_rng_state` has returned."""
     _random_state(device, state)
 
 
@@ -213,9 +218,10 @@ def _seed_all(seed: int) -> None:
 
 def _random_state(device: int | torch.device | None, state: Tensor | None) -> Tensor:
     index = device.index if isinstance(device, torch.device) else device
+    # The CPU is explicit, because the simulated device may be the program's default device.
     found = (
         torch.zeros(2, dtype=torch.int64, device="cpu") if state is None else state.cpu()
-    )  # waits for a state on a device
+    )  # `cpu()` waits, as the library reads the bytes at once
     place = torch.accelerator.current_device_index() if index is None else index
     _library().actoffload_sim_random(place, ctypes.c_void_p(found.data_ptr()), int(state is not None))
     return found
@@ -225,6 +231,7 @@ def _random_state(device: int | torch.device | None, state: Tensor | None) -> Te
 def _library() -> ctypes.CDLL:
     options, key = native_build.with_torch("torch_cpu")
     library = native_build.load(lambda: native_build.build(SOURCE, options, key), lambda path: ctypes.CDLL(str(path)))
+    # ctypes takes every result for a 32-bit int unless it is declared.
     library.actoffload_sim_clock.restype = ctypes.c_double
     for function in ("flushes", "synchronous", "violations", "calls"):
         getattr(library, f"actoffload_sim_{function}").restype = ctypes.c_int64
