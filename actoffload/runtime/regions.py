@@ -74,6 +74,7 @@ class Regions:
         last: for each region of the last forward, whether it ran once.
         any_once: a region of this process has run once.
         expected: the number of regions that the first forward must have under the user's plan.
+        held: the recomputations that held bytes at the last count.
     """
 
     any_once: ClassVar[bool] = False
@@ -87,7 +88,7 @@ class Regions:
         self._shared, self._profiler, self._backward_end = store.shared, store.profiler, backward_end
         self._bytes: dict[int, int] = {}
         """The most that each region held when it ran again, by `Recomputation.key`."""
-        self._held: list[Recomputation] = []
+        self.held: list[Recomputation] = []
         self._most = 0
         """The most regions that a forward had."""
 
@@ -178,7 +179,7 @@ class Regions:
         """Note that a recomputation has run; it holds its bytes until backward has used them."""
         key = recomputation.key
         with self._shared.lock:
-            self._held.append(recomputation)
+            self.held.append(recomputation)
             nbytes = recomputation.alive_bytes()
             if recomputation.held is not None:
                 self._profiler.recomputation_ended(recomputation.held, nbytes)
@@ -196,21 +197,16 @@ class Regions:
     def passed(self) -> None:
         """Count the bytes that recomputations still hold. The lock is held."""
         nbytes, held = 0, []
-        for recomputation in self._held:
+        for recomputation in self.held:
             alive = recomputation.alive_bytes()
             nbytes += alive
             if alive:
                 held.append(recomputation)
             elif recomputation.held is not None:
                 self._profiler.recomputation_left(recomputation.held)
-        self._held = held
+        self.held = held
         if nbytes != self._shared.accounts.recomputed_bytes:
             self._shared.accounts.recomputed(nbytes)
-
-    @property
-    def hold(self) -> bool:
-        """Whether a recomputation held bytes at the last count."""
-        return bool(self._held)
 
     def _reserve(self) -> None:
         """Leave prefetch no room that a recomputation needs at once."""

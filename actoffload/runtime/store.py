@@ -363,7 +363,7 @@ class ActivationStore:
         self._count_dropped()  # first: dead records give their room to the fetches that follow
         tier.notice_resized()
         tier.poll()
-        if self.regions.hold:
+        if self.regions.held:
             self.regions.passed()
         self.prefetch.reach(record, round_)
         if self.trace is not None and record.tape is not None:
@@ -372,7 +372,8 @@ class ActivationStore:
     def _pass(self, record: Record | KeptPlace, round_: int, tier: Tier) -> int:
         """Note that backward has the bytes and continues; return the handle's next round."""
         again = round_ > record.round  # a second unpack of this handle: every handle may be unpacked again
-        record.round = max(record.round, round_)
+        if again:
+            record.round = round_
         if isinstance(record, Record):
             record.waiting = record.handles - 1 if again else record.waiting - 1
             if self.profiler.running:
@@ -401,7 +402,8 @@ class ActivationStore:
             if not record.on_device and (self.forked or (self.shared.stopped and not tier.recover(record))):
                 where = "in a forked process" if self.forked else "after abort()"
                 raise OffloaderClosedError(f"a saved tensor of {record.nbytes} bytes was asked for {where}")
-            tier.fetch(record, urgent=True)
+            if record.state is not State.RESIDENT:
+                tier.fetch(record, urgent=True)
             storage = tier.ready(record)
             if storage is not None:
                 return storage
@@ -478,7 +480,7 @@ class ActivationStore:
                 self._release(record)
             elif record.waiting <= 0:
                 self.tiers.by_device[record.kind].evict(record)
-        if self.regions.hold and accounts.baseline_bytes == accounts.recomputed_bytes:
+        if self.regions.held and accounts.baseline_bytes == accounts.recomputed_bytes:
             self.regions.passed()  # only recomputations hold bytes: backward is over
 
     def _release(self, record: Record) -> None:

@@ -142,7 +142,7 @@ class DeviceTier(Tier):
     def begin_forward(self) -> None:
         super().begin_forward()
         self._hook_costs.forward_begins()
-        if self.copies.inert or self.capturing():
+        if self.copies.inert or self.copies.capturing():
             return
         usable = None if self.window.expected_bytes else self.copies.usable_bytes()
         self.shared.spare_bytes = None if usable is None else int(USABLE_SHARE * usable)
@@ -220,7 +220,7 @@ class DeviceTier(Tier):
             self.window.advance(max(0, self.window.held_bytes - excess))
 
     def flush(self) -> None:
-        if not self.capturing():
+        if not self.copies.capturing():
             self._drop_unused()
             self.window.advance(0)
 
@@ -295,7 +295,7 @@ class DeviceTier(Tier):
             self._take_original(record)
         elif record.state not in (State.HOSTED, State.SPILLING):
             return super().fetch(record, urgent=urgent)
-        elif self.capturing():
+        elif self.copies.capturing():
             return False
         else:
             (self._reload_now if urgent else self._reload)(record)
@@ -373,7 +373,7 @@ class DeviceTier(Tier):
 
     def poll(self) -> None:
         """Begin the copies to the device of records that were read from disk and are wanted."""
-        if not (self._arrived or self._unused) or self.capturing():
+        if not (self._arrived or self._unused) or self.copies.capturing():
             return
         self._drop_unused()
         while self._arrived and not self.shared.stopped:
@@ -463,11 +463,11 @@ class DeviceTier(Tier):
         self.shared.reporter.event(EventKind.READ, record, "to device")
 
     def release_due(self) -> None:
-        if 0 < self.window.due <= self.shared.events and not self.capturing():
+        if 0 < self.window.due <= self.shared.events and not self.copies.capturing():
             self.window.release_due(self.shared.events)
 
     def release_dead(self) -> None:
-        if (self.window.held_bytes or self._unused) and not self.capturing():
+        if (self.window.held_bytes or self._unused) and not self.copies.capturing():
             self._drop_unused()
             self.window.release_if(self._is_dead)
 
@@ -476,7 +476,7 @@ class DeviceTier(Tier):
         return isinstance(record, Record) and record.state is State.RELEASED
 
     def begin_copies(self) -> None:
-        if (self._incoming is not None or self.window.gathering is not None) and not self.capturing():
+        if (self._incoming is not None or self.window.gathering is not None) and not self.copies.capturing():
             self.window.begin()
             self._begin_reloads()
 
@@ -491,7 +491,7 @@ class DeviceTier(Tier):
 
     def ready(self, record: Record) -> torch.UntypedStorage | None:
         incoming = record.incoming
-        if self.capturing():
+        if self.copies.capturing():
             if incoming is None and record.state is State.RESIDENT:
                 return record.data
             raise StateError(CAPTURED)
@@ -566,12 +566,12 @@ class DeviceTier(Tier):
         if not self.shared.watches_host:
             return UNWATCHED
         index = self.copies.current_index() if not self.copies.inert else None
-        if index is not None and not self.capturing(index):
+        if index is not None and not self.copies.capturing(index):
             return self._hook_costs.watched(index)
         return UNWATCHED
 
     def count_waits(self) -> None:
-        if self.capturing():
+        if self.copies.capturing():
             return
         with self.shared.lock:
             waited = self.copies.waits.take()

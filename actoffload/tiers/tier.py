@@ -200,9 +200,10 @@ class Tier(ABC):
 
     def is_of_a_graph(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is made while a graph is captured, or lies in memory of one: it stays."""
-        if self.copies is None or self.copies.inert:
+        copies = self.copies
+        if copies is None or copies.inert:
             return False
-        return self.capturing(tensor.device.index) or self.copies.device.is_of_a_graph(tensor)
+        return copies.capturing(tensor.device.index) or copies.device.is_of_a_graph(tensor)
 
     def make_room(self, nbytes: int) -> float:
         """Keep the ``device_budget`` before ``nbytes`` come; return the seconds that this thread waited."""
@@ -238,10 +239,12 @@ class Tier(ABC):
         if record.data is not None or record.incoming is not None:
             self.order_reuse(record)
         self.cancel(record)
-        self.free_extent(record)
+        if record.extent is not None:
+            self.free_extent(record)
         record.slot = None
         record.weak_data = None
-        self.remove_resident(record)
+        if record.data is not None or record.counted:
+            self.remove_resident(record)
         record.to(State.RELEASED)
 
     # -- originals that live on ---------------------------------------------------------------------------------------
