@@ -67,6 +67,10 @@ class ConfigError(ActOffloadError, ValueError):
         self.remedy = remedy
         super().__init__(f"{field}={_shown(value)}: {remedy}")
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str]]:
+        # A pickled exception is made again from its message alone by default, which this `__init__` does not take.
+        return ConfigError, (self.field, self.value, self.remedy)
+
 
 class BudgetError(ActOffloadError, ValueError):
     """No plan keeps the step within its ``device_budget`` or ``device_memory``. The message has the least that works.
@@ -96,7 +100,7 @@ class BudgetError(ActOffloadError, ValueError):
         super().__init__(f"{option}={budget_bytes}: the floor is {floor_bytes} bytes{detail}; {remedy}")
 
     def __reduce__(self) -> tuple[type[BudgetError], tuple[int, int, str, str, str]]:
-        # A pickled exception is made again from its message alone by default, which this `__init__` does not take.
+        # As of `ConfigError`.
         return BudgetError, (self.budget_bytes, self.floor_bytes, self.detail, self.option, self.remedy)
 
 

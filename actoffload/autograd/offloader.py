@@ -342,22 +342,21 @@ class Offloader:
             store.trace.forward_ended()
         self._inner_hooks.end()
         # Not after a failure: the garbage collector may close a generator's context amid a change under our own lock.
-        if not failed:
-            store.count_deferred()
         said = advice(entry.tape.by_node, entry.tape.total_bytes)
+        if not failed:
+            accounts = store.shared.accounts
+            with store.shared.lock:
+                store.count_deferred()
+                accounts.unhooked += entry.rests
+                if said is not None:
+                    accounts.at_once_bytes = max(accounts.at_once_bytes, entry.tape.by_node.largest_bytes)
         if said is not None:
             store.shared.reporter.advise("burst", said)
-            with store.shared.lock:
-                accounts = store.shared.accounts
-                accounts.at_once_bytes = max(accounts.at_once_bytes, entry.tape.by_node.largest_bytes)
         unmatched = store.decision.unmatched_names() if entry.tape.live else []
         if unmatched:
             given = ", ".join(f"tensor:{pattern}" for pattern in unmatched)
             store.shared.reporter.advise("names", f"no saved tensor was given a name() for these patterns: {given}")
         store.shared.reporter.warn()
-        if entry.rests:
-            with store.shared.lock:
-                store.shared.accounts.unhooked += 1
         if failed:
             return
         store.regions.forward_ended(entry.tape)

@@ -100,7 +100,7 @@ class Making:
         """Whether a new plan is better than the followed one by enough to replace it; both are simulated now."""
         limits = self.limits(shape)
         before, after = (simulate(profile, plan, limits, detail=False) for plan in (old, new))
-        over = before.peak_bytes > (limits.device_budget or float("inf"))
+        over = limits.device_budget is not None and before.peak_bytes > limits.device_budget
         if over or before.step_s > (1 + loss(limits)) * profile.step_s:
             return True  # the old one breaks a limit
         if limits.device_budget is not None:

@@ -177,8 +177,9 @@ class Shape:
         """Remember steps with these regions run once. Of too many choices the one with the longest step goes."""
         self.tried = [t for t in self.tried if t.once != tried.once or t.plan.entries != tried.plan.entries]
         if len(self.tried) >= MOST_TRIED:
-            # `AGAIN` never goes: every other choice has to be shorter than it.
-            self.tried.remove(max((t for t in self.tried if t.once != AGAIN), key=lambda t: t.step_s))
+            # The first `AGAIN` never goes: every other choice has to be shorter than it.
+            first = next((t for t in self.tried if t.once == AGAIN), None)
+            self.tried.remove(max((t for t in self.tried if t is not first), key=lambda t: t.step_s))
         self.tried.append(tried)
 
     def has_measured(self, plan: Plan) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from actoffload import Offloader, Plan
 from actoffload.autograd.offloader import _stores
 from actoffload.autotune.observations import surprise
-from actoffload.autotune.shapes import Shape, Tried
+from actoffload.autotune.shapes import AGAIN, Shape, Tried
 from actoffload.errors import BudgetError
 from actoffload.planning.constants import MOST_TRIED, TIGHTER, WARM_UP
 from actoffload.planning.observed import Observed
@@ -424,6 +424,18 @@ def test_of_many_choices_of_regions_the_longest_steps_are_forgotten(make_offload
         shape.know(Tried(shape.once, pilot.plan, pilot.profile, None, None, 0, seconds))
     assert {0, 1, 2, 3, 29} <= {len(tried.once) for tried in shape.tried}, "the base, the shortest ones and the last"
     assert len(shape.tried) == MOST_TRIED
+
+
+def test_of_many_plans_of_no_regions_the_first_is_remembered(make_offloader: MakeOffloader) -> None:
+    """Corrections of one plan differ in their entries, and none of them runs a region once."""
+    offloader = make_offloader(policy="auto")
+    pilot, shape = autopilot_of(offloader), Shape(())
+    _steps(offloader, WARM_UP + 3)
+    for number in range(3 * MOST_TRIED):
+        plan = Plan((PlanEntry(index=0, nbytes=number + 1, action="keep"),))
+        shape.know(Tried(AGAIN, plan, pilot.profile, None, None, 0, 1.0 + number % 5))
+    assert len(shape.tried) == MOST_TRIED
+    assert [tried.plan.entries[0].nbytes for tried in (shape.tried[0], shape.tried[-1])] == [1, 3 * MOST_TRIED]
 
 
 @pytest.mark.usefixtures("regions")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
+import pickle
 import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,6 +57,15 @@ def test_bad_sizes_name_field_value_and_remedy(bad: Any) -> None:
     assert caught.value.field == "host_budget"
     assert str(caught.value).startswith(f"host_budget={bad!r}: ")
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize("again", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))], ids=["copy", "pickle"])
+def test_an_error_crosses_to_another_process(again: Callable[[Exception], Exception]) -> None:
+    """A worker process sends what it raised to its parent as a pickle."""
+    with pytest.raises(ConfigError) as caught:
+        parse_size("host_budget", "8 gigs")
+    found = again(caught.value)
+    assert (type(found), str(found), vars(found)) == (ConfigError, str(caught.value), vars(caught.value))
 
 
 def test_sizes_for_a_person() -> None:
