@@ -454,7 +454,8 @@ class HostPool:
                         self._unmap(slab)
 
     def _take_dropped(self) -> None:
-        for piece in self._dropped.drain():
+        while self._dropped:
+            piece = self._dropped.popleft()
             if self._poison:
                 self._overwrite(piece)
             self.allocated_bytes -= piece.nbytes

@@ -372,8 +372,7 @@ class ActivationStore:
     def _pass(self, record: Record | KeptPlace, round_: int, tier: Tier) -> int:
         """Note that backward has the bytes and continues; return the handle's next round."""
         again = round_ > record.round  # a second unpack of this handle: every handle may be unpacked again
-        if again:
-            record.round = round_
+        record.round = max(record.round, round_)
         if isinstance(record, Record):
             record.waiting = record.handles - 1 if again else record.waiting - 1
             if self.profiler.running:

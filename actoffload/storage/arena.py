@@ -62,13 +62,6 @@ class PathArena:
         self._refused_free_bytes: int | None = None
         self._closed = False
 
-    def allocate(self, nbytes: int, step: int, limit: int) -> int | None:
-        """Return the offset of ``nbytes`` free bytes in one piece, or None when there are none; arguments as `grow`."""
-        offset = self.extents.allocate(nbytes)
-        if offset is None and self.grow(nbytes - self.extents.free_at_end_bytes, step, limit):
-            offset = self.extents.allocate(nbytes)
-        return offset
-
     def grow(self, wanted: int, step: int, limit: int) -> bool:
         """Make the arena larger by ``step`` bytes, by less if ``limit`` demands it, never by less than ``wanted``."""
         on_disk = self.engine.capabilities.needs_file
@@ -204,9 +197,14 @@ class Disk:
         size, count = self.round_up(nbytes), len(self.arenas)
         # Equal queues take turns: extents that are written one after the other are read together, from all disks.
         turns = [(self._next + turn) % count for turn in range(count)]
-        for index in sorted(turns, key=lambda index: self.arenas[index].queued_bytes):
+        if count > 1:
+            turns.sort(key=lambda index: self.arenas[index].queued_bytes)
+        for index in turns:
             arena = self.arenas[index]
-            offset = arena.allocate(size, self._grow_bytes, self._limit_bytes - self.arena_bytes)
+            offset = arena.extents.allocate(size)
+            if offset is None:
+                wanted, limit = size - arena.extents.free_at_end_bytes, self._limit_bytes - self.arena_bytes
+                offset = arena.extents.allocate(size) if arena.grow(wanted, self._grow_bytes, limit) else None
             if offset is not None:
                 self._next = (index + 1) % count
                 self.allocated_bytes += size
@@ -233,7 +231,8 @@ class Disk:
 
     def work_off(self) -> bool:
         """Do all work that was posted, by any spool; True."""
-        for work, item in self._posted.drain():
+        while self._posted:  # not `drain`: for each tensor its generator costs more than this check
+            work, item = self._posted.popleft()
             work(item)
         return True
 
