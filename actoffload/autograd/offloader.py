@@ -36,7 +36,7 @@ from ..runtime.strict import MovedSince
 from ..runtime.tape import Tape
 from ..runtime.untraced import untraced
 from ..statistics import Statistics
-from ..tell.facts import Facts, facts_of
+from ..tell.facts import Facts, Planned, facts_of
 from ..tell.plans import explain_plans, render_decisions
 from ..tell.report import Report, announcement, diagnose, explain_causes, passes, render_report, say
 from ..tiers.accelerator import Accelerator
@@ -451,7 +451,10 @@ class Offloader:
         return Report("\n".join([render_report(facts), *diagnose(facts)]))
 
     def _facts(self, held_bytes: Mapping[str, int] | None = None) -> Facts:
-        return facts_of(self.store, self.autopilot, held_bytes)
+        pilot, planned = self.autopilot, None
+        if pilot is not None and pilot.profile is not None and pilot.plan is not None:
+            planned = Planned(profile=pilot.profile, plan=pilot.plan, limits=pilot.limits, seen=pilot.seen)
+        return facts_of(self.store, planned, held_bytes)
 
     def _known(self) -> dict[str, Any]:
         """The facts of the whole run that a trace stores."""

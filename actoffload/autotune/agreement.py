@@ -6,44 +6,16 @@ wait for another in the middle of a step, and a rank may skip steps that the res
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import BudgetError, StateError
-from ..planning.profile import Profile
-from ..planning.search import Limits
-
-if TYPE_CHECKING:
-    from .autopilot import Autopilot
+from ..errors import StateError
+from ..runtime.ranks import several_ranks
+from .autopilot import Autopilot
+from .making import Brought
 
 UNEQUAL = "agree(): the ranks save different tensors: each plans for itself, and regions that communicate run again"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Brought:
-    """One rank's part: the places of the regions that it would run once, its storages, why it cannot agree now."""
-
-    once: tuple[int, ...] | None = None
-    fits: tuple[Any, ...] = ()
-    problem: str = ""
-
-
-def several_ranks(group: Any = None) -> bool:
-    """Whether the process group has more than one rank."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
-
-
-def bring(planner: Any, base: Profile, limits: Limits) -> Brought:
-    """This rank's choice for the step in which all regions run again, with the storages and regions of that step."""
-    fits = tuple(s.nbytes for s in base.storages), tuple((r.place, r.name) for r in base.regions)
-    try:
-        once = planner.propose(base, replace(limits, agreed=True)).once
-        # Without a choice that keeps the budget this rank proposes to run every region again, as the program does.
-    except BudgetError:
-        once = frozenset()
-    return Brought(once=tuple(sorted(once)), fits=fits)
 
 
 def agree(pilot: Autopilot | None, group: Any, problem: str) -> bool:

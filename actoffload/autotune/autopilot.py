@@ -40,10 +40,9 @@ from ..sizes import format_size
 from ..tell.facts import PlanFacts
 from ..tell.plans import regions
 from ..tell.report import say
-from .agreement import Brought, bring
 from .budgets import Budgets
 from .following import Following
-from .making import Making, loss, passed
+from .making import Brought, Making, bring, loss, passed
 from .observations import Recording, StepsUnderPlan, Watch, differ, link_change, pace_of, surprise
 from .resting import may_rest
 from .shapes import AGAIN, UNRECORDED, Shape, Shapes, Stage, Tried

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from ..errors import BudgetError
 from ..planning.constants import MEMORY_MARGIN, UNSEEN_STEPS
 from ..planning.search import Limits, own_budget
+from ..runtime.ranks import several_ranks
 from ..runtime.store import ActivationStore
 from ..sizes import format_size, parse_share
-from .agreement import several_ranks
 from .shapes import Shape
 
 OTHER_LIBRARIES = (

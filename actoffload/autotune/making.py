@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from ..errors import BudgetError
@@ -159,3 +159,23 @@ def loss(limits: Limits) -> float:
 def passed(observed: Observed, budget: int | None) -> bool:
     """Whether a step had more bytes on the device than a budget allows."""
     return budget is not None and (observed.peak_bytes or 0) > budget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Brought:
+    """One rank's part: the places of the regions that it would run once, its storages, why it cannot agree now."""
+
+    once: tuple[int, ...] | None = None
+    fits: tuple[Any, ...] = ()
+    problem: str = ""
+
+
+def bring(planner: Any, base: Profile, limits: Limits) -> Brought:
+    """This rank's choice for the step in which all regions run again, with the storages and regions of that step."""
+    fits = tuple(s.nbytes for s in base.storages), tuple((r.place, r.name) for r in base.regions)
+    try:
+        once = planner.propose(base, replace(limits, agreed=True)).once
+        # Without a choice that keeps the budget this rank proposes to run every region again, as the program does.
+    except BudgetError:
+        once = frozenset()
+    return Brought(once=tuple(sorted(once)), fits=fits)

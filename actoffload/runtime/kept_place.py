@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ..tiers.record import Record
+from ..tiers.shared import Shared
 from .tape import Tape
 
-if TYPE_CHECKING:
-    from .store import ActivationStore
+
+class Keeper(Protocol):
+    """The store, which makes these places and counts them."""
+
+    shared: Shared
+
+    def passed(self, record: KeptPlace, round_: int, /) -> int:
+        """Note that backward takes a storage that stays; return the handle's next round."""
+
+    def drop(self, record: KeptPlace, round_: int, /) -> None:
+        """Note that the last handle died."""
 
 
 class KeptPlace:
@@ -28,7 +38,7 @@ class KeptPlace:
     __slots__ = ("index", "kind", "module", "nbytes", "round", "store", "tape")
 
     def __init__(
-        self, store: ActivationStore, tape: Tape[Record], index: int, nbytes: int, kind: str, module: str | None
+        self, store: Keeper, tape: Tape[Record], index: int, nbytes: int, kind: str, module: str | None
     ) -> None:
         self.tape = tape
         self.index = index

@@ -15,7 +15,7 @@ from ..policy import KeepReason, Kind
 from ..tiers.record import Record
 from ..tiers.timers import Stamp, Stopwatch
 from .backward_end import BackwardEnd
-from .regions import collectives
+from .ranks import collectives
 from .tape import Tape
 
 STAMP_BYTES = 1 << 20

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable
+from typing import ClassVar
 
 from ..errors import ConfigError
 from ..interrupts import aborts_when_interrupted
 from ..tiers.record import Record
 from ..tiers.storage_ref import StorageRef
+from ..tiers.tiers import Tiers
+from .backward_end import BackwardEnd
+from .profiler import Profiler, RunRegion, SavedStorage
+from .run_so_far import RunSoFar
 from .tape import Tape
-
-if TYPE_CHECKING:
-    from .backward_end import BackwardEnd
-    from .profiler import RunRegion, SavedStorage
-    from .store import ActivationStore
 
 
 class Region:
@@ -67,7 +66,10 @@ class Regions:
     the same, so they count as resident, and the store makes room for them.
 
     Args:
-        store: has the counts; ``backward_end``: calls the store when a run of backward ends.
+        tiers: make room, and have the counts.
+        profiler: notes each region while a step is recorded; ``run``: looks at memory then.
+        backward_end: calls the store when a run of backward ends.
+        abort: the store's method of that name, held weakly, as the store holds this object.
 
     Attributes:
         once: the places of the regions that run once. Every other region runs again in backward, as programmed.
@@ -79,13 +81,20 @@ class Regions:
 
     any_once: ClassVar[bool] = False
 
-    def __init__(self, store: ActivationStore, backward_end: BackwardEnd) -> None:
+    def __init__(
+        self,
+        tiers: Tiers,
+        profiler: Profiler,
+        run: RunSoFar,
+        backward_end: BackwardEnd,
+        abort: Callable[[BaseException], object],
+    ) -> None:
         self.once: frozenset[int] = frozenset()
         self.last: list[bool] = []
         self.expected: int | None = None
-        self.tiers = store.tiers
-        self._store = weakref.ref(store)  # the store holds this object
-        self._shared, self._profiler, self._backward_end = store.shared, store.profiler, backward_end
+        self.tiers = tiers
+        self._shared, self._profiler, self._run, self._backward_end = tiers.shared, profiler, run, backward_end
+        self._abort = weakref.WeakMethod(abort)
         self._bytes: dict[int, int] = {}
         """The most that each region held when it ran again, by `Recomputation.key`."""
         self.held: list[Recomputation] = []
@@ -99,9 +108,9 @@ class Regions:
 
     def abort_if_interrupted(self, error: BaseException) -> None:
         """Call the store's method of this name."""
-        store = self._store()
-        if store is not None:
-            store.abort_if_interrupted(error)
+        abort = self._abort()
+        if abort is not None:
+            abort(error)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -190,9 +199,8 @@ class Regions:
 
     def _look_at_memory(self) -> None:
         """Look at memory in a recorded step: around a recomputation, and around the backward of its region."""
-        store = self._store()
-        if store is not None and self._profiler.running:
-            store.run.look_at_memory(self.tiers)
+        if self._profiler.running:
+            self._run.look_at_memory(self.tiers)
 
     def passed(self) -> None:
         """Count the bytes that recomputations still hold. The lock is held."""
@@ -212,14 +220,3 @@ class Regions:
         """Leave prefetch no room that a recomputation needs at once."""
         again = (nbytes for place, nbytes in self._bytes.items() if place not in self.once)
         self._shared.budget.recompute_bytes = max(again, default=0)
-
-
-def collectives() -> int | None:
-    """Return how many collectives this process has enqueued, over all groups; None if a backend does not count."""
-    distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    if distributed is None or not distributed.is_initialized() or distributed.get_world_size() == 1:
-        return 0
-    try:
-        return sum(int(group._get_sequence_number_for_group()) for group in distributed._world.pg_map)
-    except (RuntimeError, AttributeError):
-        return None

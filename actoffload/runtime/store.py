@@ -92,7 +92,7 @@ class ActivationStore:
         phases = Phases()
         self.prefetch = Prefetch(self.shared, self.tiers.by_device, window, phases)
         self.decision = OffloadDecision(config, window, phases)
-        self.regions = Regions(self, self._backward_end)
+        self.regions = Regions(self.tiers, self.profiler, self.run, self._backward_end, self.abort_if_interrupted)
         self.trace = None if path is None else Recorder(path, self.shared, self.tiers)
 
     # -- forward ------------------------------------------------------------------------------------------------------

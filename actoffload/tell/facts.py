@@ -21,7 +21,6 @@ from ..tiers.accounts import Accounts
 from .parts import BudgetRow, budget_table
 
 if TYPE_CHECKING:
-    from ..autotune.autopilot import Autopilot
     from ..runtime.store import ActivationStore
     from ..storage.spool import Spool
 
@@ -203,13 +202,11 @@ class Facts:
         return found
 
 
-def facts_of(store: ActivationStore, pilot: Autopilot | None, held_bytes: Mapping[str, int] | None = None) -> Facts:
-    """The facts of a run so far; ``held_bytes``: see `Facts`."""
+def facts_of(store: ActivationStore, planned: Planned | None, held_bytes: Mapping[str, int] | None = None) -> Facts:
+    """The facts of a run so far; ``planned``: its ``unit`` is found here; ``held_bytes``: see `Facts`."""
     counts, spool, pools = store.statistics(), store.tiers.spool, store.tiers.pools
-    planned = None
-    if pilot is not None and pilot.profile is not None and pilot.plan is not None:
-        unit = pilot.profile.unit(counts.microbatches, counts.optimizer_steps)
-        planned = Planned(profile=pilot.profile, plan=pilot.plan, limits=pilot.limits, seen=pilot.seen, unit=unit)
+    if planned is not None:
+        planned = replace(planned, unit=planned.profile.unit(counts.microbatches, counts.optimizer_steps))
     before, peak_before = store.run.memory_before
     cached = spool is not None and not spool.direct and spool.engines[0].capabilities.needs_file
     step, first_wait_s = _step(store)

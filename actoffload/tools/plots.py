@@ -24,7 +24,7 @@ from ..planning.simulator import Prediction
 
 if TYPE_CHECKING:
     from .on_paper import Memory
-    from .rok import Point, Variant
+    from .rok_points import Point, Variant
 
 MIB, GIB = 1 << 20, 1 << 30
 MARKERS = {"keep": "s", "recompute": "^", "offload": "D", "hybrid": "oPX*hv"}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Annotated, Any
 
 import msgspec
@@ -35,9 +35,9 @@ from .environment import BUSY_SHARE, describe_environment, find_device, write_js
 from .models import TRANSFORMERS, Case, build, import_function, is_own
 from .on_paper import TABLES, hardware_of, profile_of
 from .plots import Look, draw_rok
+from .rok_points import SERIES, Point, Spread, Variant
 from .workers import FAILURES, failure, run_worker
 
-SERIES = ("keep", "recompute", "offload", "hybrid")
 SIMULATED, PREDICTED = "sim", "predicted"
 """The type of the simulated device of `actoffload.testing.simulated_device`; and, in place of a device, no run."""
 OWN = "own"
@@ -59,29 +59,6 @@ Sample = Mapping[str, Any]
 Job = tuple[Case, int]
 """A round of a case."""
 Launch = Callable[[dict[str, Any]], dict[str, Any]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """A series and, for ``hybrid``, its budget: a share of the peak with all kept, or ``"recompute"`` for its peak."""
-
-    series: str
-    level: str = ""
-
-    @property
-    def label(self) -> str:
-        """``"hybrid 40%"``, ``"hybrid = recompute"``, ``"hybrid"``, ``"keep"``."""
-        if not self.level:
-            return self.series
-        return f"{self.series} = {self.level}" if self.level in SERIES else f"{self.series} {float(self.level):.0%}"
-
-    @property
-    def in_words(self) -> str:
-        """The label for a legend."""
-        if not self.level:
-            return self.series
-        budget = f"{self.level}'s peak" if self.level in SERIES else f"{float(self.level):.0%} of keep"
-        return f"{self.series} at {budget}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,62 +107,6 @@ PRESETS = {name: _preset(row) for name, row in TABLES["rok"].items()}
 
 
 # -- points -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A median with the middle half of the values around it."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """Return the spread of one or more values."""
-        low, _, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
-        return cls(median(values), low, high)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """All samples of one variant of one case. None, or 0 bytes: nothing was measured."""
-
-    case: Case
-    variant: Variant
-    device_budget: int | None = None
-    peak_bytes: int = 0
-    """Peak of saved activations on the device in a step: its median over the timed steps."""
-    worst_peak_bytes: int = 0
-    process_peak_bytes: int | None = None
-    """Peak resident memory of the process in a step; None on an accelerator."""
-    step_s: Spread | None = None
-    tflops: Spread | None = None
-    """Throughput, 10¹² FLOP/s: keep's at its median step, over the ratio; without a ratio that of the steps."""
-    ratio: Spread | None = None
-    """Step time over that of keep in the same turn; of keep itself, one of its two steps over the other: A/A noise."""
-    verdict: str = ""
-    identical: bool | None = None
-    """Whether losses and gradients equal keep's bit for bit; None if nothing was compared."""
-    oom: bool = False
-    below_floor: bool = False
-    """Whether its budget is below the floor of every plan."""
-    error: str = ""
-
-    @property
-    def label(self) -> str:
-        """The variant and the batch."""
-        return f"{self.variant.label}, batch {self.case.batch}"
-
-    @property
-    def failed(self) -> bool:
-        """Whether it went wrong otherwise than by running out of memory or by a budget below the floor."""
-        return bool(self.error) and not self.oom and not self.below_floor
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return one row, ready for JSON."""
-        row = asdict(self)
-        return {**row.pop("case"), **row.pop("variant"), **row}
 
 
 def points_of(samples: Sequence[Sample]) -> list[Point]:

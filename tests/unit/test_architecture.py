@@ -100,12 +100,16 @@ def floor_of(module: str) -> int | None:
     return next((floor for floor, patterns in FLOORS.items() if matches(module, patterns)), None)
 
 
-def imports(module: str, source: str, sources: Sources) -> Iterator[str]:
-    """Full names of the modules that ``module`` imports, anywhere in it; type-checking imports do not count."""
+def imports(module: str, source: str, sources: Sources, *, for_types: bool = False) -> Iterator[str]:
+    """Full names of the modules that ``module`` imports, anywhere in it.
+
+    Args:
+        for_types: imports that only a type checker sees count as well.
+    """
     is_package = any(name.startswith(f"{module}.") for name in sources)
     skipped: set[ast.AST] = set()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        if not for_types and isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             skipped.update(inner for statement in node.body for inner in ast.walk(statement))
         if node in skipped:
             continue
@@ -124,9 +128,12 @@ def imports(module: str, source: str, sources: Sources) -> Iterator[str]:
                 yield submodule if submodule in sources else base
 
 
-def graph(sources: Sources) -> dict[str, set[str]]:
+def graph(sources: Sources, *, for_types: bool = False) -> dict[str, set[str]]:
     """Who imports whom, among ``sources``."""
-    return {module: set(imports(module, text, sources)) & set(sources) - {module} for module, text in sources.items()}
+    return {
+        module: set(imports(module, text, sources, for_types=for_types)) & set(sources) - {module}
+        for module, text in sources.items()
+    }
 
 
 def floor_problems(sources: Sources) -> list[str]:
@@ -141,8 +148,11 @@ def floor_problems(sources: Sources) -> list[str]:
 
 
 def cycle_problems(sources: Sources) -> list[str]:
-    """Import cycles: what is left when modules at either end of every chain are taken away again and again."""
-    left = graph(sources)
+    """Import cycles: the modules left when those at either end of every chain are removed again and again.
+
+    Two modules that need each other's types cannot be read apart either, so imports for types count.
+    """
+    left = graph(sources, for_types=True)
     while True:
         imported = set().union(*left.values()) if left else set()
         ends = {module for module, targets in left.items() if not targets or module not in imported}

@@ -27,7 +27,7 @@ from actoffload.planning.search import Limits
 from actoffload.sizes import format_size
 from actoffload.statistics import Statistics
 from actoffload.tell.causes import CHECKPOINT, next_steps
-from actoffload.tell.facts import Facts, Planned, facts_of
+from actoffload.tell.facts import Facts, Planned
 from actoffload.tell.report import diagnose
 from actoffload.testing.faults import FullEngine
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
@@ -513,7 +513,7 @@ def test_with_accumulated_gradients_a_micro_batch_is_what_is_planned(make_offloa
             for _ in range(each):
                 train_step(model, batch(256), offloader)
             optimizer.step()
-        found = facts_of(offloader.store, offloader.autopilot).planned
+        found = offloader._facts().planned
         assert found is not None
         told[each] = found.unit
     assert told == {1: "a step", 4: "a micro-batch"}

@@ -16,7 +16,8 @@ import torch
 from actoffload.errors import ActOffloadError, BudgetError, ConfigError
 from actoffload.tools import models, rok_worker
 from actoffload.tools import rok as rok_command
-from actoffload.tools.rok import PRESETS, Preset, RokRun, Variant, load_results, points_of
+from actoffload.tools.rok import PRESETS, Preset, RokRun, load_results, points_of
+from actoffload.tools.rok_points import Variant
 from actoffload.tools.workers import failure
 from tests import commands
 from tests.rok_samples import CASE, MACHINE, PRESET, all_points, failed, sample
