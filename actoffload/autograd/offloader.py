@@ -345,8 +345,8 @@ class Offloader:
         said = advice(entry.tape.by_node, entry.tape.total_bytes)
         if not failed:
             accounts = store.shared.accounts
+            store.count_deferred()  # without the lock, which an interrupt in it releases however often it is held
             with store.shared.lock:
-                store.count_deferred()
                 accounts.unhooked += entry.rests
                 if said is not None:
                     accounts.at_once_bytes = max(accounts.at_once_bytes, entry.tape.by_node.largest_bytes)
