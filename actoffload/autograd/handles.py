@@ -133,14 +133,16 @@ def let_go() -> bool:
     """Release the tensors that only the list holds: the Function has returned, and not returned them as gradients.
 
     Returns:
-        Whether this thread still holds a tensor, for any backward.
+        Whether this thread may still hold a tensor, for any backward.
     """
-    if not _handed_out.by_task or _handed_out.reading:
+    # Not `len` and `values` of the dictionary, which are Python functions: this runs for each saved tensor.
+    lists: dict[Any, Any] = _handed_out.by_task.data  # type: ignore[attr-defined]
+    if not lists or _handed_out.reading:
         return _handed_out.reading
     held = _handed_out.by_task.get(torch._C._current_graph_task_id())
     if held:
         held[:] = [held[index] for index in range(len(held)) if _holders(held, index) > _ALONE]
-    return any(_handed_out.by_task.values())
+    return bool(held) or len(lists) > (held is not None)  # another backward's list, in which this one is nested
 
 
 def hand_out(tensor: Tensor) -> Tensor:
