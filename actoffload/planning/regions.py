@@ -32,7 +32,7 @@ def with_regions(base: Profile, once: Collection[int]) -> Profile:
 
     A place is decided alike in every forward of the step. Recomputations are taken out, and all that came after them
     comes sooner. What a recomputation held is saved in the region's forward, and needed in reverse order in its
-    backward.
+    backward. What only its checkpoint saved, as an input, is saved no more.
 
     Raises:
         ConfigError: a place has no region that ran again; names ``once``.
@@ -47,18 +47,22 @@ def with_regions(base: Profile, once: Collection[int]) -> Profile:
     chosen = [region for region in base.regions if region.place in once]
     gone = sorted((_again_s(region), region.recompute_s) for region in chosen)
     sooner = _Shift([begin for begin, _ in gone], [-seconds for _, seconds in gone])
-    stays = [s for s in base.storages if (place := _holder(s, base.regions)) is None or place not in once]
+    places = set(once)
+    stays = [s for s in base.storages if places.isdisjoint((_holder(s, base.regions), s.input_of))]
     kept = [_moved(s, sooner) for s in stays]
     born = accumulate((s.birth_s for s in kept), max)  # in the order of saving, also where moments are shared
-    placed = list(zip(born, kept, strict=True))
-    placed += [(s.birth_s, s) for region in chosen for s in _saved_once(region, sooner)]
+    ends = sorted(sooner(region.end_s) for region in base.regions)
+    placed = [(time_s, 2 * bisect_right(ends, time_s), s) for time_s, s in zip(born, kept, strict=True)]
+    for region in chosen:  # what is saved as it ends, as the input of the next one, comes after what it saves
+        place = 2 * bisect_right(ends, sooner(region.begin_s)) + 1
+        placed += [(s.birth_s, place, s) for s in _saved_once(region, sooner)]
     regions = []
     for region in base.regions:
         region = _moved_region(region, sooner)
         regions.append(replace(region, again_s=None, recompute_s=0.0, saves=()) if region.place in once else region)
     return replace(
         base,
-        storages=_numbered([storage for _, storage in sorted(placed, key=lambda pair: pair[0])]),
+        storages=_numbered([storage for *_, storage in sorted(placed, key=lambda one: one[:2])]),
         regions=tuple(regions),
         # By the end of the step: between micro-batches lies what is neither forward nor backward, so that a
         # recomputation of the last one may begin later than both of them last together.
@@ -156,6 +160,7 @@ def _saved_once(region: Region, shift: _Shift) -> list[Storage]:
     saves = sorted(region.saves, key=lambda save: save.offset_s)
     whole_s = max([region.recompute_s, *(save.offset_s for save in saves)]) or 1.0
     shares = [save.offset_s / whole_s for save in saves]
+    forward_s = min(forward_s, whole_s)  # what comes after its last save does not run again
     return [
         Storage(
             index=None if save.kept else 0,
