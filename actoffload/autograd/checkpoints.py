@@ -210,6 +210,9 @@ class _Counted:
         saved = self._recomputation.saved
         for storage in (tensor.untyped_storage(),) if _is_strided(tensor) else storages(tensor):
             number = storage._cdata
+            recorded = self._recomputation.region.recorded
+            if number in self._inputs and recorded is not None:
+                recorded.input_bytes = max(recorded.input_bytes, storage.nbytes())
             if number in saved or number in self._inputs or self._is_static(tensor, storage):
                 continue
             ref, nbytes = StorageRef(storage), storage.nbytes()

@@ -20,6 +20,7 @@ from ..planning.constants import (
     AFTER_A_CHANGE,
     MOST_REASONS,
     MOST_REST,
+    NO_LOSS,
     PEAK_CHANGE,
     PLAN_GAIN,
     REVIEW_STEPS,
@@ -369,7 +370,7 @@ class Autopilot:
             return False
         finally:
             shape.once = before
-        if (plan.predicted_step_s or 0.0) >= (1 - PLAN_GAIN) * than_s:
+        if (plan.predicted_step_s or 0.0) >= (1 - NO_LOSS) * than_s:
             return False
         self._follow(shape, plan, profile, reason, once)
         shape.have_recorded("other regions run once", on_paper=True)
@@ -390,7 +391,7 @@ class Autopilot:
             self._choose(shape, "no plan keeps the budget")
             return
         best = min(shape.tried, key=lambda tried: tried.step_s, default=None)
-        if self._recording.calm and best and (plan.predicted_step_s or 0.0) > (1 - PLAN_GAIN) * best.step_s:
+        if self._recording.calm and best and (plan.predicted_step_s or 0.0) > (1 - NO_LOSS) * best.step_s:
             self._know(shape, plan, profile)
             self._follow_known(shape, best, f"a step with {len(shape.once)} regions run once is no shorter")
             return

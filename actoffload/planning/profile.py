@@ -38,6 +38,8 @@ class Storage:
         tape: which forward of the step saved it, from 0.
         kept: why it can never move (a value of `KeepReason`); empty if it may move.
         region: the checkpointed region, by its place, that ran once and saved it; None outside of regions.
+        input_of: the region, by its place, whose checkpoint saves it as an input, and which saves it no more if it runs
+            once; else None.
     """
 
     index: int | None
@@ -49,6 +51,7 @@ class Storage:
     tape: int = 0
     kept: str = ""
     region: int | None = None
+    input_of: int | None = None
 
     @property
     def movable(self) -> bool:

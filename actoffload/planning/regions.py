@@ -32,7 +32,7 @@ def with_regions(base: Profile, once: Collection[int]) -> Profile:
 
     A place is decided alike in every forward of the step. The recomputations of these regions disappear, and all that
     came after them comes sooner. Their held storages are saved in the forward instead, and backward needs them in
-    reverse order.
+    reverse order. An input that only the checkpoint of such a region saved is no longer saved.
 
     Raises:
         ConfigError: a place has no region that ran again; names ``once``.
@@ -47,20 +47,25 @@ def with_regions(base: Profile, once: Collection[int]) -> Profile:
     chosen = [region for region in base.regions if region.place in once]
     gone = sorted((_again_s(region), region.recompute_s) for region in chosen)
     sooner = _Shift([begin for begin, _ in gone], [-seconds for _, seconds in gone])
+    places = set(once)
     # A chosen region's held storages go, because `_saved_once` adds the same storages to its forward.
-    stays = [s for s in base.storages if (place := _holder(s, base.regions)) is None or place not in once]
+    stays = [s for s in base.storages if places.isdisjoint((_holder(s, base.regions), s.input_of))]
     kept = [_moved(s, sooner) for s in stays]
     # Removing time may make moments equal. The order of saving has to survive that: a plan counts places in it.
     born = accumulate((s.birth_s for s in kept), max)
-    placed = list(zip(born, kept, strict=True))
-    placed += [(s.birth_s, s) for region in chosen for s in _saved_once(region, sooner)]
+    # At equal moments a region's saves come before the storage saved at its end, the input of the next region.
+    ends = sorted(sooner(region.end_s) for region in base.regions)
+    placed = [(time_s, 2 * bisect_right(ends, time_s), s) for time_s, s in zip(born, kept, strict=True)]
+    for region in chosen:
+        place = 2 * bisect_right(ends, sooner(region.begin_s)) + 1
+        placed += [(s.birth_s, place, s) for s in _saved_once(region, sooner)]
     regions = []
     for region in base.regions:
         region = _moved_region(region, sooner)
         regions.append(replace(region, again_s=None, recompute_s=0.0, saves=()) if region.place in once else region)
     return replace(
         base,
-        storages=_numbered([storage for _, storage in sorted(placed, key=lambda pair: pair[0])]),
+        storages=_numbered([storage for *_, storage in sorted(placed, key=lambda one: one[:2])]),
         regions=tuple(regions),
         # Measured at the end of the step: micro-batches have time between them that is neither forward nor backward, so
         # a recomputation of the last one may begin later than ``forward_s + backward_s``.
@@ -161,6 +166,7 @@ def _saved_once(region: Region, shift: _Shift) -> list[Storage]:
     # So that no share passes 1, and a region that took no time divides by something.
     whole_s = max([region.recompute_s, *(save.offset_s for save in saves)]) or 1.0
     shares = [save.offset_s / whole_s for save in saves]
+    forward_s = min(forward_s, whole_s)  # the second run ends at the last save, so what follows is not in its times
     # An operator's forward ends as the next storage is saved. Backward reverses that: the operator, which needs its own
     # storage, begins as backward has left the next storage.
     return [

@@ -37,6 +37,7 @@ class SavedStorage:
     kept: str
     need: Stamp = None
     death: Stamp = None
+    input_of: RunRegion | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +56,7 @@ class RunRegion:
         communicates: a collective ran in it, or may have.
         versions: of each tensor that the first run saved, a tensor that shares its version counter, and the version.
         changed: one of these tensors was changed in place before the second run.
+        input_bytes: of the largest input that the second run saved as well.
     """
 
     place: int
@@ -70,6 +72,7 @@ class RunRegion:
     communicates: bool = False
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
     changed: bool = False
+    input_bytes: int = 0
     collectives: int | None = 0
     """The number of collectives that were enqueued before the last run."""
 
@@ -173,7 +176,10 @@ class Profiler:
         self._number_of[record] = len(self._saved)
         region = self._running()
         place = None if region is None else region.place
-        self._saved.append(SavedStorage(record.nbytes, birth, tape, record.index, record.module, place, kept))
+        entry = SavedStorage(record.nbytes, birth, tape, record.index, record.module, place, kept)
+        if region is None and (stack := self._stack()):  # a region that runs again: its checkpoint saves this input
+            entry.input_of = stack[-1]
+        self._saved.append(entry)
 
     def kept(self, nbytes: int, reason: KeepReason) -> SavedStorage | None:
         """Note an activation that stays without a record; return its entry, for `kept_died`."""
@@ -198,6 +204,8 @@ class Profiler:
             return
         entry = self._saved[number]
         entry.need = self.stopwatch.stamp()
+        if record.handles > 1:
+            entry.input_of = None  # another node saved it as well
         if alive and not entry.kept:
             entry.kept = KeepReason.ALIVE.value  # moving it would free nothing
         self._reach(entry.tape, entry.need)
@@ -346,6 +354,7 @@ class Profiler:
         birth_s = seconds(entry.birth)
         need_s = None if entry.need is None else max(birth_s, seconds(entry.need))
         death = self._end if entry.death is None else entry.death
+        run = entry.input_of
         return Storage(
             index=entry.index,
             nbytes=entry.nbytes,
@@ -356,6 +365,7 @@ class Profiler:
             tape=entry.tape,
             kept=entry.kept,
             region=entry.region,
+            input_of=run.place if run is not None and entry.nbytes > run.input_bytes else None,
         )
 
     def _region(self, run: RunRegion, storages: Sequence[Storage]) -> Region:

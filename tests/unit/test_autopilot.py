@@ -56,6 +56,7 @@ class _Scripted:
         self.error: BudgetError | None = None
         self.errors_left = 1000
         self.scale = 1.0
+        self.gain = 0.1
         self.most_gain = 1000
         """More regions that run once make a step longer."""
 
@@ -74,7 +75,7 @@ class _Scripted:
             for s in profile.storages
             if s.index is not None and s.tape == 0
         )
-        seconds = (1.0 if len(profile.once) <= self.most_gain else 2.0) - 0.1 * len(profile.once)
+        seconds = (1.0 if len(profile.once) <= self.most_gain else 2.0) - self.gain * len(profile.once)
         return Plan(entries, planner="scripted", predicted_step_s=self.scale * seconds)
 
     def propose(self, base: Profile, limits: Limits) -> Proposal:
@@ -371,6 +372,20 @@ def test_regions_run_once_only_where_that_makes_the_step_shorter(make_offloader:
     _steps(offloader, WARM_UP + 2)
     assert (_once(offloader), pilot.plan.once) == (ALL_AGAIN, ()), "by its plan the step is longer than the base's"
     assert list(pilot.history) == ["first plan"]
+
+
+@pytest.mark.usefixtures("regions")
+@pytest.mark.parametrize(("gain", "count"), [(0.0035, 4), (0.002, 0)])
+def test_regions_run_once_for_a_gain_of_more_than_a_percent(
+    make_offloader: MakeOffloader, gain: float, count: int
+) -> None:
+    offloader = make_offloader(policy="auto", device_budget="1GiB")
+    planner = _Scripted(lambda *_: True, frozenset({0, 1, 2, 3}))
+    planner.gain = gain
+    plan_with(offloader, planner)
+    for _ in range(2):  # on paper, and for what the step has saved
+        _steps(offloader, WARM_UP + 2)
+        assert len(_once(offloader)) == count
 
 
 @pytest.mark.usefixtures("regions")

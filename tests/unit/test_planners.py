@@ -10,7 +10,7 @@ import pytest
 
 from actoffload.errors import BudgetError, ConfigError
 from actoffload.planning.plan import Plan
-from actoffload.planning.profile import Link, Profile, Storage
+from actoffload.planning.profile import Link, Profile, Region, RegionSave, Storage
 from actoffload.planning.regions import choosable, with_regions
 from actoffload.planning.search import Limits, best, floor, plan, propose
 from actoffload.planning.simulator import Conditions, simulate
@@ -208,6 +208,31 @@ def test_regions_that_communicate_wait_for_all_ranks() -> None:
     assert alone
     assert not alone & talking
     assert together & talking
+
+
+def test_what_is_saved_as_a_region_ends_keeps_its_place() -> None:
+    """On a device a region's end, its last save and the input of the next one are one moment."""
+    regions = [
+        Region(
+            place=place,
+            name="block",
+            begin_s=float(place),
+            end_s=place + 1.0,
+            again_s=5.0 - 2 * place,
+            recompute_s=1.0,
+            backward_end_s=7.0 - 2 * place,
+            saves=(RegionSave(offset_s=0.0, nbytes=2), RegionSave(offset_s=1.0, nbytes=3)),
+        )
+        for place in range(2)
+    ]
+    inputs = [
+        Storage(index=r.place, nbytes=1, birth_s=r.begin_s, need_s=r.again_s, last_need_s=7.0 - 2 * r.place)
+        for r in regions
+    ]
+    base = Profile(storages=tuple(inputs), regions=tuple(regions), forward_s=2.0, backward_s=5.0)
+    assert [s.nbytes for s in with_regions(base, {0, 1}).storages] == [1, 2, 3, 1, 2, 3]
+    alone = replace(base, storages=tuple(replace(s, input_of=n) for n, s in enumerate(inputs)))
+    assert [s.nbytes for s in with_regions(alone, {1}).storages] == [1, 2, 3]
 
 
 def test_micro_batches_decide_alike() -> None:

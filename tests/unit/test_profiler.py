@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from actoffload import Offloader, Profile, keep
+from actoffload import Offloader, Profile, create_selective_checkpoint_contexts, keep
+from actoffload.planning.regions import choosable, with_regions
 from actoffload.testing.faults import GateEngine, SlowEngine
 from actoffload.testing.gpt import GPT, GPTConfig
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
@@ -21,6 +23,7 @@ from actoffload.tiers.timers import (
 )
 from tests.harness import Chain, MakeOffloader, batch, hinder, recorder_of, simulated, train_step
 
+ATEN = torch.ops.aten
 TOKENS = torch.arange(64).reshape(2, 32)
 
 
@@ -139,6 +142,64 @@ def test_what_a_region_would_keep_if_it_ran_once_is_said_and_its_inputs_are_not_
     x = batch().nbytes
     found = [(save.nbytes, save.kept) for save in region.saves]
     assert found == [(x, ""), (x, "keep()"), (x, ""), (1024, "below min_bytes")]
+
+
+def _inner(x: Tensor) -> Tensor:
+    return (x + 1).exp()
+
+
+INPUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "saved by nobody else": lambda x: _region(_region(x * 2)),
+    "saved by the region": lambda x: _region(_region(x * 2, torch.sin), torch.sin),
+    "smaller than one that it saves": lambda x: _region((x * 2)[:32].clone(), _inner, _region(x * 2, torch.sin)),
+    "saved before": lambda x: _region(torch.exp(x)),
+    "saved after": lambda x: (lambda y: _region(y) * y.sin())(x * 2),
+    "of two regions": lambda x: (lambda y: _region(y) + _region(y))(x * 2),
+    "cached by its checkpoint": lambda x: checkpoint(
+        _inner, x * 2, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, [ATEN.exp.default])
+    ),
+    "before a tail that saves nothing": lambda x: _region(_region(x * 2, lambda x: _inner(x) + 1)),
+}
+
+CAREFUL = ("smaller than one that it saves", "saved after", "of two regions")
+"""Where nobody knows, an input counts as saved all the same."""
+
+
+def _region(x: Tensor, function: Callable[[Tensor], Tensor] = _inner, *more: Tensor) -> Tensor:
+    def run(x: Tensor, *more: Tensor) -> Tensor:
+        return function(x) + sum((one.sin().sum() for one in more), x.new_zeros(()))
+
+    found: Tensor = checkpoint(run, x, *more, use_reentrant=False)
+    return found
+
+
+class _OfRegions(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+def test_on_paper_a_region_that_runs_once_saves_what_it_does_when_it_is_run_once(
+    make_offloader: MakeOffloader, inputs: str
+) -> None:
+    """A plan that is made on paper says by their places what is done with the storages."""
+    model, x = _OfRegions(INPUTS[inputs]), batch().requires_grad_()
+    base = _recorded(make_offloader(), model, x)
+    places = choosable(base)
+    assert places == [region.place for region in base.regions]
+    for once in ({places[0]}, {places[-1]}, set(places)):
+        offloader = make_offloader()
+        offloader.store.regions.follow(frozenset(once))
+        ran, paper = _recorded(offloader, model, x), with_regions(base, once)
+        found = [[s.nbytes for s in p.storages if s.index is not None] for p in (paper, ran)]
+        if inputs in CAREFUL:
+            assert sum(found[0]) >= sum(found[1])
+        else:
+            assert found[0] == found[1]
 
 
 def test_micro_batches_are_tapes_of_one_step(make_offloader: MakeOffloader) -> None:
