@@ -175,7 +175,10 @@ class Shape:
 
     def know(self, tried: Tried) -> None:
         """Remember steps with these regions run once. Of too many choices the one with the longest step goes."""
-        self.tried = [t for t in self.tried if t.once != tried.once or t.plan.entries != tried.plan.entries]
+        for place, known in enumerate(self.tried):
+            if known.once == tried.once and known.plan.entries == tried.plan.entries:
+                self.tried[place] = tried  # in its place: the first `AGAIN` is the one to compare with
+                return
         if len(self.tried) >= MOST_TRIED:
             # The first `AGAIN` never goes: every other choice has to be shorter than it.
             first = next((t for t in self.tried if t.once == AGAIN), None)

@@ -204,8 +204,8 @@ class Profiler:
             return
         entry = self._saved[number]
         entry.need = self.stopwatch.stamp()
-        if record.handles > 1:
-            entry.input_of = None  # another node saved it as well
+        if alive or record.handles > 1:
+            entry.input_of = None  # the program holds the input, or another node saved it as well: the bytes stay
         if alive and not entry.kept:
             entry.kept = KeepReason.ALIVE.value  # moving it would free nothing
         self._reach(entry.tape, entry.need)

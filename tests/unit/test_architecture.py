@@ -277,6 +277,11 @@ def test_floors() -> None:
 
 def test_no_import_cycles() -> None:
     assert cycle_problems(package()) == []
+    of_types = {
+        "actoffload.config": "if TYPE_CHECKING:\n    from .locks import Lock\n",
+        "actoffload.locks": "from .config import Config\n",
+    }
+    assert cycle_problems(of_types), "imports that only a type checker sees count"
 
 
 def test_what_must_not_know_torch() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actoffload import Offloader
+from actoffload import OffloadConfig, Offloader
 from actoffload.events import EventKind, TraceEvent
 from actoffload.testing.faults import GateEngine
 from tests.harness import (
@@ -329,3 +330,35 @@ def test_a_handle_that_dies_in_the_thread_that_holds_the_lock_is_too(make_offloa
     only_engine(offloader).open()
     assert done.wait(WAIT_S)
     _assert_released(offloader)
+
+
+@pytest.mark.usefixtures("_no_garbage_collection")
+def test_a_failed_forward_is_not_counted_amid_a_change(make_offloader: MakeOffloader) -> None:
+    """The garbage collector may close a generator in the thread that holds the lock: the release counts what died."""
+    offloader = make_offloader()
+
+    def forward() -> Iterator[Tensor]:
+        with offloader:
+            yield _saved_once()
+
+    generator = forward()
+    loss = next(generator)
+    with offloader.store.shared.lock:
+        del loss
+        generator.close()  # type: ignore[attr-defined]
+        assert accounts_of(offloader).live_records == 1
+    _assert_released(offloader)
+
+
+@pytest.mark.usefixtures("_no_garbage_collection")
+def test_regions_abort_their_store_and_do_not_keep_it_alive(tmp_path: Path) -> None:
+    for interrupted in (True, False):
+        offloader = Offloader(OffloadConfig(path=str(tmp_path), announce="none"))
+        regions, store = offloader.store.regions, weakref.ref(offloader.store)
+        if interrupted:
+            regions.abort_if_interrupted(KeyboardInterrupt())
+            assert offloader.store.interrupted
+        offloader.abort()
+        del offloader
+        assert store() is None
+        regions.abort_if_interrupted(KeyboardInterrupt())

@@ -235,6 +235,16 @@ def test_what_is_saved_as_a_region_ends_keeps_its_place() -> None:
     assert [s.nbytes for s in with_regions(alone, {1}).storages] == [1, 2, 3]
 
 
+def test_the_end_of_a_region_that_saves_nothing_moves_no_save() -> None:
+    """Its second run ends early, with the last save; so do the times that it shows."""
+    region = Region(
+        place=0, name="block", begin_s=0.0, end_s=3.0, again_s=3.0, recompute_s=1.0, backward_end_s=5.0,
+        saves=(RegionSave(offset_s=0.25, nbytes=2), RegionSave(offset_s=1.0, nbytes=3)),
+    )  # fmt: skip
+    base = Profile(storages=(), regions=(region,), forward_s=3.0, backward_s=2.0)
+    assert [s.birth_s for s in with_regions(base, {0}).storages] == [0.25, 1.0]
+
+
 def test_micro_batches_decide_alike() -> None:
     base = _llama(52, layers=4)
     second = [replace(s, tape=1) for s in base.storages]
