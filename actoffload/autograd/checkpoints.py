@@ -210,10 +210,12 @@ class _Counted:
         saved = self._recomputation.saved
         for storage in (tensor.untyped_storage(),) if _is_strided(tensor) else storages(tensor):
             number = storage._cdata
-            recorded = self._recomputation.region.recorded
-            if number in self._inputs and recorded is not None:
-                recorded.input_bytes = max(recorded.input_bytes, storage.nbytes())
-            if number in saved or number in self._inputs or self._is_static(tensor, storage):
+            if number in self._inputs:
+                recorded = self._recomputation.region.recorded
+                if recorded is not None:
+                    recorded.input_bytes = max(recorded.input_bytes, storage.nbytes())
+                continue
+            if number in saved or self._is_static(tensor, storage):
                 continue
             ref, nbytes = StorageRef(storage), storage.nbytes()
             saved[ref.cdata] = ref, nbytes

@@ -345,7 +345,7 @@ class Offloader:
         said = advice(entry.tape.by_node, entry.tape.total_bytes)
         if not failed:
             accounts = store.shared.accounts
-            store.count_deferred()  # without the lock, which an interrupt in it releases however often it is held
+            store.count_deferred()  # before the lock is taken: an interrupt in it releases the lock completely
             with store.shared.lock:
                 accounts.unhooked += entry.rests
                 if said is not None:

@@ -454,7 +454,7 @@ class HostPool:
                         self._unmap(slab)
 
     def _take_dropped(self) -> None:
-        while self._dropped:
+        while self._dropped:  # not `drain`, as in `Disk.work_off`
             piece = self._dropped.popleft()
             if self._poison:
                 self._overwrite(piece)

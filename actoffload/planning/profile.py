@@ -38,8 +38,8 @@ class Storage:
         tape: which forward of the step saved it, from 0.
         kept: why it can never move (a value of `KeepReason`); empty if it may move.
         region: the checkpointed region, by its place, that ran once and saved it; None outside of regions.
-        input_of: the region, by its place, whose checkpoint saves it as an input, and which saves it no more if it runs
-            once; else None.
+        input_of: the region, by its place, whose checkpoint alone saves it, as an input: nothing saves it if that
+            region runs once. None for any other storage.
     """
 
     index: int | None

@@ -53,12 +53,13 @@ def with_regions(base: Profile, once: Collection[int]) -> Profile:
     kept = [_moved(s, sooner) for s in stays]
     # Removing time may make moments equal. The order of saving has to survive that: a plan counts places in it.
     born = accumulate((s.birth_s for s in kept), max)
-    # At equal moments a region's saves come before the storage saved at its end, the input of the next region.
+    # At equal moments a region's saves come before the storage saved at its end, the input of the next region: so the
+    # number of regions that have ended counts, and of equal ones the kept storages come first, as the sort is stable.
     ends = sorted(sooner(region.end_s) for region in base.regions)
-    placed = [(time_s, 2 * bisect_right(ends, time_s), s) for time_s, s in zip(born, kept, strict=True)]
+    placed = [(time_s, bisect_right(ends, time_s), s) for time_s, s in zip(born, kept, strict=True)]
     for region in chosen:
-        place = 2 * bisect_right(ends, sooner(region.begin_s)) + 1
-        placed += [(s.birth_s, place, s) for s in _saved_once(region, sooner)]
+        ended = bisect_right(ends, sooner(region.begin_s))
+        placed += [(s.birth_s, ended, s) for s in _saved_once(region, sooner)]
     regions = []
     for region in base.regions:
         region = _moved_region(region, sooner)
