@@ -273,7 +273,9 @@ class StreamWaits:
                     continue
                 for _ in range(self._over(waits)):
                     why, index, begin, end, stands_for = waits.popleft()
-                    of_device = found.setdefault(index, dict.fromkeys(WaitFor, 0.0))
+                    of_device = found.get(index)  # mostly it is there: a dict of enum members costs more than a wait
+                    if of_device is None:
+                        of_device = found[index] = dict.fromkeys(WaitFor, 0.0)
                     of_device[why] += stands_for * max(0.0, self._device.seconds_between(begin, end))
         except RuntimeError:
             self._refuse()
