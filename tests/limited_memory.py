@@ -225,15 +225,12 @@ def _plan(attachment: Any) -> Any:
 
 
 def _predicted(attachment: Any, peak_bytes: int) -> float | None:
-    """The peak by the plan, times the allocator's: with what else there was at the peak, by what was measured.
-
-    The statistics have one peak, of whichever shape has the larger one: the last micro-batch has its own.
-    """
+    """The device's peak as the first line and the report name it, times the allocator's of this step."""
     plan = _plan(attachment)
     if plan is None or not plan.predicted_peak_bytes:
         return None
-    saved_bytes = attachment.offloader.store.shared.accounts.step_peak_bytes
-    return float((peak_bytes - saved_bytes + plan.predicted_peak_bytes) / peak_bytes)
+    shape = attachment.offloader.autopilot.facts().shape
+    return float((plan.predicted_peak_bytes + shape.other_bytes) / peak_bytes)
 
 
 def limited(name: str, link: tuple[float, float], share: float, steps: int, **options: Any) -> dict[str, Any]:

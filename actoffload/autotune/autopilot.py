@@ -138,7 +138,7 @@ class Autopilot:
                 raise
             self._give_up(error)
         shape = self._shape
-        if shape.regions and shape.plan is not None and shape.stage is not Stage.PAPER and not self._said:
+        if shape.regions and shape.stage is Stage.FOLLOWED and self._budgets.peak_is_known(shape) and not self._said:
             self._said = True  # logged after the lock is released, on a thread of the user's
             say(self._shared.config, f"actoffload: {regions(shape.facts(self._budgets.device_bytes))}")
 
@@ -184,6 +184,7 @@ class Autopilot:
         followed = shape.stage is Stage.FOLLOWED
         self._shared.watches_host = followed and placement.probe is None and shape.steps.measures
         self._shared.budget.limit_bytes = self._budgets.of(shape, self._shapes)
+        self._budgets.begin_peak(shape)
         if self._profiler.finished:
             return  # the device has not ended the recorded step yet, so its times are not known
         if self._is_recorded(shape):
@@ -229,6 +230,7 @@ class Autopilot:
             self._look_at_recording(self._recorded_shape, observed, watch.moved_bytes)
         elif shape.plan is not None:
             shape.steps.count += 1
+            shape.steps.beside_bytes = self._run.peak_beside_bytes or shape.steps.beside_bytes
             if not watch.later(shape, shape.plan, observed):
                 self._review(shape, observed)
 

@@ -10,7 +10,7 @@ from ..planning.search import Limits, own_budget
 from ..runtime.ranks import several_ranks
 from ..runtime.store import ActivationStore
 from ..sizes import format_size, parse_share
-from .shapes import Shape
+from .shapes import Shape, Stage
 
 OTHER_LIBRARIES = (
     "moving activations cannot help: shard them with FSDP2 (fully_shard) or ZeRO, move them with ZeRO-Offload, or take "
@@ -111,6 +111,15 @@ class Budgets:
     def passed_bytes(self) -> int:
         """The bytes by which the last step passed ``device_memory`` in forward or backward."""
         return max(0, self._run.passed_bytes - self.device_bytes) if self.device_bytes else 0
+
+    def begin_peak(self, shape: Shape) -> None:
+        """Have one step under each plan, the one that begins or a later one, show the device's peak."""
+        followed = shape.stage is Stage.FOLLOWED and not self.peak_is_known(shape)
+        self._run.measure_peak(self._tiers, wanted=followed and (self._run.is_settled or not shape.settled))
+
+    def peak_is_known(self, shape: Shape) -> bool:
+        """Whether a step under the shape's plan has shown the device's peak, or nobody asks for it."""
+        return not self.device_bytes or shape.steps.beside_bytes is not None
 
     def all_is_there(self, shape: Shape) -> bool:
         """Whether a step began with optimizer states and gradients, or so many did not that there may never be any."""

@@ -214,10 +214,12 @@ class StepsUnderPlan:
     Attributes:
         seen: their median; None before there are enough.
         count: how many steps there were, also those that a device has not ended yet.
+        beside_bytes: as `RunSoFar.peak_beside_bytes`, in one of these steps; None until that is measured.
     """
 
     def __init__(self, count: int = REVIEW_STEPS) -> None:
         self.seen: Observed | None = None
+        self.beside_bytes: int | None = None
         self.count = 0
         self._left = count
         self._steps: deque[Observed] = deque(maxlen=REVIEW_STEPS)

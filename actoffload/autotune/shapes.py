@@ -194,6 +194,8 @@ class Shape:
         """The facts of these steps for an explanation; ``device_bytes``: `Budgets.device_bytes`."""
         again = next((tried for tried in self.tried if tried.once == AGAIN), None)
         base_s = None if again is None else again.plan.predicted_step_s
+        # Until a step has shown it, the most that there was beside saved tensors counts, at whatever moment.
+        beside = self.other_bytes if self.steps.beside_bytes is None else self.steps.beside_bytes
         return ShapeFacts(
             inputs=str(self),
             profile=self.profile,
@@ -204,7 +206,7 @@ class Shape:
             base_s=base_s or (0.0 if self.base is None else self.base.step_s),
             base_bytes=0 if self.base is None else self.base.baseline_peak_bytes,
             predicted_s=self.predicted_s,
-            other_bytes=self.other_bytes or 0,
+            other_bytes=beside or 0,
             device_bytes=device_bytes,
         )
 

@@ -24,6 +24,11 @@ RECOMPUTED = KeepReason.RECOMPUTED.value
 ROUNDING = 1e-9
 
 
+def moment(time_s: float) -> int:
+    """The time in nanoseconds: events of one moment are equal in them, although their times, which are sums, differ."""
+    return round(time_s / ROUNDING)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
     """One saved storage of the step.
@@ -223,9 +228,10 @@ class Profile:
         # storage that a recomputation holds for no time dies last, because it must be born first.
         changes = []
         for s in self.storages:
-            held, at_once = s.kept == RECOMPUTED, s.birth_s == s.last_need_s
-            changes.append((s.birth_s, 3 if held else 1, s.nbytes))
-            changes.append((s.last_need_s, 2 if not held else 4 if at_once else 0, -s.nbytes))
+            birth, death = moment(s.birth_s), moment(s.last_need_s)
+            held, at_once = s.kept == RECOMPUTED, birth == death
+            changes.append((birth, 3 if held else 1, s.nbytes))
+            changes.append((death, 2 if not held else 4 if at_once else 0, -s.nbytes))
         return max(accumulate((nbytes for _, _, nbytes in sorted(changes)), initial=0))
 
     def with_links(self, *, host: Link | None = None, disk: Link | None = None) -> Profile:

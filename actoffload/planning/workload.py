@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..policy import Decision
 from .plan import Plan, PlanEntry
-from .profile import RECOMPUTED, Profile
+from .profile import RECOMPUTED, ROUNDING, Profile, moment
 
 KEEP, HOST, NVME = 0, 1, 2
 """Where a storage goes: it is kept, sent to host memory, or sent to disk."""
@@ -169,11 +169,11 @@ class Workload:
     def _make_events(self) -> list[tuple[float, int, int]]:
         events = []
         for p, storage in enumerate(self.profile.storages):
+            born, died, need_s = moment(storage.birth_s), moment(storage.last_need_s), self.need[p]
             birth, death = (HOLD, DROP) if self.held[p] else (BIRTH, DEATH)
-            if self.held[p] and storage.birth_s == storage.last_need_s:
+            if self.held[p] and born == died:
                 death = DROP_AT_ONCE  # `DROP` sorts before `HOLD`, and a death before its own birth would never end
-            events += [(storage.birth_s, birth, p), (storage.last_need_s, death, p)]
-            need_s = self.need[p]
+            events += [(born, birth, p), (died, death, p)]
             if need_s is not None:
-                events.append((need_s, NEED, p))
-        return sorted(events)
+                events.append((moment(need_s), NEED, p))
+        return [(time * ROUNDING, kind, p) for time, kind, p in sorted(events)]

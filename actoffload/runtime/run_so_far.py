@@ -26,6 +26,8 @@ class RunSoFar:
         passed_bytes: the most bytes on the device in the forwards and backwards of the last step, if that was a new
             peak; else 0, as an allocator reports the highest peak alone.
         states_bytes: the most bytes on the device as an optimizer's step ended: parameters, gradients and states.
+        peak_beside_bytes: the bytes on the device at its peak in the running step, less the most saved bytes of the
+            step; None in steps whose peak is not measured.
     """
 
     def __init__(self, accounts: Accounts) -> None:
@@ -33,6 +35,7 @@ class RunSoFar:
         self.process_before_bytes = 0
         self.first_step: tuple[float, Accounts] | None = None
         self.beside_bytes = self.began_bytes = self.passed_bytes = self.states_bytes = 0
+        self.peak_beside_bytes: int | None = None
         self._beside_now = self._began_now = self._resident_bytes = self._held_bytes = 0
         self._most_bytes = 0
         self._accounts = accounts
@@ -97,6 +100,14 @@ class RunSoFar:
             self._resident_bytes = self._accounts.resident_bytes - self._held_bytes
             self._beside_now = self.passed_bytes = 0
 
+    def measure_peak(self, tiers: Tiers, *, wanted: bool) -> None:
+        """Have `backward_ends` measure the peak of the step that begins, if it is ``wanted``."""
+        self.peak_beside_bytes = 0 if wanted else None
+        if wanted:
+            tiers.reset_peak()
+            memory = tiers.in_use()
+            self._most_bytes = 0 if memory is None else memory[1]  # a lower peak than earlier ones counts as new
+
     def look_at_memory(self, tiers: Tiers) -> None:
         """Note the bytes beside saved tensors on the device, now and at a peak since the last look. In few steps only.
 
@@ -119,6 +130,9 @@ class RunSoFar:
     def backward_ends(self, tiers: Tiers, *, recorded: bool) -> None:
         """Look once more as a backward has ended, and set `beside_bytes` if the step was recorded."""
         self.look_at_memory(tiers)
+        memory = None if self.peak_beside_bytes is None else tiers.in_use()
+        if self.peak_beside_bytes is not None and memory is not None:
+            self.peak_beside_bytes = max(self.peak_beside_bytes, memory[1] - self._accounts.step_peak_bytes)
         if recorded and self._beside_now:
             self.beside_bytes, self.began_bytes = self._beside_now, self._began_now
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -50,6 +50,13 @@ class _Checkpointed(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return checkpoint(self.block, x, use_reentrant=False)
+
+
+class _Begins(nn.Module):
+    """Takes much memory before anything is saved."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.detach().repeat(1, 16).mean()
 
 
 def _model(blocks: int = 8) -> nn.Module:
@@ -128,6 +135,40 @@ def test_what_the_number_leaves_is_used(device: SimulatedDevice) -> None:
     with _offloader(device_memory=limit) as offloader:
         found, _ = _train(14, offloader)
     assert limit >= max(found[10:]) >= 0.8 * limit
+
+
+@pytest.mark.simulated
+def test_the_first_line_and_the_report_name_the_peak_of_the_device(device: SimulatedDevice) -> None:
+    """The most memory beside saved tensors and the most saved tensors are not there at the same moment."""
+
+    def train(steps: int, blocks: Callable[[nn.Module], nn.Module], offloader: Offloader | None = None) -> list[int]:
+        torch.manual_seed(0)
+        model = nn.Sequential(_Begins(), *(blocks(_Block()) for _ in range(6))).to(NAME)
+        peaks = []
+        optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+        if offloader is not None:
+            offloader.use(model)
+        for _ in range(steps):
+            torch.accelerator.synchronize()
+            torch.accelerator.reset_peak_memory_stats()
+            _step(model, ROWS, offloader)
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.accelerator.synchronize()
+            peaks.append(torch.accelerator.max_memory_allocated())
+        return peaks
+
+    limit = int(0.7 * max(train(2, lambda block: block)))
+    _empty(device)
+    lines: list[str] = []
+    with simulated(policy="auto", min_bytes=1, announce=lines.append, device_memory=limit) as offloader:
+        peak = train(14, _Checkpointed, offloader)[-1]
+        shape = autopilot_of(offloader).facts().shape
+        assert shape.plan is not None
+        assert (shape.plan.predicted_peak_bytes or 0) + shape.other_bytes == pytest.approx(peak, rel=0.04)
+    told = re.search(r"no longer run again.* peak (\S+) MiB of", "".join(lines))
+    assert told is not None
+    assert float(told[1]) * MIB == pytest.approx(peak, rel=0.04)
 
 
 @pytest.mark.simulated

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -168,6 +169,18 @@ def test_a_recomputation_holds_its_storages_when_the_region_before_has_let_go_of
     held = [_storage(None, 3.0 + n, None, nbytes=200, last_s=4.0 + n, kept=RECOMPUTED) for n in range(2)]
     at_once = _storage(None, 4.0, None, nbytes=300, last_s=4.0, kept=RECOMPUTED)
     for storages, peak in ((held, 200), ([*held, at_once], 500)):
+        profile = _profile(*storages)
+        seen = simulate(profile, conditions=Conditions(device_budget=peak))
+        assert (profile.baseline_peak_bytes, seen.peak_bytes, seen.wait_s) == (peak, peak, 0.0)
+        assert seen.timeline[-1][1] == 0
+
+
+def test_an_error_of_rounding_does_not_reverse_the_events_of_one_moment() -> None:
+    """Stamps that follow each other may become times in the reverse order: each is a sum of its own."""
+    held = [_storage(None, 3.0 + n, None, nbytes=200, last_s=4.0 + n, kept=RECOMPUTED) for n in range(2)]
+    late = replace(held[0], last_need_s=math.nextafter(4.0, 5.0))
+    at_once = _storage(None, 4.0, None, nbytes=300, last_s=math.nextafter(4.0, 5.0), kept=RECOMPUTED)
+    for storages, peak in (([late, held[1]], 200), ([late, held[1], at_once], 500)):
         profile = _profile(*storages)
         seen = simulate(profile, conditions=Conditions(device_budget=peak))
         assert (profile.baseline_peak_bytes, seen.peak_bytes, seen.wait_s) == (peak, peak, 0.0)
