@@ -37,7 +37,6 @@ myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
-autodoc_default_options = {"members": True}
 autoclass_content = "class"
 
 PICTURE = re.compile(
