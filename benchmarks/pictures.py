@@ -147,29 +147,27 @@ def _mib(row: Data) -> str:
 
 def rok_predicted(data: Data, theme: Mapping[str, str]) -> str:
     """Return predicted speed over predicted memory in shares of keep's: one line a model, at batches of 16."""
-    shares: dict[tuple[str, int], dict[str, At]] = {}
-    keep: dict[tuple[str, int], At] = {}
+    models: dict[tuple[str, int], dict[str, At]] = {}
     for sample in (sample for sample in data["samples"] if sample["case"]["batch"] == 16):
-        model = sample["case"]["model"], sample["case"]["hidden"]
-        at = sample["peak_bytes"][0], 1 / sample["step_s"][0]
-        if sample["series"] == "keep":
-            keep[model] = at
-        series = f"{sample['series']} {sample['level']}".strip()
-        whole = keep[model]
-        shares.setdefault(model, {})[series] = at[0] / whole[0], at[1] / whole[1]
-    free = [series["hybrid"][0] for series in shares.values()]
+        name = f"{sample['series']} {sample['level']}".strip()
+        point = sample["peak_bytes"][0], 1 / sample["step_s"][0]
+        models.setdefault((sample["case"]["model"], sample["case"]["hidden"]), {})[name] = point
+    shares = [
+        {name: (x / points["keep"][0], y / points["keep"][1]) for name, (x, y) in points.items()}
+        for points in models.values()
+    ]
+    free = [points["hybrid"][0] for points in shares]
     title = f"Predicted: keep's speed at {min(free):.2f} to {max(free):.2f} of its memory"
     chart = Chart(theme, title, "H100 and four SSDs, on paper: nothing was run", 1.1, 1.15)
     ticks = (0, 0.2, 0.4, 0.6, 0.8, 1)
     chart.axes("activation peak / keep's", ticks, "speed / keep's", ticks)
-    for series in shares.values():
-        chart.line([series[name] for name in ("recompute", "hybrid 0.4", "hybrid", "keep")], "grid", 1.5)
-    for name, colour in (("recompute", "recompute"), ("hybrid 0.4", "ours"), ("hybrid", "ours"), ("keep", "keep")):
-        for series in shares.values():
-            chart.dot(series[name], colour)
+    for points in shares:
+        chart.line([points[name] for name, *_ in LABELS], "grid", 1.5)
     for name, colour, label, away, anchor in LABELS:
-        x = median(series[name][0] for series in shares.values())
-        y = (max if away < 0 else min)(series[name][1] for series in shares.values())
+        for points in shares:
+            chart.dot(points[name], colour)
+        x = median(points[name][0] for points in shares)
+        y = (max if away < 0 else min)(points[name][1] for points in shares)
         across, down = chart.at(x, y)
         chart.text(across, down + away, label, colour, anchor, bold=True)
     return chart.svg()
