@@ -3,20 +3,20 @@
 ::
 
     ActOffloadError
-    ├── ConfigError (ValueError)               an option has a value that cannot work
-    ├── BudgetError (ValueError)               no plan keeps a step within a budget; it has the floor
-    ├── OffloaderClosedError (RuntimeError)    used after close() or abort()
-    ├── NothingOffloadedError (RuntimeError)   strict=True and no byte was moved
-    ├── SavedTensorModifiedError (RuntimeError) a saved tensor was changed in place before backward
-    ├── TraceFileError (ValueError)            a file that is no whole trace of a run
-    ├── StateError (RuntimeError)              a bug in this library: an illegal state transition
-    └── StorageError (OSError)                 the storage below us
-        ├── SpoolPathError                     the directory cannot hold a spool
-        ├── SpoolFullError                     no room left on any path
-        ├── StorageWriteError                  a write failed (the step goes on; counted as degraded)
-        ├── StorageReadError                   the only copy could not be read back: the step must fail
-        │   └── ChecksumError                  the bytes read back differ from those written
-        └── EngineUnavailableError             the chosen storage engine cannot run here
+    ├── ConfigError (ValueError)                an option has a value that cannot work
+    ├── BudgetError (ValueError)                no plan keeps a step within a budget
+    ├── OffloaderClosedError (RuntimeError)     used after close() or abort()
+    ├── NothingOffloadedError (RuntimeError)    strict=True, and no byte was moved
+    ├── SavedTensorModifiedError (RuntimeError) changed in place before backward
+    ├── TraceFileError (ValueError)             a file that is no whole trace of a run
+    ├── StateError (RuntimeError)               a bug in this library
+    └── StorageError (OSError)                  the storage below us
+        ├── SpoolPathError                      the directory cannot hold a spool
+        ├── SpoolFullError                      no room left on any path
+        ├── StorageWriteError                   a write failed; the step goes on
+        ├── StorageReadError                    the only copy is lost: the step fails
+        │   └── ChecksumError                   read back other bytes than written
+        └── EngineUnavailableError              the engine cannot run here
 
 Each leaf also derives from the builtin error that a caller would expect to catch.
 """

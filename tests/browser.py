@@ -64,11 +64,11 @@ class Page:
         for offset in (1, 0):
             self._call("Input.dispatchMouseEvent", type="mouseMoved", x=x + offset, y=y)
 
-    def screenshot(self, file: Path) -> None:
-        """Write a picture of the whole page."""
+    def screenshot(self, file: Path, height: float | None = None) -> None:
+        """Write a picture of the page, or of so many pixels from its top."""
         options = {"format": "png", "captureBeyondViewport": True}
         size = self._call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {**size, "scale": 1}
+        clip = {**size, "height": min(size["height"], height or size["height"]), "scale": 1}
         file.write_bytes(base64.b64decode(self._call("Page.captureScreenshot", clip=clip, **options)["data"]))
 
     def _call(self, method: str, **params: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("*.md", "docs/*.md", "docs/upstream/*.md", "benchmarks/*.md", "integrations/**/*.py")
+FOLDERS = ("*.md", "docs/**/*.md", "benchmarks/*.md", "integrations/**/*.py")
 HISTORY = ("CHANGELOG.md", "benchmarks/LOG.md")
 PROGRAMS = "accelerate|actoffload|apt-get|make|pip|pre-commit|pytest|python|torchrun"
 COMMAND = rf"(?:\w+=\S+ )*(?:{PROGRAMS}) [^`\n]+"

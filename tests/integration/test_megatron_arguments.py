@@ -38,13 +38,13 @@ def parse(text: str) -> argparse.Namespace:
     return found
 
 
-# -- the lines of docs/integrations.md --------------------------------------------------------------------------------
+# -- the lines of docs/frameworks/megatron.md -----------------------------------------------------------------------
 
 
 def documented_lines() -> list[str]:
-    """The two ways to call ``pretrain`` in docs/integrations.md, as source text."""
-    text = (Path(__file__).parents[2] / "docs/integrations.md").read_text(encoding="utf-8")
-    block = text.split("## Megatron-core")[1].split("```python\n")[1].split("```")[0]
+    """The two ways to call ``pretrain`` in docs/frameworks/megatron.md, as source text."""
+    text = (Path(__file__).parents[2] / "docs/frameworks/megatron.md").read_text(encoding="utf-8")
+    block = text.split("```python\n")[1].split("```")[0]
     _, released, newest, _ = block.split("\n# ")
     return [part.partition("\n")[2] for part in (released, newest)]
 

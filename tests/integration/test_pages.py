@@ -36,15 +36,15 @@ ELSEWHERE = {
     r"python .*\.pretrain_gpt .*": "integration/test_megatron.py::test_the_example_runs_and_ends_with_a_row",
     r"README\.md, .*": "unit/test_readme.py::test_the_examples_run",
     r"CONTRIBUTING\.md, Add an? (engine|policy|integration|planner)": "unit/test_contributing.py::example",
-    r"docs/tuning\.md, Tuning: .*": "unit/test_causes.py::test_the_tuning_page_shows_what_its_program_prints",
+    r"docs/tuning\.md, Tuning a slow step.*": "unit/test_causes.py::test_the_tuning_page_shows_what_its_program_prints",
     r"docs/streams\.md, .*": "unit/test_reading_streams.py::test_what_the_page_says_helps",
     r"docs/checkpointing\.md, Switch .*": "integration/test_framework_checkpoints.py::test_the_page_runs",
     r"docs/hooks\.md, .*": "unit/test_hook_stack.py::test_the_page_runs",
     r"docs/commands\.md, A model of .*": "unit/test_cli_estimate.py::test_the_documented_model_of_ones_own_is_counted",
-    r"docs/integrations\.md, Megatron-core": "integration/test_megatron_arguments.py::documented_lines",
+    r"docs/frameworks/megatron\.md, .*": "integration/test_megatron_arguments.py::documented_lines",
     r"docs/upstream/torchtitan\.md, .*": "integration/test_torchtitan.py::found",
     r"docs/upstream/(?!torchtitan).*": "integration/test_upstream.py::test_the_shim_moves_and_changes_no_loss",
-    r"docs/(integrations\.md, (?!Megatron)|remat).*": "integration/test_upstream.py::test_a_block_puts_a_model_inside",
+    r"docs/(frameworks/(?!megatron)|remat).*": "integration/test_upstream.py::test_a_block_puts_a_model_inside",
 }
 SMALLER = {
     "make demo": "DEMO_ARGS=--help",

@@ -15,7 +15,7 @@ from tests.integration.processes import ROOT, launch
 NOTES = {file.stem: file.read_text(encoding="utf-8") for file in (ROOT / "docs/upstream").glob("*.md")}
 RUN = ("deepspeed", "transformers", "trl")
 """test_torchtitan.py runs the other one."""
-BLOCKS = [name for name in pages.BLOCKS if re.match(r"docs/(integrations\.md, (?!Megatron)|remat)", name)]
+BLOCKS = [name for name in pages.BLOCKS if re.match(r"docs/(frameworks/(?!megatron)|remat)", name)]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_a_block_puts_a_model_inside(found: dict[str, Any], block: str) -> None:
 
 @pytest.mark.parametrize("note", NOTES)
 def test_a_note_is_short_and_names_the_version(note: str) -> None:
-    assert len(NOTES[note].splitlines()) <= 40
+    assert len(NOTES[note].splitlines()) <= 42
     assert max(map(len, NOTES[note].splitlines())) <= 120
     try:
         version = importlib.metadata.version(note)

@@ -114,14 +114,18 @@ def given() -> dict[str, dict[str, Any]]:
     for layer in checkpointed:
         layer.forward = torch_remat.checkpoint()(layer.forward)
     config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
-    plain_loop = {"task": layers(), "trainer": SimpleNamespace(fit=step)}
+    lightning = {"task": layers(), "trainer": SimpleNamespace(fit=step)}
     tuning = {"SFTTrainer": lambda *_, **__: make_trainer(scratch()), "model": None, "args": None, "data": None}
     return {
-        "docs/integrations.md, DeepSpeed": {"model": layers(), "config": config},
-        "docs/integrations.md, Hugging Face: Transformers, TRL, PEFT, Accelerate": tuning,
-        "docs/integrations.md, torch.distributed": {"model": layers(), "fully_shard": fully_shard},
-        "docs/integrations.md, torch.compile": {"model": compiled},
-        "docs/integrations.md, Lightning, diffusers, torchvision, and plain loops": plain_loop,
+        "docs/frameworks/deepspeed.md, DeepSpeed": {"model": layers(), "config": config},
+        "docs/frameworks/transformers.md, Transformers, TRL and PEFT": tuning,
+        "docs/frameworks/distributed.md, FSDP, DDP, tensor and pipeline parallel": {
+            "model": layers(),
+            "fully_shard": fully_shard,
+        },
+        "docs/frameworks/compile.md, torch.compile": {"model": compiled},
+        "docs/frameworks/lightning.md, Lightning": lightning,
+        "docs/frameworks/loops.md, diffusers, torchvision, and your own loop": {"model": layers()},
         "docs/remat.md, torch_remat": {"model": checkpointed},
     }
 

@@ -1,0 +1,227 @@
+"""The pages as a reader sees them: nothing is cut, every link leads somewhere, pictures and figures are those of files.
+
+`make docs` builds the site; this test reads the sources alone, so that it is fast.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import actoffload
+from benchmarks import pictures
+from tests import figures, pages
+
+ROOT = pages.ROOT
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(path for path in DOCS.rglob("*.md") if "upstream" not in path.parts)]
+SITE = [path for path in PAGES if DOCS in path.parents]
+MOST_COLUMNS = 76
+"""The width of a block of code that the site shows without scrolling."""
+OUTPUT = ("text", "{eval-rst}", "{toctree}", "prose")
+"""Kinds of blocks that are no code: the style sheet wraps their lines."""
+GROUPS = ("Start", "Use", "Understand", "Project")
+MOST_LINES_OF_A_FRAMEWORK = 45
+CSS = (DOCS / "static" / "site.css").read_text(encoding="utf-8")
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+# -- widths -----------------------------------------------------------------------------------------------------------
+
+
+def code_lines() -> Iterator[tuple[str, str]]:
+    """The lines of code of README and the site, and where each stands."""
+    for name, kind, text in pages.pieces():
+        if kind not in OUTPUT and name.startswith(("README", "docs/")) and "upstream" not in name:
+            yield from ((name, line) for line in text.splitlines())
+    for cell in json.loads(text_of("docs/tutorial.ipynb"))["cells"]:
+        if cell["cell_type"] == "code":
+            yield from (("docs/tutorial.ipynb", line) for line in "".join(cell["source"]).splitlines())
+
+
+def test_no_line_of_code_is_cut() -> None:
+    lines = list(code_lines())
+    assert len(lines) > 150
+    assert [place for place in lines if len(place[1]) > MOST_COLUMNS] == []
+
+
+def test_output_wraps_and_so_does_code_on_a_narrow_screen() -> None:
+    rules = {
+        selector.strip(): body
+        for selectors, body in re.findall(r"([^{}@]+)\{([^{}]*)\}", re.sub(r"/\*.*?\*/", "", CSS, flags=re.DOTALL))
+        for selector in selectors.split(",")
+    }
+    for selector in (".highlight-text pre", ".output pre", ".doctest pre", ".highlight pre"):
+        assert "white-space: pre-wrap" in rules[selector]
+        assert "overflow-wrap: anywhere" in rules[selector]
+    assert "@media (max-width" in CSS.partition(".highlight pre")[0], "on a narrow screen alone"
+    assert "overflow-x: auto" in rules[".table-wrapper"]
+    assert 'html_css_files = ["site.css"]' in text_of("docs/conf.py")
+
+
+# -- links, anchors, groups -------------------------------------------------------------------------------------------
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page: its headings, as GitHub and the site spell them, and the options of the configuration."""
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    found = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return found | options() if path.name == "configuration.md" else found
+
+
+def options() -> set[str]:
+    """The options that have an entry of their own, as docs/conf.py finds them."""
+    return set(re.findall(r"^- `(\w+) = ", text_of("docs/configuration.md"), re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    links += re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    for link in links:
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        assert target.is_file(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_every_option_has_an_anchor() -> None:
+    assert options() == {field.name for field in fields(actoffload.OffloadConfig)}
+    assert 'OPTION = re.compile(r"(\\w+) = ")' in text_of("docs/conf.py")
+
+
+def entries(page: Path) -> list[tuple[str, str]]:
+    """The pages of the tables of contents of a page, each with its group."""
+    found = []
+    for block in re.findall(r"^```\{toctree\}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+        caption = re.search(r"^:caption: (.+)$", block, re.MULTILINE)
+        lines = [line for line in block.splitlines() if line and not line.startswith(":")]
+        found += [(caption[1] if caption else "", line) for line in lines]
+    return found
+
+
+def test_every_page_is_in_one_group() -> None:
+    found = entries(DOCS / "index.md")
+    assert tuple(dict.fromkeys(group for group, _ in found)) == GROUPS
+    found += entries(DOCS / "integrations.md")
+    there = {str(path.relative_to(DOCS).with_suffix("")) for path in SITE} | {"tutorial"}
+    assert Counter(name for _, name in found) == Counter(there - {"index"})
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "frameworks").glob("*.md")), ids=named)
+def test_the_page_of_a_framework_is_short_and_complete(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= MOST_LINES_OF_A_FRAMEWORK
+    assert "```" in text, "a line to type"
+    assert f"(frameworks/{page.name})" in text_of("docs/integrations.md")
+
+
+def test_the_api_page_has_every_public_name() -> None:
+    page = text_of("docs/api.md")
+    shown = set(re.findall(r"auto(?:class|function):: (\w+)", page))
+    assert shown == set(actoffload.__all__) - {"__version__", "errors"}
+    assert "automodule:: actoffload.errors" in page
+    assert "autodoc_default_options" not in text_of("docs/conf.py"), "it would show all members of all classes"
+    internal = {"abort", "after_fork_in_child", "forked", "look_inside", "note_inputs", "stage", "traced", "use"}
+    offloader = re.search(r"autoclass:: Offloader.*\n +:members: (.+)", page)
+    assert offloader is not None
+    assert internal & set(offloader[1].split(", ")) == set()
+
+
+# -- pictures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("file", "text"), list(pictures.draw()), ids=lambda item: getattr(item, "name", "text"))
+def test_a_picture_is_the_one_of_its_file(file: Path, text: str) -> None:
+    assert file.read_text(encoding="utf-8") == text, "run `python -m benchmarks.pictures`"
+
+
+@pytest.mark.parametrize(("file", "text"), list(pictures.draw()), ids=lambda item: getattr(item, "name", "text"))
+def test_a_picture_is_read_at_its_width(file: Path, text: str) -> None:
+    """Letters of 14 pixels, half as wide as high and a little more, lie inside and on no other text."""
+    size = re.search(r'viewBox="0 0 (\d+) (\d+)".*font-size="(\d+)"', text)
+    assert size is not None
+    width, height, font = map(int, size.groups())
+    assert width == 736
+    assert font >= 13
+    boxes: list[tuple[float, float, float, str]] = []
+    for x, y, anchor, label in re.findall(r'<text x="(\S+)" y="(\S+)" text-anchor="(\w+)"[^>]*>([^<]+)</text>', text):
+        long = 0.55 * font * len(label)
+        left = float(x) - {"start": 0, "middle": long / 2, "end": long}[anchor]
+        assert left >= -1, label
+        assert left + long <= width + 1, label
+        assert font - 2 <= float(y) <= height, label
+        boxes.append((left, left + long, float(y), label))
+    for number, (left, right, row, label) in enumerate(boxes):
+        for other_left, other_right, other_row, other in boxes[number + 1 :]:
+            apart = right <= other_left or other_right <= left or abs(row - other_row) >= font
+            assert apart, f"{label!r} lies on {other!r}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_pictures_have_a_light_and_a_dark_one_and_words(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    found = re.findall(
+        r'<picture><source media="\(prefers-color-scheme: dark\)" srcset="(\S+)-dark\.(\w+)">'
+        r'\s*<img src="(\S+)-light\.(\w+)" alt="([^"]+)"></picture>',
+        text,
+    )
+    assert len(found) == text.count("<img ")
+    for dark, dark_kind, light, light_kind, alt in found:
+        assert (dark, dark_kind) == (light, light_kind)
+        assert len(alt) > 20
+
+
+def test_every_picture_is_used() -> None:
+    used = "\n".join(path.read_text(encoding="utf-8") for path in PAGES)
+    assert [path.name for path in (DOCS / "images").iterdir() if path.name not in used] == []
+
+
+# -- figures ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/results.md"])
+def test_the_tables_are_those_of_the_files(name: str) -> None:
+    text = text_of(name)
+    rows = figures.h200_rows() + figures.cpu_rows()
+    assert len(rows) == 13
+    assert [row for row in rows if row not in text.splitlines()] == []
+    assert [file for file in (figures.H200, *figures.CPU) if file not in text] == []
+
+
+def test_the_first_screen_says_what_is_not_there_yet() -> None:
+    rows = {
+        p["mode"]: p["result"] for p in figures.load(figures.H200)["points"] if p["case"]["name"].startswith("llama")
+    }
+    peaks = {mode: rows[mode].get("activation_peak_bytes", 0) for mode in figures.MODES}
+    bounds = {bound["what"]: bound["measured"] for bound in figures.load(figures.H200)["bounds"]}
+    freed = 1 - peaks["default"] / peaks["keep"]
+    slower = bounds["llama, 8k tokens, checkpointed: step time / alone"] - 1
+    lower = 1 - bounds["llama, 8k tokens, checkpointed: activation peak / alone"]
+    first = " ".join(text_of("README.md").partition("| you have |")[0].split())
+    assert f"the default frees {freed:.0%}".replace("%", " %") in first
+    assert f"for {rows['default']['ratio'] - 1:.0%} more time".replace("%", " %") in first
+    assert f"a step takes {slower:.0%} longer in {lower:.0%} less memory".replace("%", " %") in first
+    assert "Nothing is measured on consumer GPUs, on several GPUs, or with NCCL" in first
+
+
+def test_files_of_results_that_pages_name_are_there() -> None:
+    for page in PAGES:
+        for name in re.findall(r"benchmarks/results/([\w.+-]+\.(?:json|md))", page.read_text(encoding="utf-8")):
+            if "_DATE" not in name:
+                assert (ROOT / "benchmarks" / "results" / name).is_file(), f"{named(page)}: {name}"
