@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from actoffload.testing.gpt import GPT, GPTConfig
-from actoffload.tools.models import Case
+from actoffload.tools.rok_points import Case
 from actoffload.tools.models import build as build_language_model
 
 Start = tuple[Tensor, Tensor | None]

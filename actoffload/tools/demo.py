@@ -14,23 +14,26 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import TextColumn
 from rich.table import Column, Table
-from torch import Tensor
 
-from .. import OffloadConfig, Offloader, errors
+from .. import errors
+from ..config import OffloadConfig
 from ..sizes import format_size
-from ..testing.gpt import GPT, GPTConfig
 from .console import JsonOption, PathOption, check_paths, fail, grouped, print_json, progress_bar, strings
 from .environment import BUSY_SHARE, find_device
 from .process import block_io, peak_rss_bytes, prepare_process, say, synchronize
 from .workers import spread, take_turns, turn_ratios
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..testing.gpt import GPTConfig
 
 WORKER = "actoffload.tools.demo"
 STEP_LIMIT_S = 3600.0
@@ -62,6 +65,8 @@ class Training:
         Raises:
             ValueError: they do not fit together.
         """
+        from ..testing.gpt import GPTConfig
+
         return GPTConfig(layers=self.layers, width=self.width, seq=self.seq)
 
 
@@ -192,6 +197,11 @@ def _size(nbytes: int | None) -> str:
 
 def train(spec: dict[str, Any]) -> None:
     """Take a training step for every line of standard input; print a line for each, and at the end the result."""
+    import torch
+
+    from ..autograd.offloader import Offloader
+    from ..testing.gpt import GPT
+
     device = find_device()
     training = Training(**{name: spec[name] for name in Training.__dataclass_fields__ if name in spec})
     prepare_process(device, training.threads, training.seed)

@@ -4,28 +4,16 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
-from torch import nn
 
 from ..errors import ConfigError
 from ..sizes import format_size
 from ..storage.endurance import format_decimal, format_duration
-from ..testing.gpt import GPTConfig
-from .console import JsonOption, PictureOption, explained_errors, grouped, print_json, print_rows, written
-from .models import (
-    Workload,
-    build_gpt,
-    build_own,
-    build_transformers,
-    configuration,
-    count,
-    is_own,
-)
+from .console import JsonOption, PictureOption, grouped, print_json, print_rows, written
 from .on_paper import (
     BUILT_IN,
     DRIVES,
@@ -45,6 +33,12 @@ from .on_paper import (
     preset,
 )
 from .plots import Look, draw_estimate
+from .rok_points import is_own
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .models import Workload
 
 COUNTED: dict[str, Any] = {"sequence": 2048, "micro_batch": 1, "gpu": "h100-sxm"}
 """The preset for ``--from-model``."""
@@ -99,8 +93,7 @@ def command(
         else:
             print_rows(map(_cells, rows), *(rows[0] if presets else _PUBLISHED_HEAD))
         return
-    with explained_errors():
-        answer = Answer(question, split, machine)
+    answer = Answer(question, split, machine)
     title = f"{question.from_model or question.model} on {answer.hardware.name}, per GPU of {answer.split.gpus}"
     if picture is not None:
         with written():
@@ -137,6 +130,8 @@ def activations_of(question: Question, split: Parallelism) -> Activations:
     Raises:
         ConfigError: the model is not known, cannot be split so, or has nothing that repeats.
     """
+    from .models import count
+
     start = question.start
     sequence, micro_batch = question.sequence or start.sequence, question.micro_batch or start.micro_batch
     # The built-in GPT can be built as one rank's share: without sequence parallelism its norms stay whole there.
@@ -168,6 +163,11 @@ def activations_of(question: Question, split: Parallelism) -> Activations:
 
 def _build(question: Question, sequence: int, tensor: int) -> tuple[Workload, str]:
     """Return the model on the meta device and its name; of the built-in GPT one of ``tensor`` ranks' share."""
+    import torch
+
+    from ..testing.gpt import GPTConfig
+    from .models import build_gpt, build_own, build_transformers, configuration
+
     start, source, meta = question.start, question.from_model, torch.device("meta")
     if source is not None and is_own(source):
         if question.sequence is not None:

@@ -16,17 +16,11 @@ from importlib.resources import files
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-import torch
 import typer
 
 from ..errors import ConfigError
-from ..planning.profile import Link, Profile, Region, Storage
-from ..planning.regions import run_again
-from ..policy import KeepReason
 from ..sizes import parse_size
 from ..storage.endurance import Drive, check_counts, check_positive, lifetime_s, written_per_day
-from .models import Workload, unpacked_sequences
-from .saved_bytes import BACKWARD_FACTOR, MIN_BYTES, WatchedStep
 
 RESERVED_BYTES = 1 << 30
 """GPU memory besides tensors: the CUDA context and libraries' workspaces (a round figure, recalled)."""
@@ -43,7 +37,7 @@ def _parsed(flag: str, unit: str, convert: Callable[[str], float], help: str = "
         try:
             return convert(text)
         except ValueError as error:  # click would show the text alone
-            raise typer.BadParameter(str(error)) from error
+            raise typer.BadParameter(str(error).removeprefix(f"{flag[2:]}=")) from error
 
     return typer.Option(flag, help=help, metavar=unit, parser=parse, rich_help_panel=MACHINE)
 
@@ -364,71 +358,3 @@ def _notes(activations: Activations, hardware: Hardware, share: float, spool: fl
         notes.append(f"Bytes by {activations.source}.")
     sources = (hardware.source, hardware.drive.source)
     return notes + [f"Check before quoting: {source}." for source in sources if "recalled" in source]
-
-
-# -- a step, predicted ------------------------------------------------------------------------------------------------
-
-
-def profile_of(workload: Workload, batch: int, hardware: Hardware) -> tuple[Profile, int]:
-    """Predict a step: run forward and backward of ``batch`` samples on meta tensors, on a clock that goes by FLOPs.
-
-    Bytes go between the GPU and its SSDs directly, as in SSDTrain.
-
-    Returns:
-        The step in which every block is checkpointed and runs again, and the FLOPs of the model.
-    """
-    model, inputs = workload.model, workload.batch(batch)
-    step = WatchedStep(model, {name: model.get_submodule(name) for name in workload.blocks}, inputs)
-    with unpacked_sequences(), step.flops:
-        with step.forward():
-            loss = workload.loss(inputs)
-        forward = step.now()
-        torch.autograd.backward(loss)
-    end, rate = step.now(), hardware.flops_per_s
-    saved, sources = list(step.saved.values()), _sources(step)
-    # A shared storage, or a checkpoint's input, lives on when its block runs again, so it belongs to no region.
-    storages = [
-        Storage(
-            index=number,
-            nbytes=one.nbytes,
-            birth_s=one.birth / rate,
-            need_s=None if one.need is None else one.need / rate,
-            last_need_s=(end if one.last_need is None else one.last_need) / rate,
-            module=None if one.block is None else step.blocks[one.block].name,
-            kept="" if one.nbytes >= MIN_BYTES else KeepReason.SMALL.value,
-            region=None if one.shared or number in sources.values() else one.block,
-        )
-        for number, one in enumerate(saved)
-    ]
-    for place, block in enumerate(step.blocks):
-        if place in sources:
-            continue
-        # A checkpoint saves its input even if a plain run of the block does not.
-        sources[place] = index = len(storages)
-        last_s = max((s.last_need_s for s in storages if s.region == place), default=block.end / rate)
-        common: dict[str, Any] = {"nbytes": block.input_bytes, "module": block.name}
-        storages.append(Storage(index=index, birth_s=block.begin / rate, need_s=None, last_need_s=last_s, **common))
-    plain = Profile(
-        storages=tuple(storages),
-        regions=tuple(
-            Region(place=place, name=block.name, begin_s=block.begin / rate, end_s=block.end / rate)
-            for place, block in enumerate(step.blocks)
-        ),
-        disk=Link(write_bytes_per_s=hardware.write_bytes_per_s, read_bytes_per_s=hardware.read_bytes_per_s),
-        forward_s=forward / rate,
-        backward_s=(end - forward) / rate,
-        device=hardware.name,
-    )
-    return run_again(plain, sources), BACKWARD_FACTOR * forward
-
-
-def _sources(step: WatchedStep) -> dict[int, int]:
-    """Return, by block, the storage that a checkpoint of it saves as its input, if a plain run saves that, too."""
-    numbers: dict[int | None, int] = {key: number for number, key in enumerate(step.saved)}
-    saved = list(step.saved.values())
-    found: dict[int, int] = {}
-    for place, block in enumerate(step.blocks):
-        source = numbers.get(block.source)
-        if source is not None and (saved[source].shared or saved[source].block in (None, place)):
-            found[place] = source
-    return found

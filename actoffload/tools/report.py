@@ -19,7 +19,7 @@ from ..analysis.trace_file import load
 from ..analysis.traced_run import Run, look_at
 from ..errors import ActOffloadError, TraceFileError, printable
 from ..sizes import format_size
-from .console import JsonOption, explained_errors, plain, print_json
+from .console import JsonOption, plain, print_json
 
 READING_SHARE = 0.1
 """Following a trace takes at most this share of the time: it is read anew each time."""
@@ -34,12 +34,11 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Say what a traced run did: memory, links, waits, what was predicted, and what to do next."""
-    with explained_errors():
-        with _sound(run if compare is None else f"{compare} or {run}"):
-            runs = [look_at(load(path)) for path in (compare, run) if path is not None]
-            shown = [each.as_dict() for each in runs] if as_json else render(runs)
-        if html is not None:
-            write_page(runs, html)
+    with _sound(run if compare is None else f"{compare} or {run}"):
+        runs = [look_at(load(path)) for path in (compare, run) if path is not None]
+        shown = [each.as_dict() for each in runs] if as_json else render(runs)
+    if html is not None:
+        write_page(runs, html)
     if as_json:
         print_json(shown)
         return
@@ -54,7 +53,7 @@ def top(
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = 2.0,
 ) -> None:
     """Follow the trace of a run while it is written: the report of what is there so far. Ctrl-C leaves."""
-    with explained_errors(), Live(console=Console(), auto_refresh=False) as live:
+    with Live(console=Console(), auto_refresh=False) as live:
         while True:
             began_s = time.monotonic()
             found = _so_far(run)

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from ..errors import ActOffloadError, BudgetError
-from .environment import without_paths
+from .environment import without_errno, without_paths
 
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 _NO_MEMORY = ("MemoryError", "can't allocate memory", "Cannot allocate memory", "OutOfMemoryError", "out of memory")
@@ -178,7 +178,7 @@ def spread(found: Sequence[float]) -> str:
 
 def failure(error: BaseException) -> dict[str, Any]:
     """Return an error as a result."""
-    line = next(iter(str(error).splitlines()), type(error).__name__)
+    line = next(iter(without_errno(str(error)).splitlines()), type(error).__name__)
     text, below_floor = f"{type(error).__name__}: {error}", isinstance(error, BudgetError)
     # A `BudgetError` is no lack of memory, even if its text names one.
     if not below_floor and any(part in text for part in _NO_MEMORY):

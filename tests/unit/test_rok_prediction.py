@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from actoffload.tools import models
-from actoffload.tools.models import Case
+from actoffload.tools.rok_points import Case
 from actoffload.tools.on_paper import hardware_of
 from actoffload.tools.rok import PRESETS, load_results, points_of, predict
 from actoffload.tools.rok_points import Variant
