@@ -49,6 +49,9 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 MOVING = (State.STAGING, State.SPILLING)
 """The bytes are being copied from where their owner holds them."""
 
+Traced = tuple[str | None, int, int, tuple[int, ...]]
+"""A tensor of a transfer, for a trace: its module, its bytes, the number of its record and its shape."""
+
 _numbers = itertools.count(1)
 _EMPTY: dict[torch.device, Tensor] = {}
 """A tensor of no bytes on each device: an alias of it costs less than a new one."""
@@ -67,6 +70,7 @@ class Record:
     begin: int  # its first byte that a view needs
     end: int  # one past the last byte that a view needs
     device: torch.device
+    shape: tuple[int, ...] = ()  # of the view that was saved first, for traces
     kind: str = field(init=False)  # the type of the device
     nbytes: int = field(init=False)  # of the span
     number: int = field(default_factory=_numbers.__next__)  # of the record in this process, for traces
@@ -159,3 +163,9 @@ class Record:
         if empty is None:
             empty = _EMPTY[self.device] = torch.empty(0, dtype=torch.uint8, device=self.device)
         return empty.detach().set_(self.data, self.begin - self.data_begin, (self.nbytes,), (1,))
+
+
+def traced(owner: object, nbytes: int) -> Traced:
+    """What a trace has of a tensor: ``owner`` is a record, has one (a part of a record), or is of another library."""
+    record: Any = getattr(owner, "record", owner)
+    return getattr(record, "module", None), nbytes, getattr(record, "number", 0), tuple(getattr(record, "shape", ()))
