@@ -36,9 +36,9 @@ from ..runtime.strict import MovedSince
 from ..runtime.tape import Tape
 from ..runtime.untraced import untraced
 from ..statistics import Statistics
-from ..tell.facts import Facts, Planned, facts_of
+from ..tell.facts import Facts, Planned, facts_of, passes
 from ..tell.plans import explain_plans, render_decisions
-from ..tell.report import Report, announcement, diagnose, explain_causes, passes, render_report, say
+from ..tell.report import Report, announcement, diagnose, explain_causes, render_report, say
 from ..tiers.accelerator import Accelerator
 from ..tiers.record import Record
 from ..tiers.tiers import Tiers

@@ -45,7 +45,7 @@ def render_report(facts: Facts) -> str:
     """
     config, counts = facts.config, facts.counts
     sections = [
-        _headline(config, counts),
+        _headline(facts),
         _peaks(counts),
         _regions(counts),
         _tiers(facts),
@@ -133,25 +133,17 @@ def announcement(facts: Facts) -> str:
     return f"actoffload: {target}: {seen}; {text}{never}"
 
 
-def _headline(config: OffloadConfig, s: Statistics) -> list[str]:
-    if s.packed_tensors == 0:
-        return [f"actoffload (target {config.target}): autograd saved nothing inside the context yet."]
-    more = _count(s.unhooked, "more forward pass", "more forward passes")
-    unhooked = f" As nothing moves, {more} ran without hooks." if s.unhooked else ""
-    return [
-        f"actoffload (target {config.target}): in {passes(s)}, moved {format_size(s.moved_bytes)} of "
-        f"{format_size(s.activation_bytes)} saved activations ({s.moved_share:.0%}); "
-        f"waited {s.wait_s:.2f} s (forward {s.pack_wait_s:.2f}, backward {s.unpack_wait_s:.2f})."
-        f"{unhooked}"
-    ]
-
-
-def passes(s: Statistics) -> str:
-    """The amount of work: optimizer steps and their micro-batches, or forward passes if no optimizer stepped."""
-    if not s.optimizer_steps:
-        return _count(s.steps - s.unhooked, "forward pass", "forward passes")
-    steps = _count(s.optimizer_steps, "step", "steps")
-    return f"{steps} ({s.microbatches} micro-batches)" if s.microbatches > s.optimizer_steps else steps
+def _headline(facts: Facts) -> list[str]:
+    s = facts.counts
+    lines = [f"actoffload (target {facts.config.target}): {facts.summary}"]
+    if s.packed_tensors:
+        moved = f"{format_size(s.moved_bytes)} of {format_size(s.activation_bytes)} saved activations"
+        waited = f"waited {s.wait_s:.2f} s (forward {s.pack_wait_s:.2f}, backward {s.unpack_wait_s:.2f})"
+        lines.append(f"  moved              {moved} ({s.moved_share:.0%}); {waited}")
+    if s.unhooked:
+        more = _count(s.unhooked, "more forward pass", "more forward passes")
+        lines.append(f"  as nothing moves, {more} ran without hooks")
+    return lines
 
 
 def _count(number: int, one: str, many: str) -> str:

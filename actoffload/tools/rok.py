@@ -33,7 +33,7 @@ from .console import JsonOption, PathOption, grouped, print_json, progress_bar, 
 from .environment import BUSY_SHARE, describe_environment, find_device, write_json
 from .on_paper import TABLES, hardware_of
 from .plots import Look, draw_rok
-from .rok_points import SERIES, TRANSFORMERS, Case, Point, Spread, Variant, is_own
+from .rok_points import SERIES, TRANSFORMERS, Case, Point, Spread, Variant, is_own, verdict
 from .workers import FAILURES, failure, run_worker
 
 SIMULATED, PREDICTED = "sim", "predicted"
@@ -41,8 +41,6 @@ SIMULATED, PREDICTED = "sim", "predicted"
 OWN = "own"
 """The preset of a user's own model."""
 OWN_BATCHES = (1, 2, 4)
-LEAST_NOISE = 0.01
-"""Two steps of keep are taken to differ by this share at least."""
 WORKER, VERSION = "actoffload.tools.rok_worker", 2
 LIMIT_S = 3600.0
 """The longest time of a round."""
@@ -152,19 +150,6 @@ def _point(case: Case, variant: Variant, samples: Sequence[Sample]) -> Point:
         ratio=Spread.of(ratios) if ratios else None,
         identical=all(compared) if compared else None,
     )
-
-
-def verdict(ratio: Spread, noise: Spread) -> str:
-    """Compare a ratio to keep with the A/A noise: a difference needs a middle half that lies outside the noise's.
-
-    The noise counts as 1 % at least: virtual time has none, and is no more exact than that.
-
-    >>> verdict(Spread(1.3, 1.2, 1.4), Spread(1.0, 0.9, 1.1)), verdict(Spread(1.05, 1.0, 1.2), Spread(1.0, 0.9, 1.1))
-    ('slower', 'as keep')
-    """
-    if ratio.low > max(noise.high, 1 + LEAST_NOISE):
-        return "slower"
-    return "faster" if ratio.high < min(noise.low, 1 - LEAST_NOISE) else "as keep"
 
 
 # -- rounds -----------------------------------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ TRANSFORMERS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     ),
 }
 """By a case's model: the type, the class of a layer, SSDTrain's vocabulary and the rest of the configuration."""
+LEAST_NOISE = 0.01
+"""Two steps of keep are taken to differ by this share at least."""
 SERIES = ("keep", "recompute", "offload", "hybrid")
 
 
@@ -94,6 +96,19 @@ class Spread:
         """Return the spread of one or more values."""
         low, _, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
         return cls(median(values), low, high)
+
+
+def verdict(ratio: Spread, noise: Spread) -> str:
+    """Compare a ratio to keep with the A/A noise: a difference needs a middle half that lies outside the noise's.
+
+    The noise counts as 1 % at least: virtual time has none, and is no more exact than that.
+
+    >>> verdict(Spread(1.3, 1.2, 1.4), Spread(1.0, 0.9, 1.1)), verdict(Spread(1.05, 1.0, 1.2), Spread(1.0, 0.9, 1.1))
+    ('slower', 'as keep')
+    """
+    if ratio.low > max(noise.high, 1 + LEAST_NOISE):
+        return "slower"
+    return "faster" if ratio.high < min(noise.low, 1 - LEAST_NOISE) else "as keep"
 
 
 @dataclass(frozen=True, kw_only=True)

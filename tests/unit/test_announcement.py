@@ -92,7 +92,7 @@ def test_explain_and_report(make_offloader: MakeOffloader) -> None:
     assert "in 1 forward pass" in text
     loss.backward()
     report = offloader.report()
-    assert "actoffload (target nvme): in 1 forward pass, moved" in report
+    assert "actoffload (target nvme): 1 forward pass: activations' peak" in report
     assert "module excluded" in report
     assert "below min_bytes" in report
     assert "storage engine posix, direct I/O" in report
