@@ -38,7 +38,7 @@ from ..runtime.untraced import untraced
 from ..statistics import Statistics
 from ..tell.facts import Facts, Planned, facts_of, passes
 from ..tell.plans import explain_plans, render_decisions
-from ..tell.report import Report, announcement, diagnose, explain_causes, render_report, say
+from ..tell.report import Report, announcement, closing_line, diagnose, explain_causes, render_report, say
 from ..tiers.accelerator import Accelerator
 from ..tiers.record import Record
 from ..tiers.tiers import Tiers
@@ -449,6 +449,11 @@ class Offloader:
         """Return the run's counts and their reasons as text (in a notebook a table), with limits and remedies last."""
         facts = self._facts()
         return Report("\n".join([render_report(facts), *diagnose(facts)]))
+
+    def sum_up(self) -> None:
+        """Write the run so far in one line, where the option ``announce`` directs it."""
+        if not self.forked:  # the parent does
+            say(self.config, closing_line(self._facts()))
 
     def _facts(self, held_bytes: Mapping[str, int] | None = None) -> Facts:
         pilot, planned = self.autopilot, None

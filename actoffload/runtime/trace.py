@@ -30,9 +30,9 @@ from ..events import EventKind, TraceEvent, now
 from ..memory.process_memory import rss_bytes
 from ..policy import STATIC
 from ..storage.transfers import Transfer
-from ..tiers.record import traced
 from ..tiers.shared import Shared
 from ..tiers.tiers import Tiers
+from ..tiers.timers import traced
 from ..version import __version__
 from .backward_end import BackwardEnd
 from .identity import inner_tensors

@@ -11,7 +11,7 @@ from ..config import OffloadConfig
 from ..interrupts import expected
 from ..planning.constants import MOST_CAUSES
 from ..policy import STATIC, reasons
-from ..runtime.trace import rank_and_ranks
+from ..runtime.trace import rank_and_ranks, trace_path
 from ..sizes import format_size, format_time
 from ..statistics import Statistics
 from ..storage.endurance import Rating, render_wear
@@ -103,6 +103,12 @@ def say(config: OffloadConfig, line: str) -> None:
         expected(config.announce, line)
     else:
         print(line, file=sys.stderr, flush=True)
+
+
+def closing_line(facts: Facts) -> str:
+    """One line on the whole run, and the command that has more."""
+    file = trace_path(facts.config)
+    return f"actoffload: {facts.summary}; details: actoffload {f'report {file}' if file else 'trace -- PROGRAM'}"
 
 
 def announcement(facts: Facts) -> str:

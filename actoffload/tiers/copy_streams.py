@@ -16,8 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from .accelerator import Accelerator, Event, Stream, allocated_bytes
-from .record import Traced, traced
-from .timers import DeviceStopwatch, StreamWaits, Timeline, WaitFor
+from .timers import DeviceStopwatch, StreamWaits, Timeline, Traced, WaitFor, traced
 
 WINDOW_FLOOR_BYTES = 64 << 20
 BATCH_BYTES = 16 << 20

@@ -49,9 +49,6 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 MOVING = (State.STAGING, State.SPILLING)
 """The bytes are being copied from where their owner holds them."""
 
-Traced = tuple[str | None, int, int, tuple[int, ...]]
-"""A tensor of a transfer, for a trace: its module, its bytes, the number of its record and its shape."""
-
 _numbers = itertools.count(1)
 _EMPTY: dict[torch.device, Tensor] = {}
 """A tensor of no bytes on each device: an alias of it costs less than a new one."""
@@ -163,9 +160,3 @@ class Record:
         if empty is None:
             empty = _EMPTY[self.device] = torch.empty(0, dtype=torch.uint8, device=self.device)
         return empty.detach().set_(self.data, self.begin - self.data_begin, (self.nbytes,), (1,))
-
-
-def traced(owner: object, nbytes: int) -> Traced:
-    """What a trace has of a tensor: ``owner`` is a record, has one (a part of a record), or is of another library."""
-    record: Any = getattr(owner, "record", owner)
-    return getattr(record, "module", None), nbytes, getattr(record, "number", 0), tuple(getattr(record, "shape", ()))

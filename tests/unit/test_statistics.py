@@ -199,7 +199,8 @@ def test_the_report_begins_with_what_matters_and_shows_only_what_is_in_use() -> 
     lines = report.splitlines()
     assert lines[:2] == [
         "actoffload (target nvme): 3 steps (6 micro-batches): activations' peak 40.0 → 10.0 MiB, 90.0 MiB to NVMe",
-        "  moved              90.0 MiB of 92.0 MiB saved activations (98%); waited 1.25 s (forward 0.25, backward 1.00)",
+        "  moved              90.0 MiB of 92.0 MiB saved activations (98%); "
+        "waited 1.25 s (forward 0.25, backward 1.00)",
     ]
     assert lines[2] == "  saved activations  peak 10.0 MiB of 40.0 MiB with nothing moved (25%)"
     kept = lines[lines.index("kept where they were:") + 1 :]
