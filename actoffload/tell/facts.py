@@ -241,10 +241,8 @@ def machine_changed(profile: Profile, seen: Observed | None) -> str:
     change = 0.0 if seen is None else (seen.step_s - seen.wait_s) / profile.step_s - 1
     if abs(change) < CHANGED:
         return ""
-    return (
-        f"the machine has changed since the step was recorded: without its waits a step takes {abs(change):.0%} "
-        f"{'longer' if change > 0 else 'less'} now, whatever the plan; other programs or clocks do that"
-    )
+    now_takes = f"{abs(change):.0%} {'longer' if change > 0 else 'less'}"
+    return f"the machine has changed since the step was recorded: without waits it takes {now_takes}, whatever the plan"
 
 
 def facts_of(store: ActivationStore, planned: Planned | None, held_bytes: Mapping[str, int] | None = None) -> Facts:
