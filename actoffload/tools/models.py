@@ -117,6 +117,30 @@ def build_own(field: str, source: str, device: torch.device) -> Workload:
     return _workload(made[0].to(device), made[1], device)
 
 
+class _Adapted(nn.Module):
+    """A frozen linear layer with an adapter beside it (LoRA, arXiv 2106.09685)."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        like: dict[str, Any] = {"bias": False, "device": base.weight.device, "dtype": base.weight.dtype}
+        self.base, self.down = base, nn.Linear(base.in_features, rank, **like)
+        self.up = nn.Linear(rank, base.out_features, **like)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the sum of both."""
+        adapted: Tensor = self.base(hidden) + self.up(self.down(hidden))
+        return adapted
+
+
+def adapt(workload: Workload, rank: int) -> None:
+    """Freeze a model, and put an adapter beside each linear layer of its blocks."""
+    workload.model.requires_grad_(False)
+    for block in map(workload.model.get_submodule, workload.blocks):
+        for name, linear in [each for each in block.named_modules() if isinstance(each[1], nn.Linear)]:
+            parent, _, attribute = name.rpartition(".")
+            setattr(block.get_submodule(parent), attribute, _Adapted(linear, rank))
+
+
 def build_gpt(sizes: GPTConfig, *, dtype: torch.dtype, device: torch.device) -> Workload:
     """Return the built-in GPT; a sample is a sequence of ``sizes.seq`` tokens."""
     with device:
