@@ -13,42 +13,32 @@
 from __future__ import annotations
 
 import logging
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from . import errors
-from .api import Attachment, attach, offload_activations
-from .autograd.checkpoints import checkpoint
-from .autograd.exclusions import keep, no_offload
-from .autograd.offloader import Offloader
-from .autograd.selective import create_selective_checkpoint_contexts
-from .autograd.tensor_names import name
-from .config import OffloadConfig
-from .planning.plan import Plan
-from .planning.profile import Profile
-from .policy import Decision, Policy, TensorFacts
-from .statistics import Statistics
-from .storage.engines.base import StorageEngine
-from .version import __version__
+from . import errors as errors
+from .version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from .api import *  # noqa: F403
+    from .api import __all__ as __all__
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Import the library, and torch with it, when its first name is used: a command's help needs neither.
+
+        Its rooms (``actoffload.planning``) are attributes from then on, too.
+        """
+        if not name.startswith("__") or name == "__all__":
+            api = import_module(".api", __name__)  # `from . import api` would ask this function for it
+            if name in ("__all__", *getattr(api, "__all__", ())):  # half imported, it has no list yet
+                globals()[name] = getattr(api, name)
+        if name not in globals():
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return globals()[name]
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__getattr__("__all__")})
+
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # quiet, unless the program adds a handler
-
-__all__ = [
-    "Attachment",
-    "Decision",
-    "OffloadConfig",
-    "Offloader",
-    "Plan",
-    "Policy",
-    "Profile",
-    "Statistics",
-    "StorageEngine",
-    "TensorFacts",
-    "__version__",
-    "attach",
-    "checkpoint",
-    "create_selective_checkpoint_contexts",
-    "errors",
-    "keep",
-    "name",
-    "no_offload",
-    "offload_activations",
-]

@@ -1,4 +1,4 @@
-"""The two entry points: a context for a step, and an attachment for any training loop."""
+"""The two entry points: a context for a step, and an attachment for any training loop. And all public names."""
 
 from __future__ import annotations
 
@@ -17,12 +17,45 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from . import errors
+from .autograd.checkpoints import checkpoint
+from .autograd.exclusions import keep, no_offload
 from .autograd.hook_stack import enabled
 from .autograd.offloader import Offloader
+from .autograd.selective import create_selective_checkpoint_contexts
+from .autograd.tensor_names import name
 from .config import OffloadConfig, Options, Target, identity_of, make_config
 from .errors import ConfigError
 from .locks import renewed_in_child
+from .planning.plan import Plan
+from .planning.profile import Profile
+from .policy import Decision, Policy, TensorFacts
 from .runtime.untraced import Hooking, skipped, untraced, untraced_frame
+from .statistics import Statistics
+from .storage.engines.base import StorageEngine
+from .version import __version__
+
+__all__ = [
+    "Attachment",
+    "Decision",
+    "OffloadConfig",
+    "Offloader",
+    "Plan",
+    "Policy",
+    "Profile",
+    "Statistics",
+    "StorageEngine",
+    "TensorFacts",
+    "__version__",
+    "attach",
+    "checkpoint",
+    "create_selective_checkpoint_contexts",
+    "errors",
+    "keep",
+    "name",
+    "no_offload",
+    "offload_activations",
+]
 
 _offloaders: dict[Any, Offloader] = {}
 # Weak, as a cached offloader must not keep its model alive.
@@ -205,8 +238,8 @@ def _attached_class(kind: Any) -> Any:
     if plain:
         Attached.__bases__ = (kind,)  # set late, so that an ``__init_subclass__`` of ``kind`` does not run for it
     setattr(Attached, BEFORE, kind)
-    for name in ("__module__", "__name__", "__qualname__", "__doc__"):
-        setattr(Attached, name, getattr(kind, name))
+    for attribute in ("__module__", "__name__", "__qualname__", "__doc__"):
+        setattr(Attached, attribute, getattr(kind, attribute))
     return Attached
 
 

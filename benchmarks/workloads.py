@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from actoffload.testing.gpt import GPT, GPTConfig
-from actoffload.tools.models import Case
 from actoffload.tools.models import build as build_language_model
+from actoffload.tools.rok_points import Case
 
 Start = tuple[Tensor, Tensor | None]
 CAUSAL_MODELS = {"llama": "LlamaDecoderLayer", "qwen2": "Qwen2DecoderLayer"}

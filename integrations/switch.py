@@ -11,6 +11,7 @@ transformers is detached again when its training ends.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import contextvars
 import functools
@@ -19,10 +20,14 @@ from typing import Any
 
 from torch import nn
 
-from actoffload import Attachment, OffloadConfig, attach
+from actoffload import Attachment, OffloadConfig, Offloader, attach
 
 _in_trainer = contextvars.ContextVar("in_trainer", default=False)
 """A trainer is attached as a whole, so the models and engines that it prepares are not attached again."""
+
+
+def _sum_up_at_exit(offloader: Offloader) -> None:
+    atexit.register(offloader.sum_up)  # which holds it until then: its model may have gone before
 
 
 def patch(module: ModuleType) -> None:
@@ -45,6 +50,7 @@ def _patch_trainer(module: Any) -> None:
             return train(self, *args, **kwargs)
         finally:
             if attachment is not None:
+                attachment.offloader.sum_up()
                 attachment.detach()
             _in_trainer.reset(token)
 
@@ -68,7 +74,7 @@ def _patch_accelerate(module: Any) -> None:
                 continue
             # `prepare` returns a wrapper of the model, so an attachment that the program made is on a module inside.
             if not any(map(Attachment.of, each.modules())):
-                attach(each, **OffloadConfig.options_from_environment())
+                _sum_up_at_exit(attach(each, **OffloadConfig.options_from_environment()).offloader)
         return prepared
 
     module.Accelerator.prepare = attached
@@ -83,7 +89,10 @@ def _patch_deepspeed(module: Any) -> None:
             return initialize(*args, **kwargs)
         from . import deepspeed
 
-        return deepspeed.initialize_with(OffloadConfig.options_from_environment(), *args, **kwargs)
+        found = deepspeed.initialize_with(OffloadConfig.options_from_environment(), *args, **kwargs)
+        if found[0].actoffload is not None:
+            _sum_up_at_exit(found[0].actoffload.offloader)
+        return found
 
     module.initialize = attached
     # The adapter reads this attribute when it is imported, or half imported by now. Otherwise it would take this

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from actoffload import OffloadConfig, Offloader
-from actoffload.tools.models import Case, build
+from actoffload.tools.models import build
+from actoffload.tools.rok_points import Case
 from benchmarks import harness
 
 CASES = (

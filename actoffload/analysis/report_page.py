@@ -1,311 +1,272 @@
-"""One self-contained HTML page on a traced run, or on two side by side, by plotly (``pip install actoffload[plots]``).
+"""One self-contained HTML page on a traced run, or on two side by side. It has no script, and loads nothing.
 
-The colours are Okabe and Ito's, which colour-blind readers can distinguish. Text and lines follow the reader's colour
-scheme.
+The colours are Okabe and Ito's, which colour-blind readers can distinguish, and each thing has one. Text and lines
+follow the reader's colour scheme.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from math import floor, log10
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
 from ..policy import KeepReason
 from ..sizes import format_size, format_time
-from .trace_file import PHASES, Moved, Phase, Span, Wait
-from .traced_run import KINDS, LABELS, MOST_WAITS, SAVED, Run, format_number
+from .trace_file import Moved, Wait
+from .traced_run import (
+    AWAY,
+    KINDS,
+    LABELS,
+    LINKS,
+    MOST_WAITS,
+    MOVED,
+    NOT_AWAY,
+    SAVED,
+    SAVED_SUM,
+    Moment,
+    Run,
+    difference,
+    format_number,
+    verdict_of,
+)
 
-MIB, GIB = 1 << 20, 1 << 30
-BLUE, SKY, GREEN, ORANGE, VERMILLION, PURPLE = "#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00", "#cc79a7"
+GREEN = "#009e73"
 COLOURS = {
-    **{"parameters": BLUE, "gradients": ORANGE, "optimizer state": PURPLE, "other": "#999999", SAVED: GREEN},
-    **{"forward": GREEN, "backward": ORANGE, "optimizer": PURPLE, "write": BLUE, "read": SKY, "wait": VERMILLION},
+    **{"before training": "#8c8c8c", "optimizer state": "#cc79a7", "kept free": "#c9c9c9", "temporaries": "#f0e442"},
+    **{"gradients": "#e69f00", SAVED: GREEN, AWAY: GREEN, "write": "#0072b2", "read": "#56b4e9", "wait": "#d55e00"},
 }
-SCHEMES = {"light": ("#1b1b1b", "#e2e2e2", "#ffffff"), "dark": ("#ececec", "#3d3d3d", "#262626")}
-"""Colours of text, of the grid and of the labels under the pointer."""
-MOST_SPANS = 3000
-"""The most bars in a figure. The longest are drawn."""
-LEGEND = {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"}
+MOST_BARS = 2000
+"""The most transfers that are drawn for a run. The longest are drawn."""
+NAMED = 0.12
+"""A phase with this share of the step has room for its name."""
+MIB, GIB = 1 << 20, 1 << 30
 
-Drawn = tuple[Any, int]
-"""A figure of plotly's and its height in pixels."""
+Rows = list[tuple[str, ...]]
 
 
 def write_page(runs: Sequence[Run], path: Path) -> None:
     """Write the page for one run or for two.
 
     Raises:
-        ConfigError: plotly or jinja2 is not installed.
+        ConfigError: jinja2 is not installed.
         OSError: the file cannot be written.
     """
-    try:  # optional packages, which only this page needs
+    try:  # an optional package, which only this page needs
         import jinja2
-        from plotly.offline import get_plotlyjs
     except ImportError as error:
-        package = (error.name or "").partition(".")[0]
-        remedy = f"{package} is not installed: pip install 'actoffload[plots]'"
+        remedy = f"{error.name} is not installed: pip install 'actoffload[plots]'"
         raise ConfigError("html", str(path), remedy) from error
 
-    page = _Page(runs)
     names = [os.path.basename(run.trace.path) for run in runs]
+    # One scale for both runs, so that a reader can compare their charts by eye.
+    length_s = max(run.end_s - run.begin_s for run in runs)
+    moments = [run.memory() for run in runs]
+    top = [
+        max(sum(moment.by_kind[kind] for kind in kinds) for memory in moments for moment in memory)
+        for kinds in (KINDS, (SAVED, AWAY))
+    ]
     source = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+    shown = [
+        {
+            "summary": run.summary(),
+            "tiles": tiles(run),
+            "steps": run.next_steps,
+            "whole": _chart(run, memory, KINDS, top[0], length_s),
+            "only": _chart(run, memory, (SAVED, AWAY), top[1], length_s),
+            "bands": _bands(run, length_s),
+        }
+        for run, memory in zip(runs, moments, strict=True)
+    ]
     text = (
         jinja2.Environment(autoescape=True)  # a trace is untrusted, and its texts go into the page
         .from_string(source)
         .render(
             names=names,
-            about=[run.about() for run in runs],
+            title=verdict_of(*runs) if len(runs) > 1 else f"{names[0]}: {runs[0].summary()}",
+            runs=shown,
+            head=["", *names, "difference"],
             numbers=comparison(runs),
-            sections=page.sections(),
-            plotly_js=get_plotlyjs(),
-            # Names of modules come from the program: an escaped `<` cannot end the page's script element.
-            figures=json.dumps({"figures": page.figures, "templates": _templates()}).replace("<", "\\u003c"),
+            sections=_sections(runs),
+            colours=COLOURS,
+            most_spans=MOST_BARS,
+            saved_sum=SAVED_SUM,
         )
     )
     path.write_text(text, encoding="utf-8")
 
 
-def comparison(runs: Sequence[Run]) -> list[list[str]]:
-    """Return a row for each of the runs' numbers, with a column for each run."""
+def tiles(run: Run) -> list[tuple[str, str, str]]:
+    """Return name, value and note of the figures that answer at a glance. They are those of `Offloader.report`."""
+    numbers, statistics = run.numbers(), run.known("statistics")
+    saved, before = numbers["saved_peak_bytes"], numbers["saved_peak_without_bytes"]
+    device, process = (statistics.get(f"{of}_peak_bytes") for of in ("device", "process"))
+    note = "all that PyTorch had allocated" if device else "of the step shown"
+    if process and not device:
+        note = f"{format_size(statistics['process_before_bytes'])} before training"
+    limits = run.what_limits() or "not known before the run ends"
+    waits = f"{format_time(numbers['wait_s'])} of a step is waited (mean of all steps)"
+    return [
+        ("activations, peak", format_size(saved), f"{format_size(before)} with nothing moved"),
+        (f"{'device' if device else 'process'}, peak", format_size(device or process or numbers["peak_bytes"]), note),
+        ("a step", format_time(numbers["step_s"]), waits),
+        ("what limits", limits, ""),
+    ]
+
+
+def comparison(runs: Sequence[Run]) -> Rows:
+    """Return a row for each of the runs' numbers, with a column for each run, and for two the difference."""
     numbers = [run.numbers() for run in runs]
-    return [[label, *(format_number(name, each[name]) for each in numbers)] for name, label in LABELS.items()]
+    rows: Rows = []
+    for name, label in LABELS.items():
+        values = [each[name] for each in numbers]
+        last = (difference(name, *values),) if values[1:] else ()
+        rows.append((label, *(format_number(name, value) for value in values), *last))
+    return rows
 
 
-def waits_table(run: Run) -> list[tuple[str, ...]]:
+def links_table(run: Run) -> Rows:
+    """Return the links as rows of text, under a heading."""
+    rows: Rows = [("link", "moved", "can do", "forward", "backward")]
+    for link in run.links():
+        used = (f"{share:.0%}" for share in link.used.values())
+        rows.append((link.name, format_size(link.nbytes), f"{link.can_do / 1e9:.3g} GB/s", *used))
+    return rows
+
+
+def waits_table(run: Run) -> Rows:
     """Return the longest waits as rows of text, under a heading."""
-    rows: list[tuple[str, ...]] = [("module", "for", "waited", "times", "tensor")]
+    rows: Rows = [("module", "for", "waited", "times", "tensor")]
     for wait in run.dearest_waits():
         rows.append((wait.module, wait.reason, format_time(wait.total_s), str(wait.count), format_size(wait.nbytes)))
     return rows
 
 
-def predictions_table(run: Run) -> list[tuple[str, ...]]:
+def predictions_table(run: Run) -> Rows:
     """Return predicted and observed numbers as rows of text, under a heading."""
     names = {"step_s": run.planned_for, "peak_bytes": "saved activations, peak"}
-    rows: list[tuple[str, ...]] = [("", "predicted", "seen")]
+    rows: Rows = [("", "predicted", "seen")]
     for name, predicted, seen in run.predictions():
         rows.append((names[name], format_number(name, predicted), format_number(name, seen)))
     return rows
 
 
-def kept_table(run: Run) -> list[tuple[str, ...]]:
-    """Return the bytes that stayed, by reason, as rows of text under a heading."""
-    rows: list[tuple[str, ...]] = [("", "bytes", "why")]
+def saved_table(run: Run) -> Rows:
+    """Return the bytes that a step saves as rows of text under a heading: moved, or why they stayed, and their sum."""
     meanings = {reason.value: reason.meaning for reason in KeepReason}
-    for reason, nbytes in run.kept().items():
-        rows.append((reason, format_size(nbytes), meanings.get(reason, "")))
-    return rows
+    meanings |= {MOVED: "left the device", NOT_AWAY: "needed again before it had left", SAVED_SUM: ""}
+    rows: Rows = [("", "in a step", "why")]
+    return rows + [(name, format_size(nbytes), meanings.get(name, "")) for name, nbytes in run.saved().items()]
 
 
-class _Page:
-    """Makes the sections of the page, and collects their figures by the names of their places."""
+def _sections(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Return the sections with tables. One without data is folded."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
-        self.runs = runs
-        self.figures: dict[str, Any] = {}
-        # One scale for both runs, so that a reader can compare their figures by eye.
-        peak = max(max(*memory.total, *memory.without) for memory in (run.memory() for run in runs))
-        self._length_ms = 1e3 * max(run.end_s - run.begin_s for run in runs)
-        self._unit, self._unit_name = (GIB, "GiB") if peak >= GIB else (MIB, "MiB")
-        self._top = 1.1 * peak / self._unit
+    def section(title: str, meaning: str, nothing: str, make: Callable[[Run], Rows | str]) -> dict[str, Any]:
+        parts = []
+        for found in map(make, runs):
+            head, *rows = [()] if isinstance(found, str) else found
+            parts.append({"head": head, "rows": rows, "text": found if isinstance(found, str) else ""})
+        filled = any(part["rows"] or part["text"] for part in parts)
+        return {"title": title, "meaning": meaning, "nothing": nothing, "parts": parts, "filled": filled}
 
-    def sections(self) -> list[dict[str, Any]]:
-        """Return the sections for the template. A section without data has a sentence in its place."""
-        over_time = "Of the step of median length after the last plan; shaded: its phases."
-        return [
-            self._section("What to do next", "Predicted by the planner from this run, or counted in it.", _next_steps),
-            self._section(
-                "Memory over one step",
-                f"{over_time} The line is what there would be with nothing moved.",
-                lambda run: self._figure("memory", run, self._memory(run)),
-            ),
-            self._section(
-                "What the links do",
-                f"{over_time} The dotted line is what the link does while something is under way; used is the share of "
-                "that in the phase that counts: what leaves has to leave in forward, and comes back in backward.",
-                lambda run: self._figure("links", run, self._links(run)) if run.links() else {"text": "Nothing moved."},
-            ),
-            self._section(
-                "Transfers and waits",
-                f"Each bar is a transfer, named by the module that saved what moves. At most {MOST_SPANS} are drawn.",
-                lambda run: self._figure("lanes", run, self._lanes(run)),
-            ),
-            self._section(
-                f"The {MOST_WAITS} dearest waits",
-                "Over the whole run, by the module that saved the tensor. Data: backward waited for it. Room: forward "
-                "waited until memory had left.",
-                lambda run: _rows(waits_table(run), "Nothing waited."),
-            ),
-            self._section(
-                "Predicted and seen",
-                "A step under the plan that was followed last, and the median and the peak of the steps under it.",
-                lambda run: _rows(
-                    predictions_table(run), "Nothing was planned: that takes policy='auto', and 3 steps."
-                ),
-            ),
-            self._section(
-                "What stayed, and why",
-                "Bytes that autograd saved in the whole run and that did not move.",
-                lambda run: _rows(kept_table(run), "Not known, or nothing stayed."),
-            ),
-            self._section("SSD wear", "", lambda run: {"text": run.wear() or "Nothing was written to a drive."}),
-        ]
-
-    def _section(self, title: str, meaning: str, make: Callable[[Run], dict[str, Any]]) -> dict[str, Any]:
-        return {"title": title, "meaning": meaning, "parts": [make(run) for run in self.runs]}
-
-    def _figure(self, name: str, run: Run, drawn: Drawn) -> dict[str, Any]:
-        """Store a figure, and return its place for the template."""
-        figure, height = drawn
-        # The page sets plotly's template itself, by the reader's colour scheme.
-        figure.update_layout(template=None, height=height, margin={"l": 8, "r": 8, "t": 32, "b": 8})
-        figure.update_xaxes(automargin=True)
-        figure.update_yaxes(automargin=True)
-        place = f"{name}-{self.runs.index(run) + 1}"
-        self.figures[place] = json.loads(figure.to_json())
-        return {"figure": place, "height": height}
-
-    def _memory(self, run: Run) -> Drawn:
-        from plotly import graph_objects
-
-        memory, figure, name = run.memory(), graph_objects.Figure(), self._unit_name
-        x = _ms(memory.times_s)
-        for kind in KINDS:
-            extra = ["".join(f"<br>{block}" for block in blocks) if kind == SAVED else "" for blocks in memory.blocks]
-            label = f"%{{y:.4g}} {name}%{{customdata}}<extra>{kind}</extra>"
-            y = [nbytes / self._unit for nbytes in memory.by_kind[kind]]
-            # "hv": a value holds until the next moment.
-            line = {"shape": "hv", "width": 0.5, "color": COLOURS[kind]}
-            figure.add_scatter(
-                x=x,
-                y=y,
-                name=kind,
-                line=line,
-                stackgroup="kinds",
-                fillcolor=COLOURS[kind],
-                customdata=extra,
-                hovertemplate=label,
-            )
-        without = [nbytes / self._unit for nbytes in memory.without]
-        line = {"shape": "hv", "width": 2.5, "color": VERMILLION, "dash": "dash"}
-        label = f"%{{y:.4g}} {name}<extra>with nothing moved</extra>"
-        figure.add_scatter(x=x, y=without, name="with nothing moved", line=line, mode="lines", hovertemplate=label)
-        _shade(figure, run.phases(), self._length_ms)
-        figure.update_layout(hovermode="x unified", hoverdistance=-1, legend=LEGEND)
-        figure.update_yaxes(title=name, range=[0, self._top])
-        figure.update_xaxes(title="ms", range=[0, self._length_ms], unifiedhovertitle_text="%{x:.4g} ms")
-        return figure, 440
-
-    def _links(self, run: Run) -> Drawn:
-        from plotly import subplots
-
-        links = run.links()
-        titles = [f"{link.name}: {link.used:.0%} used in {link.phase}" for link in links]
-        # plotly limits the spacing by the number of rows.
-        figure = subplots.make_subplots(len(links), 1, subplot_titles=titles, vertical_spacing=0.25 / len(links))
-        for row, link in enumerate(links, start=1):
-            x, y = _ms(link.times_s), [rate / 1e9 for rate in link.bytes_per_s]
-            colour = COLOURS[link.name.split()[1]]
-            label = f"{link.name}, %{{y:.3g}} GB/s<extra></extra>"
-            line = {"shape": "hv", "width": 1, "color": colour}
-            figure.add_scatter(x=x, y=y, line=line, mode="lines", fill="tozeroy", hovertemplate=label, row=row, col=1)
-            figure.add_hline(y=link.can_do / 1e9, line={"dash": "dot", "width": 2, "color": VERMILLION}, row=row, col=1)
-            figure.update_yaxes(title="GB/s", range=[0, 1.4 * max(*y, link.can_do / 1e9)], row=row, col=1)
-            _shade(figure, run.phases(), self._length_ms, row=row, col=1)
-            figure.update_xaxes(range=[0, self._length_ms], row=row, col=1)
-        figure.update_annotations(font_size=13)
-        figure.update_layout(showlegend=False, hovermode="x", hoverdistance=-1)
-        figure.update_xaxes(title="ms", row=len(links), col=1)
-        return figure, 70 + 150 * len(links)
-
-    def _lanes(self, run: Run) -> Drawn:
-        from plotly import graph_objects
-
-        spans = sorted(run.spans(), key=lambda span: -span.duration_s)[:MOST_SPANS]
-        # Reversed, as plotly draws categories from the bottom up.
-        tracks = sorted({span.track for span in spans}, key=_lane_order, reverse=True)
-        figure = graph_objects.Figure()
-        groups: dict[str, list[Span]] = {}
-        # One trace of plotly's for each kind, so that the legend can hide a kind.
-        for span in spans:
-            groups.setdefault(_kind(span), []).append(span)
-        for kind in (*PHASES, "write", "read", "wait"):
-            mine = groups.get(kind, [])
-            figure.add_bar(
-                **{"name": kind, "orientation": "h", "marker": {"color": COLOURS[kind]}},
-                x=_ms(span.duration_s for span in mine),
-                y=[span.track for span in mine],
-                base=_ms(span.begin_s for span in mine),
-                customdata=[_about(span) for span in mine],
-                hovertemplate=f"{kind}, %{{customdata}}<extra></extra>",
-                # The outline keeps even the shortest wait visible.
-                marker_line={"width": 2 if kind == "wait" else 0, "color": COLOURS[kind]},
-            )
-        # Overlay, because bars of all kinds share the row of their track.
-        figure.update_layout(barmode="overlay", bargap=0.15, legend=LEGEND)
-        figure.update_yaxes(categoryorder="array", categoryarray=tracks, tickfont_size=11)
-        figure.update_xaxes(title="ms", range=[0, self._length_ms])
-        return figure, 130 + 24 * len(tracks)
+    static = "Parameters, buffers and inputs live anyway, and are not among them."
+    missed = " ".join(dict.fromkeys(filter(None, (run.machine_changed for run in runs))))
+    links = "Bytes of the whole run, and the share of what it can do that it used within each phase of the step shown."
+    waits = "Of the whole run. Data: backward waited for the tensor. Room: forward waited until memory had left."
+    planned = "A step under the plan that was followed last, and the median and the peak of the steps under it."
+    return [
+        section("What stayed, and why", f"Bytes that a step saves (mean). {static}", "not known", saved_table),
+        section("Links", links, "nothing moved", links_table),
+        section(f"The {MOST_WAITS} dearest waits", waits, "nothing waited", waits_table),
+        section("Predicted and seen", f"{planned} {missed}", "nothing was planned", predictions_table),
+        section("SSD wear", "", "nothing was written to a drive", lambda run: run.wear()),
+        section("The run", "", "", lambda run: run.about()),
+        section("All numbers", "", "", lambda run: [("", ""), *comparison([run])]) | {"filled": False},
+    ]
 
 
-def _next_steps(run: Run) -> dict[str, Any]:
-    limits, steps = run.what_limits(), run.next_steps
-    told = [f"{limits}."] if limits else []
-    told += [] if steps else ["No option is known that would change much."]
-    return {"text": " ".join(told), "steps": steps}
+def _chart(run: Run, memory: list[Moment], kinds: Sequence[str], top: float, length_s: float) -> dict[str, Any]:
+    """Return the parts of a chart of memory over the step that is shown, in per cent of its width and height."""
+    unit, name = (GIB, "GiB") if top >= GIB else (MIB, "MiB")
+    top = max(1.0, 1.08 * top)
+    ends = [*(moment.time_s for moment in memory), run.end_s - run.begin_s]
+    lower, layers = [0.0] * len(memory), []
+    for kind in kinds:
+        upper = [below + moment.by_kind[kind] for below, moment in zip(lower, memory, strict=True)]
+        if any(moment.by_kind[kind] for moment in memory):
+            layers.append((kind, _area(ends, lower, upper, length_s, top, as_polygon=kind == AWAY)))
+        lower = upper
+    moments = [
+        (f"{1000 * (after - before) / length_s:.2f}", _told(moment, kinds))
+        for (before, after), moment in zip(pairwise(ends), memory, strict=True)
+    ]
+    rest = length_s - ends[-1] + ends[0]
+    return {
+        "unit": name,
+        "layers": layers,
+        "ticks": [(f"{100 - 100 * at * unit / top:.2f}", f"{at:g} {name}") for at in _ticks(top / unit)],
+        "times": [(f"{100 * at / 1e3 / length_s:.2f}", f"{at:g} ms") for at in _ticks(900 * length_s, most=3)],
+        "phases": _phases(run, length_s),
+        "moments": [*moments, *([(f"{1000 * rest / length_s:.2f}", "")] if rest > 0.001 * length_s else [])],
+    }
 
 
-def _rows(rows: Sequence[Sequence[str]], nothing: str) -> dict[str, Any]:
-    head, *others = rows
-    return {"head": head, "rows": others} if others else {"text": nothing}
-
-
-def _shade(figure: Any, phases: Sequence[Phase], length_ms: float, **place: int) -> None:
-    """Shade the phases behind the lines. Only long phases have room for their names."""
-    for phase in phases:
-        x0, x1 = _ms([phase.begin_s, phase.end_s])
-        name = phase.name if x1 - x0 > 0.15 * length_ms else ""
-        label = {"text": name, "textposition": "top left", "font": {"size": 11}}
-        colour = COLOURS[phase.name]
-        figure.add_vrect(x0, x1, fillcolor=colour, opacity=0.1, line_width=0, layer="below", label=label, **place)
-
-
-def _kind(span: Span) -> str:
-    return span.way if isinstance(span, Moved) else "wait" if isinstance(span, Wait) else span.name
-
-
-def _lane_order(track: str) -> tuple[int, str, int]:
-    """Return the sort key of a track: phases, then waits, then each link, with its lanes by their numbers."""
-    name, _, number = track.partition(" #")
-    return (0 if "phases" in name else 1 if "waits" in name else 2, name, int(number or 0))
-
-
-def _about(span: Span) -> str:
-    took = f"{format_time(span.duration_s)} from {format_time(span.begin_s)}"
-    if isinstance(span, Phase):
-        return f"micro-batch {span.microbatch}<br>{took}"
-    if isinstance(span, Wait):
-        return f"for {span.reason}: {span.module or 'a tensor'}, {format_size(span.nbytes)}<br>{took}"
-    assert isinstance(span, Moved), "there is nothing else"
-    rate = f"{span.nbytes / span.duration_s / 1e9:.3g} GB/s" if span.duration_s else ""
-    return f"{span.name}, {format_size(span.nbytes)}<br>{took}, {rate}"
-
-
-def _ms(times_s: Iterable[float]) -> list[float]:
-    return [1e3 * time_s for time_s in times_s]
-
-
-def _templates() -> dict[str, Any]:
-    """Return the light and the dark template of plotly's figures."""
-    found = {}
-    for scheme, (text, grid, label) in SCHEMES.items():
-        axis = {"gridcolor": grid, "linecolor": grid, "zerolinecolor": grid, "tickcolor": grid}
-        # Transparent, so that the page's own background shows in both schemes.
-        clear = {"paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)"}
-        hover = {"bgcolor": label, "bordercolor": grid, "font": {"color": text}, "namelength": -1}
-        layout = {**clear, "font": {"color": text, "family": "system-ui, sans-serif"}, "hoverlabel": hover}
-        found[scheme] = {"layout": {**layout, "xaxis": axis, "yaxis": axis}}
+def _phases(run: Run, length_s: float) -> list[tuple[str, str, str]]:
+    found = []
+    for phase in run.phases():
+        share = phase.duration_s / length_s
+        name = phase.name if share > NAMED else ""
+        found.append((f"{100 * phase.begin_s / length_s:.2f}", f"{100 * share:.2f}", name))
     return found
+
+
+def _told(moment: Moment, kinds: Sequence[str]) -> str:
+    lines = [f"{kind}: {format_size(moment.by_kind[kind])}" for kind in reversed(kinds) if moment.by_kind[kind]]
+    return "\n".join([f"{format_time(moment.time_s)}", *lines, *moment.blocks])
+
+
+def _area(
+    ends: Sequence[float], lower: Sequence[float], upper: Sequence[float], width: float, top: float, *, as_polygon: bool
+) -> str:
+    """Return the area between two stepped lines, as a path on 1000 × 1000 or as a polygon in per cent.
+
+    A value holds from its moment to the next.
+    """
+    steps = list(zip(pairwise(ends), lower, upper, strict=True))
+    corners = [(x, high) for (begin, end), _, high in steps for x in (begin, end)]
+    corners += [(x, low) for (begin, end), low, _ in reversed(steps) for x in (end, begin)]
+    if as_polygon:
+        return ", ".join(f"{100 * x / width:.2f}% {100 - 100 * y / top:.2f}%" for x, y in corners)
+    return "M" + "L".join(f"{1000 * x / width:.1f} {1000 - 1000 * y / top:.1f}" for x, y in corners) + "Z"
+
+
+def _ticks(top: float, most: int = 5) -> list[float]:
+    """Return up to ``most`` round numbers below ``top``, from 0 on."""
+    rough = top / most
+    power = 10.0 ** floor(log10(rough))
+    step = next(power * times for times in (1, 2, 5, 10) if power * times >= rough)
+    return [step * number for number in range(int(top / step) + 1)]
+
+
+def _bands(run: Run, length_s: float) -> list[tuple[str, str, list[tuple[str, str, str]]]]:
+    """Return label, class and bars of a band for each way of each link, writes first, and for the waits."""
+    spans = sorted(run.spans(), key=lambda span: -span.duration_s)
+    drawn = [span for span in spans if isinstance(span, (Moved, Wait))][:MOST_BARS]
+    labels = {}
+    for link in run.links():
+        used = " and ".join(f"{share:.0%} in {phase}" for phase, share in link.used.items())
+        labels[link.name] = f"{link.name}: of {link.can_do / 1e9:.3g} GB/s it used {used}"
+    bands: dict[str, list[tuple[str, str, str]]] = {name: [] for name in (*LINKS, "wait")}
+    for span in drawn:
+        took = f"{format_time(span.duration_s)} from {format_time(span.begin_s)}"
+        name = f"{span.link} {span.way}" if isinstance(span, Moved) else "wait"
+        what = f"for {span.reason}: {span.module or 'a tensor'}" if isinstance(span, Wait) else span.name
+        place = (f"{1000 * max(0.0, span.begin_s) / length_s:.1f}", f"{1000 * span.duration_s / length_s:.1f}")
+        bands[name].append((*place, f"{what}, {format_size(span.nbytes)}, {took}"))
+    waited = sum(span.duration_s for span in spans if isinstance(span, Wait))
+    labels["wait"] = f"waits: {format_time(waited)} in this step"
+    return [(labels.get(name, name), name.split()[-1], bars) for name, bars in bands.items() if bars]

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from statistics import median_low
 from typing import Any
 
 from ..errors import TraceFileError
+from ..policy import STATIC
 from ..sizes import format_size, format_time
 from ..storage.endurance import Rating, render_wear
 from ..tell.causes import next_steps
-from .trace_file import Counter, Moved, Phase, Span, TraceFile, Wait
+from ..tools.rok_points import Spread, verdict
+from .trace_file import Moved, Phase, Span, TraceFile, Wait
 
-SAVED = "saved activations"
-KINDS = ("parameters", "gradients", "optimizer state", "other", SAVED)
-"""The uses of memory, in the order in which a figure stacks them."""
+SAVED, AWAY = "saved activations", "away"
+KINDS = ("before training", "optimizer state", "kept free", "temporaries", "gradients", SAVED, AWAY)
+"""The uses of memory, in the order in which a chart stacks them: activations lie as a mountain on the gradients, and
+those that are away above them. Before training: parameters, on the CPU with the process as it was before the first
+forward. Kept free: memory that the allocator keeps, beside what is in use."""
+LINKS = ("host write", "disk write", "disk read", "host read")
+MOVED, NOT_AWAY, SAVED_SUM = "moved", "still there", "saved in a step"
 MOST_WAITS = 10
 MOST_BLOCKS = 3
 """The most blocks that are named for one moment."""
+MOST_MOMENTS = 400
+"""The most moments of the step that is shown; of several that lie together, the one with the most memory."""
 LABELS = {
     "steps": "steps",
     "step_s": "a step (median)",
@@ -35,8 +43,8 @@ LABELS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """Memory over one step: seconds from its begin, and bytes at these moments.
+class Moment:
+    """Memory from a moment of the step on, in seconds from its begin, and bytes.
 
     Attributes:
         by_kind: bytes for each of `KINDS`.
@@ -45,28 +53,24 @@ class Memory:
         without: the sum with nothing moved.
     """
 
-    times_s: list[float]
-    by_kind: dict[str, list[float]]
-    blocks: list[list[str]]
-    total: list[float]
-    without: list[float]
+    time_s: float
+    by_kind: dict[str, float]
+    blocks: list[str]
+    total: float
+    without: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkUse:
-    """One direction of a link in one step: bytes per second over time, and over the time with a transfer (``can_do``).
+    """One direction of a link: its bytes in the run, and bytes per second over the time with a transfer (``can_do``).
 
     Attributes:
-        phase: the phase in which it has to move its bytes, so that nothing waits: forward for writes, backward for
-            reads.
-        used: the part of ``can_do`` that it reached in that phase, as a share.
+        used: the part of ``can_do`` that it reached in the step that is shown, within each phase. Writes have forward
+            to move their bytes, and reads have backward, so that nothing waits.
     """
 
     name: str
-    phase: str
-    times_s: list[float]
-    bytes_per_s: list[float]
-    used: float
+    used: dict[str, float]
     can_do: float
     nbytes: int
 
@@ -88,7 +92,7 @@ class Run:
 
     Attributes:
         count: the number of its steps.
-        step_s: their median, without the steps before the last plan.
+        step_s: their median, without the steps before the last plan; ``lengths_s``: the length of each of them.
         shown: the number of the step that is shown, from 0: the step of median length.
         begin_s: the begin of that step on the host or the device; ``end_s``: its end on both.
     """
@@ -96,6 +100,7 @@ class Run:
     trace: TraceFile
     count: int
     step_s: float
+    lengths_s: tuple[float, ...]
     shown: int
     begin_s: float
     end_s: float
@@ -108,19 +113,17 @@ class Run:
     def numbers(self) -> dict[str, float]:
         """Return the numbers by which runs are compared (see `LABELS`): bytes, seconds, and a count."""
         memory, statistics = self.memory(), self.known("statistics")
-        saved = memory.by_kind[SAVED]
-        away = [without - total for without, total in zip(memory.without, memory.total, strict=True)]
+        saved = [moment.by_kind[SAVED] for moment in memory]
+        unmoved = [moment.by_kind[SAVED] + moment.by_kind[AWAY] for moment in memory]
         by_link = {link: sum(m.nbytes for m in self._left(link)) for link in ("host", "disk")}
         return {
             "steps": self.count,
             "step_s": self.step_s,
-            "peak_bytes": max(memory.total),
-            "peak_without_bytes": max(memory.without),
+            "peak_bytes": max(moment.total for moment in memory),
+            "peak_without_bytes": max(moment.without for moment in memory),
             # A truncated trace has no statistics, and the step that is shown stands for all.
             "saved_peak_bytes": statistics.get("plan_peak_bytes", max(saved)),
-            "saved_peak_without_bytes": statistics.get(
-                "baseline_peak_bytes", max(map(sum, zip(saved, away, strict=True)))
-            ),
+            "saved_peak_without_bytes": statistics.get("baseline_peak_bytes", max(unmoved)),
             # The larger one: a tensor goes to disk through host memory, and the sum would count it twice.
             "moved_bytes": max(by_link.values()) / self.count,
             "wait_s": sum(wait.duration_s for wait in self.trace.waits) / self.count,
@@ -129,59 +132,68 @@ class Run:
     def _left(self, link: str) -> list[Moved]:
         return [moved for moved in self.trace.transfers if moved.ours and (moved.link, moved.way) == (link, "write")]
 
-    def memory(self) -> Memory:
+    def memory(self) -> list[Moment]:
         """Return the memory over the step that is shown."""
         begin_s, end_s = self.begin_s, self.end_s
-        counters = self.trace.counters
-        detail = counters["memory"]
         # The ends of the step as well, because counters have moments of their own alone.
-        times = [begin_s, *(time_s for time_s in detail.times_s if begin_s < time_s < end_s), end_s]
-        at = [detail.at(time_s) for time_s in times]
-        by_kind = {kind: [values.get(kind, 0.0) for values in at] for kind in KINDS}
-        saved = [
-            {name: nbytes for name, nbytes in values.items() if name.startswith("saved") and nbytes} for values in at
-        ]
-        by_kind[SAVED] = [sum(values.values()) for values in saved]
-        whole, unmoved = counters["memory total"], counters["memory with nothing moved"]
-        return Memory(
-            times_s=[time_s - begin_s for time_s in times],
-            by_kind=by_kind,
-            blocks=[_largest(values) for values in saved],
-            total=[whole.at(time_s)["bytes"] for time_s in times],
-            without=[unmoved.at(time_s)["bytes"] for time_s in times],
+        times = self.trace.counters["memory"].times_s
+        moments = [self._at(at_s) for at_s in (begin_s, *(t for t in times if begin_s < t < end_s), end_s)]
+        each = -(-len(moments) // MOST_MOMENTS)
+        if each == 1:
+            return moments
+        groups = (moments[place : place + each] for place in range(0, len(moments), each))
+        return [max(group, key=lambda moment: moment.total) for group in groups]
+
+    def _at(self, time_s: float) -> Moment:
+        counters = self.trace.counters
+        values = counters["memory"].at(time_s)
+        total, without, free = (
+            counters[name].at(time_s)["bytes"] if name in counters and counters[name].times_s else 0.0
+            for name in ("memory total", "memory with nothing moved", "kept free")
+        )
+        saved = {name: nbytes for name, nbytes in values.items() if name.startswith("saved") and nbytes}
+        known = {name: values.get(name, 0.0) for name in ("optimizer state", "gradients")} | {
+            SAVED: sum(saved.values())
+        }
+        left = max(0.0, total - sum(known.values()))
+        before, away = values.get("parameters", 0.0), without - total
+        if "process memory" not in counters:  # the total is the process's, of which the free memory is a part
+            away += free
+            free = min(left, free)
+            left -= free
+            before = max(before, self.known("statistics").get("process_before_bytes", 0.0))
+        known |= {"before training": min(left, before), "temporaries": max(0.0, left - before)}
+        known |= {"kept free": max(0.0, free), AWAY: max(0.0, away)}
+        return Moment(
+            time_s=time_s - self.begin_s,
+            by_kind={kind: known[kind] for kind in KINDS},
+            blocks=_largest(saved),
+            total=total,
+            without=without,
         )
 
     def links(self) -> list[LinkUse]:
         """Return the directions of links that moved bytes in the run."""
         found = []
-        for link in ("host", "disk"):
-            for way in ("write", "read"):
-                counter = self.trace.counters.get(f"{link} {way}")
-                # `can_do` is a running value, so the last one covers the whole run.
-                if counter is not None and counter.times_s and counter.series["can_do"][-1]:
-                    found.append(self._use(f"{link} {way}", counter))
+        for name in LINKS:
+            counter = self.trace.counters.get(name)
+            # `can_do` is a running value, so the last one covers the whole run.
+            if counter is not None and counter.times_s and (can_do := counter.series["can_do"][-1]):
+                moved = [one for one in self.trace.transfers if f"{one.link} {one.way}" == name]
+                used = {phase: self._share_of(phase, can_do, moved) for phase in ("forward", "backward")}
+                nbytes = sum(one.nbytes for one in moved)
+                found.append(LinkUse(name=name, used=used, can_do=can_do, nbytes=nbytes))
         return found
 
-    def _use(self, name: str, counter: Counter) -> LinkUse:
-        begin_s, end_s = self.begin_s, self.end_s
-        times = [begin_s, *(time_s for time_s in counter.times_s if begin_s < time_s < end_s), end_s]
-        rates = [counter.at(time_s)["bytes_per_s"] for time_s in times]
-        phase, can_do = "forward" if name.endswith("write") else "backward", counter.series["can_do"][-1]
+    def _share_of(self, phase: str, can_do: float, transfers: Sequence[Moved]) -> float:
+        """Return the bytes of transfers within the step's phases of one name, as a share of what could go then."""
         moved = lasted_s = 0.0
-        for first_s, last_s in self._when(phase):
-            lasted_s += last_s - first_s
-            # A rate holds until the next moment, so a phase gets its overlap with each interval.
-            for (before_s, after_s), rate in zip(pairwise(times), rates, strict=False):
-                moved += rate * max(0.0, min(after_s, last_s) - max(before_s, first_s))
-        return LinkUse(
-            name=name,
-            phase=phase,
-            times_s=[time_s - begin_s for time_s in times],
-            bytes_per_s=rates,
-            used=moved / (lasted_s * can_do) if lasted_s else 0.0,
-            can_do=can_do,
-            nbytes=sum(moved.nbytes for moved in self.trace.transfers if f"{moved.link} {moved.way}" == name),
-        )
+        for begin_s, end_s in self._when(phase):
+            lasted_s += end_s - begin_s
+            for one in transfers:
+                overlap_s = min(one.end_s, end_s) - max(one.begin_s, begin_s)
+                moved += one.nbytes * max(0.0, overlap_s) / max(1e-9, one.duration_s)
+        return moved / (lasted_s * can_do) if lasted_s else 0.0
 
     def _when(self, name: str) -> list[tuple[float, float]]:
         """Return the step's phases of one name, by the device's times if there are any. Overlap counts once."""
@@ -225,6 +237,20 @@ class Run:
         ]
         return sorted(found, key=lambda waits: -waits.total_s)[:MOST_WAITS]
 
+    def saved(self) -> dict[str, int]:
+        """Return the bytes that a step saves by their fate: `MOVED`, or a reason to stay. Their sum is `SAVED_SUM`.
+
+        Parameters, buffers and inputs, which live anyway, are not among them.
+        """
+        statistics, steps = self.known("statistics"), max(1, self.trace.metadata.get("steps_counted") or self.count)
+        whole = int(statistics.get("activation_bytes", 0))
+        kept = {name: nbytes for name, nbytes in self.kept().items() if name not in STATIC}
+        # The last one of each: what moved is counted with its alignment, and some was needed before it had left.
+        moved = max(0, min(int(statistics.get("moved_bytes", 0)), whole - sum(kept.values())))
+        late = max(0, whole - sum(kept.values()) - moved)
+        rows = {MOVED: moved, **kept, NOT_AWAY: late, SAVED_SUM: whole}
+        return {name: nbytes // steps for name, nbytes in rows.items() if nbytes}
+
     def kept(self) -> dict[str, int]:
         """Return the bytes of the whole run that stayed, by reason, the most first."""
         kept = self.known("statistics").get("kept_bytes", {})
@@ -234,6 +260,12 @@ class Run:
     def planned_for(self) -> str:
         """The unit of the plan: a step, or with accumulated gradients a micro-batch of it."""
         return self.trace.metadata.get("planned_for") or "a step"
+
+    @property
+    def machine_changed(self) -> str:
+        """The reason why the prediction must miss, as a sentence; empty if there is none."""
+        text: str = self.trace.metadata.get("machine_changed") or ""
+        return f"{text[:1].upper()}{text[1:]}." if text else ""
 
     def predictions(self) -> list[tuple[str, float, float | None]]:
         """Return the plan's prediction for `planned_for` and the observed value of ``step_s`` and ``peak_bytes``."""
@@ -251,6 +283,10 @@ class Run:
         elapsed_s = self.trace.metadata.get("elapsed_s") or self.trace.steps()[-1][1]
         written = sum(moved.nbytes for moved in self._left("disk"))
         return " ".join(render_wear(written, elapsed_s, rating, drives=len(spool.get("paths", ())) or 1))
+
+    def summary(self) -> str:
+        """Return the run in one line, as in `Offloader.report`; of a trace without an end, its steps."""
+        return self.trace.metadata.get("summary") or f"{self.count} steps so far, {format_time(self.step_s)} each"
 
     def what_limits(self) -> str:
         """Return the limit of the step, as in `Offloader.report`; empty if the trace has no end."""
@@ -281,16 +317,16 @@ class Run:
 
     def as_dict(self) -> dict[str, Any]:
         """Return all numbers and texts but the series over time, ready for JSON."""
-        without = ("times_s", "bytes_per_s")
-        links = [{name: value for name, value in asdict(link).items() if name not in without} for link in self.links()]
         return {
             "path": self.trace.path,
             "about": self.about(),
             "step_shown": self.shown + 1,
             **self.numbers(),
-            "links": links,
+            "links": [asdict(link) for link in self.links()],
             "dearest_waits": [asdict(wait) for wait in self.dearest_waits()],
             "kept_bytes": self.kept(),
+            "saved_in_a_step": self.saved(),
+            "summary": self.summary(),
             "predicted": {name: {"predicted": value, "seen": seen} for name, value, seen in self.predictions()},
             "wear": self.wear(),
             "what_limits": self.what_limits(),
@@ -317,10 +353,37 @@ def look_at(trace: TraceFile) -> Run:
     # Without the first step, which allocates and compiles, and without those under an earlier plan.
     usual = [n for n in range(count) if n and steps[n][0] >= planned_s] or list(range(count))
     # The low median is the length of a real step, never the mean of two, so `shown` finds that step below.
-    step_s = median_low(lengths_s[n] for n in usual)
+    counted = tuple(lengths_s[n] for n in usual)
+    step_s = median_low(counted)
     shown = next(n for n in usual if lengths_s[n] == step_s)
     begin_s, end_s = steps[shown]
-    return Run(trace=trace, count=count, step_s=step_s, shown=shown, begin_s=begin_s, end_s=end_s)
+    place: dict[str, Any] = {"shown": shown, "begin_s": begin_s, "end_s": end_s}
+    return Run(trace=trace, count=count, step_s=step_s, lengths_s=counted, **place)
+
+
+def verdict_of(before: Run, after: Run) -> str:
+    """Say what a run gained over another one, beyond the noise of their steps."""
+    first, then = before.numbers(), after.numbers()
+    name = os.path.basename(after.trace.path)
+    parts = []
+    for key, label in (("saved_peak_bytes", "activations"), ("peak_bytes", "memory")):
+        change = (then[key] - first[key]) / max(1.0, first[key])
+        low = "lower" if change < 0 else "higher"
+        parts.append(f"{label} peak {abs(change):.0%} {low}" if abs(change) >= 0.01 else f"{label} peak as high")
+    noise, ratio = (Spread.of([s / before.step_s for s in run.lengths_s]) for run in (before, after))
+    told = verdict(ratio, noise)
+    change = ratio.median - 1
+    step = "a step takes as long, within the noise" if told == "as keep" else f"a step is {abs(change):.0%} {told}"
+    return f"{name}: {', '.join(parts)}; {step}"
+
+
+def difference(name: str, before: float, after: float) -> str:
+    """Return the change of a number as text."""
+    if name == "steps" or before == after:
+        return "-"
+    sign = "-" if after < before else "+"
+    share = f" ({sign}{abs(after - before) / before:.0%})" if before else ""
+    return f"{sign}{format_number(name, abs(after - before))}{share}"
 
 
 def format_number(name: str, value: float | None) -> str:

@@ -38,7 +38,7 @@ from ..runtime.untraced import untraced
 from ..statistics import Statistics
 from ..tell.facts import Facts, Planned, facts_of
 from ..tell.plans import explain_plans, render_decisions
-from ..tell.report import Report, announcement, diagnose, explain_causes, passes, render_report, say
+from ..tell.report import Report, announcement, closing_line, diagnose, explain_causes, render_report, say
 from ..tiers.accelerator import Accelerator
 from ..tiers.record import Record
 from ..tiers.tiers import Tiers
@@ -450,6 +450,11 @@ class Offloader:
         facts = self._facts()
         return Report("\n".join([render_report(facts), *diagnose(facts)]))
 
+    def sum_up(self) -> None:
+        """Write the run so far in one line, where the option ``announce`` directs it."""
+        if not self.forked:  # the parent does
+            say(self.config, closing_line(self._facts()))
+
     def _facts(self, held_bytes: Mapping[str, int] | None = None) -> Facts:
         pilot, planned = self.autopilot, None
         if pilot is not None and pilot.profile is not None and pilot.plan is not None:
@@ -466,16 +471,20 @@ class Offloader:
             "diagnosis": diagnose(facts),
         }
 
-    def explain(self) -> str:
-        """Return the decisions of the last forward with their reasons, and causes of lost time and of high memory."""
-        plan, s = self.plan, self.statistics()
-        found = [render_decisions(plan, self.config.target)] if plan.entries or not s.packed_tensors else []
-        if plan.entries:
-            found.append(f"forward and backward waited {s.wait_s:.3f} s in {passes(s)}")
+    def explain(self, *, tensors: bool = False) -> str:
+        """Return the run in one line, the causes of lost time and of high memory, and the plan with its reasons.
+
+        Args:
+            tensors: add each decision of the last forward.
+        """
+        facts = self._facts(held_by_functions(self.exclusions.static.by_number, self.store.tiers.by_device))
+        found = [facts.summary] if facts.counts.packed_tensors else []
+        found += explain_causes(facts)
         if self.autopilot is not None:
-            found.insert(0, explain_plans(self.autopilot.facts()))
-        held = held_by_functions(self.exclusions.static.by_number, self.store.tiers.by_device)
-        return "\n".join([*found, *explain_causes(self._facts(held))])
+            found.append(explain_plans(self.autopilot.facts()))
+        if self.plan.entries or not facts.counts.packed_tensors:
+            found.append(render_decisions(self.plan, self.config.target, each=tensors))
+        return "\n".join(found)
 
     @property
     def plan(self) -> Plan:

@@ -160,7 +160,7 @@ class ActivationStore:
                 if names[1] is not None and record.name is None:
                     self.decision.named_late(record, names[1])
                 return record
-            record = Record(storage, storage.data_ptr(), begin, end, tensor.device)
+            record = Record(storage, storage.data_ptr(), begin, end, tensor.device, tensor.shape)
             record.module, record.name = names
             record.has_gaps = tensor.nbytes < record.nbytes
             self.identities.add(record, tensor, counters)

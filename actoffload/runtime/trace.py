@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -32,10 +32,11 @@ from ..policy import STATIC
 from ..storage.transfers import Transfer
 from ..tiers.shared import Shared
 from ..tiers.tiers import Tiers
+from ..tiers.timers import traced
 from ..version import __version__
 from .backward_end import BackwardEnd
 from .identity import inner_tensors
-from .trace_writer import TraceWriter, writer_for
+from .trace_writer import Rates, TraceWriter, writer_for
 from .untraced import skipped
 
 VARIABLE = "ACTOFFLOAD_TRACE"
@@ -45,8 +46,6 @@ LOOKS, AT_ONCE_S = 5, 0.005
 """A sample that took longer is repeated, up to this many times: other threads ran between its figures."""
 RECOUNT_FORWARDS = 64
 """Parameters are counted again after this many forwards: their owner may have changed their sizes."""
-RATE_S = 0.01
-"""A trace has the bytes per second of a link for stretches of this length."""
 OVERLAP_S = 2.0
 """A stretch is written this long after its end. A transfer that ends later counts in later stretches."""
 
@@ -138,12 +137,13 @@ class Recorder:
 
     def moved(self, transfer: Transfer) -> None:
         """Record a transfer of the spool that has moved bytes."""
-        tensors = [(record.module, record.nbytes) for record in transfer.records]
+        tensors = [traced(record, record.nbytes) for record in transfer.records]
         self._transfer(f"disk {transfer.kind.value}", transfer.began_s, now(), tensors, transfer.moved_bytes)
 
     def _transfer(self, link: str, begin_s: float, end_s: float, tensors: list[Any], nbytes: int) -> None:
         name = (tensors[0][0] or "saved tensor") if tensors else "bytes"
-        args = {"bytes": nbytes, "tensors": tensors}
+        args = {"bytes": nbytes, "tensors": [tensor[:2] for tensor in tensors]}
+        args |= {"records": [number for _, _, number, _ in tensors], "shapes": [shape for *_, shape in tensors]}
         self._writer.span(f"{link}*", name + (f" +{len(tensors) - 1}" if tensors[1:] else ""), begin_s, end_s, args)
         self._rates[link].add(begin_s, end_s, nbytes)
 
@@ -155,7 +155,7 @@ class Recorder:
 
     def forward_begins(self) -> None:
         """Record that a context is entered."""
-        self._writer.forwards += 1
+        self._writer.forward_begins(now())
         self._take_timeline()
         self._memory.count(self._models, self._optimizers, anew=self._writer.forwards % RECOUNT_FORWARDS == 0)
         self._memory.count_gradients()
@@ -209,6 +209,7 @@ class Recorder:
         phase = next((phase for phase in self._phases if (phase.optimizer, phase.teller) == ours), None)
         if phase is not None:
             self._end(phase.name)
+            self._writer.stepped_s = now()
 
     @contextlib.contextmanager
     def region(self, name: str, link: str, nbytes: int) -> Iterator[None]:
@@ -270,11 +271,11 @@ class Recorder:
         under_way = self._timeline.under_way() if self._timeline is not None and last else []
         for what, begin_s, end_s, about in [*done, *under_way]:
             if what in self._rates:
-                self._transfer(what, begin_s, end_s, list(about), sum(nbytes for _, nbytes in about))
+                self._transfer(what, begin_s, end_s, list(about), sum(tensor[1] for tensor in about))
             elif isinstance(about, Mapping):
                 self._writer.span("device phases*", what, begin_s, end_s, about)
             else:
-                module, nbytes = about[0] if about else (None, 0)
+                module, nbytes = about[0][:2] if about else (None, 0)
                 self._writer.span("device waits*", what, begin_s, end_s, {"module": module or "", "bytes": nbytes})
 
     # -- counters -----------------------------------------------------------------------------------------------------
@@ -309,15 +310,19 @@ class Recorder:
             self._writer.counter("process memory", begin_s, {"bytes": rss_bytes()})
         pools = sum(pool.allocated_bytes for pool in self._tiers.pools)
         disk = self._tiers.spool.allocated_bytes if self._tiers.spool is not None else 0
-        for name, nbytes in (("host pool", pools), ("disk", disk)):
+        kept_free = self._memory.reserved() - total if self._memory.on_device else unneeded
+        for name, nbytes in (("host pool", pools), ("disk", disk), ("kept free", kept_free)):
             if nbytes != self._told_bytes.get(name):
                 self._told_bytes[name] = nbytes
                 self._writer.counter(name, begin_s, {"bytes": nbytes})
-        for link, rates in self._rates.items():
-            for time_s, rate in rates.told(begin_s - OVERLAP_S):
-                self._writer.counter(link, time_s, {"bytes_per_s": rate, "can_do": rates.can_do})
+        self._count_rates(begin_s - OVERLAP_S)
         if self._writer.failed:
             self._shared.reporter.advise("trace", f"the trace ends early: {self._writer.failed}")
+
+    def _count_rates(self, until_s: float) -> None:
+        for link, rates in self._rates.items():
+            for time_s, rate in rates.told(until_s):
+                self._writer.counter(link, time_s, {"bytes_per_s": rate, "can_do": rates.can_do})
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -334,9 +339,7 @@ class Recorder:
             self._closed.set()
         self._stop()
         self._take_timeline(last=True, wait=wait)
-        for link, rates in self._rates.items():
-            for time_s, rate in rates.told(float("inf")):
-                self._writer.counter(link, time_s, {"bytes_per_s": rate, "can_do": rates.can_do})
+        self._count_rates(float("inf"))
         known: dict[str, Any] = {}
         tell = self.ask() if ask else None
         if tell is not None:
@@ -455,6 +458,10 @@ class Memory:
         """Return the bytes that PyTorch has allocated on the device, or the resident bytes of the process."""
         return rss_bytes() if self._type == "cpu" else int(torch.accelerator.memory_allocated(self._index))
 
+    def reserved(self) -> int:
+        """Return the bytes on the device that PyTorch's allocator holds."""
+        return int(torch.accelerator.memory_reserved(self._index))
+
     def values(self, total: int, resident_bytes: int) -> dict[str, int]:
         """Return the bytes by use. "other" is the rest of the total.
 
@@ -494,57 +501,6 @@ def block_of(module: str | None) -> str:
     parts = (module or "a module without a name").split(".")
     numbers = [place for place, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[0] + 1] if numbers else parts[:2])
-
-
-class Rates:
-    """Bytes per second of one direction of a link, in stretches of `RATE_S`.
-
-    Attributes:
-        can_do: bytes per second so far while a transfer was under way.
-    """
-
-    def __init__(self) -> None:
-        self.can_do = 0.0
-        self._added: deque[tuple[float, float, int]] = deque()
-        self._bytes: dict[int, float] = {}
-        self._busy: deque[tuple[float, float]] = deque(maxlen=1000)
-        self._busy_s = self._moved = 0.0
-        self._told = 0
-        self._last = 0.0
-
-    def add(self, begin_s: float, end_s: float, nbytes: int) -> None:
-        """Add bytes that went over the link evenly in this time. Any thread may call it."""
-        self._added.append((begin_s, end_s, nbytes))  # atomic, so it needs no lock
-
-    def _count(self, begin_s: float, end_s: float, nbytes: int) -> None:
-        first, last = int(begin_s / RATE_S), int(end_s / RATE_S)
-        first = max(first, min(self._told, last))
-        for stretch in range(first, last + 1):
-            self._bytes[stretch] = self._bytes.get(stretch, 0.0) + nbytes / (last + 1 - first)
-        while self._busy and self._busy[-1][1] >= begin_s:  # transfers come in the order of their ends
-            earlier = self._busy.pop()
-            self._busy_s -= earlier[1] - earlier[0]
-            begin_s, end_s = min(begin_s, earlier[0]), max(end_s, earlier[1])
-        self._busy.append((begin_s, end_s))
-        self._busy_s += end_s - begin_s
-        self._moved += nbytes
-        self.can_do = self._moved / self._busy_s if self._busy_s else 0.0
-
-    def told(self, until_s: float) -> Iterable[tuple[float, float]]:
-        """Yield the beginning and the rate of each stretch before ``until_s`` that was not yielded yet."""
-        while self._added:
-            self._count(*self._added.popleft())
-        for stretch in sorted(self._bytes):
-            if (stretch + 1) * RATE_S > until_s:
-                return
-            rate = self._bytes.pop(stretch) / RATE_S
-            if self._last and stretch > self._told:
-                yield self._told * RATE_S, 0.0
-            self._told, self._last = stretch + 1, rate
-            yield stretch * RATE_S, rate
-        if self._last and until_s > (self._told + 1) * RATE_S:
-            self._last = 0.0
-            yield self._told * RATE_S, 0.0
 
 
 def _about_the_run(config: OffloadConfig) -> dict[str, Any]:

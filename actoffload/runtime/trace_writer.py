@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -20,8 +20,22 @@ FLUSH_S = 0.25
 """The time between two writes, whose events a killed run loses."""
 MOST_ROWS = 200_000
 """At most this many events wait to be written, about 60 MB; further events are counted and dropped."""
+RATE_S = 0.01
+"""A trace has the bytes per second of a link for stretches of this length."""
 TRACK_IDS = 2_000_000_000
 """The first number of a track. No thread of the system has such a number, so that traces can be merged."""
+ORDER = (
+    "steps",
+    "phases",
+    "waits",
+    "device phases",
+    "device waits",
+    "host write",
+    "disk write",
+    "disk read",
+    "host read",
+)
+"""The tracks from top to bottom, by the begins of their names; others follow."""
 QUARTER_S = 7_889_238
 """Times count from the last multiple of a quarter of a year, as in ``torch.profiler``, so that a double holds them."""
 
@@ -46,13 +60,16 @@ class TraceWriter:
         running: the phases of each thread, for all users of the file: spans of one thread must nest.
         forwards: how many have begun.
         opened: how often `open` was called.
+        stepped_s: when an optimizer has stepped since the last forward began; None if it has not.
     """
 
     def __init__(self, path: str, about: Mapping[str, Any]) -> None:
         self.path = path
         self.dropped = 0
         self.failed = ""
-        self.users = self.opened = self.forwards = 0
+        self.users = self.opened = self.forwards = self._steps = 0
+        self.stepped_s: float | None = None
+        self._step_begin_s: float | None = None
         self.running = threading.local()
         # The largest of five: a pause between the readings of the two clocks makes a difference smaller.
         unix_ns = max(time.time_ns() - time.monotonic_ns() for _ in range(5))
@@ -77,6 +94,19 @@ class TraceWriter:
     def span(self, track: str, name: str, begin_s: float, end_s: float, args: Mapping[str, Any] | None = None) -> None:
         """Add an event with a duration. Two spans of a track must be apart, or nest."""
         self._add(("X", track, name, begin_s, max(0.0, end_s - begin_s), args))
+
+    def forward_begins(self, begin_s: float) -> None:
+        """Count a forward. The first one after an optimizer's step ends the span of a step, and begins the next."""
+        self.forwards += 1
+        self._end_step(begin_s)
+        if self._step_begin_s is None:
+            self._step_begin_s = begin_s
+
+    def _end_step(self, end_s: float | None) -> None:
+        if self.stepped_s is not None and self._step_begin_s is not None:
+            self._steps += 1
+            self.span("steps", f"step {self._steps}", self._step_begin_s, self.stepped_s if end_s is None else end_s)
+            self._step_begin_s = self.stepped_s = None
 
     def instant(self, track: str, name: str, time_s: float, args: Mapping[str, Any] | None = None) -> None:
         """Add an event without a duration."""
@@ -110,6 +140,7 @@ class TraceWriter:
 
     def close(self, known: Mapping[str, Any]) -> None:
         """Undo one `open`; the last call ends the file, with the facts at the end of the run."""
+        self._end_step(None)
         self.flush()  # before the lock, which it takes
         missing = {"dropped_events": self.dropped, "ended_early": self.failed}
         other = {**self._about, **known, **missing, "offloaders": self.opened}
@@ -170,7 +201,15 @@ class TraceWriter:
             event["cat"], event["s"] = "note", "p"
         if args:
             event["args"] = args
-        return before + _json(event)
+        return before + _json(event) + self._flow(event)
+
+    def _flow(self, event: dict[str, Any]) -> bytes:
+        """Return the events that join the write of each tensor with its reads: a viewer draws them as arrows."""
+        link, _, way = event.get("cat", "").partition(" ")
+        bound = {"ph": "s"} if way == "write" else {"ph": "f", "bp": "e"}
+        common = {**bound, "name": "saved tensor", "cat": link, "pid": self._pid, "tid": event.get("tid")}
+        numbers = event.get("args", {}).get("records", ())
+        return b"".join(b",\n" + _json({**common, "ts": event["ts"], "id": number}) for number in numbers)
 
     def _lane(self, track: str, begin_s: float, duration_s: float) -> str:
         ends = self._lanes.setdefault(track, [])
@@ -185,12 +224,64 @@ class TraceWriter:
             return b"", number
         number = self._tracks[track] = TRACK_IDS + len(self._tracks)
         name = self._metadata("thread_name", number, {"name": track})
-        order = self._metadata("thread_sort_index", number, {"sort_index": len(self._tracks)})
+        kind = next((place for place, name in enumerate(ORDER) if track.startswith(name)), len(ORDER))
+        order = self._metadata("thread_sort_index", number, {"sort_index": 1000 * kind + len(self._tracks)})
         return name + b",\n" + order + b",\n", number
 
     def _metadata(self, name: str, track: int, args: Mapping[str, Any]) -> bytes:
         event = {"ph": "M", "name": name, "pid": self._pid, "tid": track, "ts": round(self._began_us, 3)}
         return _json({**event, "args": args})
+
+
+class Rates:
+    """Bytes per second of one direction of a link, in stretches of `RATE_S`.
+
+    Attributes:
+        can_do: bytes per second so far while a transfer was under way.
+    """
+
+    def __init__(self) -> None:
+        self.can_do = 0.0
+        self._added: deque[tuple[float, float, int]] = deque()
+        self._bytes: dict[int, float] = {}
+        self._busy: deque[tuple[float, float]] = deque(maxlen=1000)
+        self._busy_s = self._moved = 0.0
+        self._told = 0
+        self._last = 0.0
+
+    def add(self, begin_s: float, end_s: float, nbytes: int) -> None:
+        """Add bytes that went over the link evenly in this time. Any thread may call it."""
+        self._added.append((begin_s, end_s, nbytes))  # atomic, so it needs no lock
+
+    def _count(self, begin_s: float, end_s: float, nbytes: int) -> None:
+        first, last = int(begin_s / RATE_S), int(end_s / RATE_S)
+        first = max(first, min(self._told, last))
+        for stretch in range(first, last + 1):
+            self._bytes[stretch] = self._bytes.get(stretch, 0.0) + nbytes / (last + 1 - first)
+        while self._busy and self._busy[-1][1] >= begin_s:  # transfers come in the order of their ends
+            earlier = self._busy.pop()
+            self._busy_s -= earlier[1] - earlier[0]
+            begin_s, end_s = min(begin_s, earlier[0]), max(end_s, earlier[1])
+        self._busy.append((begin_s, end_s))
+        self._busy_s += end_s - begin_s
+        self._moved += nbytes
+        self.can_do = self._moved / self._busy_s if self._busy_s else 0.0
+
+    def told(self, until_s: float) -> Iterable[tuple[float, float]]:
+        """Yield the beginning and the rate of each stretch before ``until_s`` that was not yielded yet."""
+        while self._added:
+            self._count(*self._added.popleft())
+        for stretch in sorted(self._bytes):
+            if (stretch + 1) * RATE_S > until_s:
+                return
+            rate = self._bytes.pop(stretch) / RATE_S
+            if self._last and stretch > self._told:
+                yield self._told * RATE_S, 0.0
+            self._told, self._last = stretch + 1, rate
+            yield stretch * RATE_S, rate
+        if self._last and until_s > (self._told + 1) * RATE_S:
+            self._last = 0.0
+            yield self._told * RATE_S, 0.0
 
 
 def _write(file: int, data: bytes, place: int) -> None:

@@ -15,6 +15,7 @@ from ..planning.observed import Observed
 from ..planning.plan import Plan
 from ..planning.profile import Link, Profile
 from ..planning.search import Limits, best
+from ..sizes import format_size
 from ..statistics import Statistics
 from ..storage.engines.base import IoKind
 from ..tiers.accounts import Accounts
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from ..runtime.store import ActivationStore
     from ..storage.spool import Spool
 
+CHANGED = 0.15
+"""A step that takes another time by this share, waits apart, is another machine's: the median of steps varies less."""
 CAUSES_TOO = ("burst", "page-locking")
 """Advice that a report leaves out, because a cause has the same meaning and this run's figures."""
 
@@ -182,11 +185,32 @@ class Facts:
         """A time as a share of a step. Host and stream can wait at once, so waits may add up to more than the step."""
         return 0.0 if self.step is None else seconds / max(self.step.step_s, self.wait_s)
 
+    @property
+    def summary(self) -> str:
+        """The run in one line."""
+        counts = self.counts
+        if not counts.packed_tensors:
+            return "autograd saved nothing inside the context yet"
+        peak, whole = format_size(counts.plan_peak_bytes or counts.resident_peak_bytes), counts.baseline_peak_bytes
+        (number, unit), before = peak.split(), format_size(whole)
+        before = before.removesuffix(f" {unit}")
+        change = peak if peak == format_size(whole) else f"{before} → {number} {unit}"
+        parts = [f"{passes(counts)}: activations' peak {change}"]
+        if self.step is not None:
+            parts.append(f"{self.share(self.wait_s):.1%} waited")
+        if counts.nvme_written_bytes:
+            parts.append(f"{format_size(counts.nvme_written_bytes)} to NVMe")
+        elif counts.host_written_bytes:
+            parts.append(f"{format_size(counts.host_written_bytes)} to host memory")
+        return ", ".join(parts if counts.moved_bytes else [*parts, "nothing moved"])
+
     def as_dict(self, plans: PlanFacts | None) -> dict[str, Any]:
         """The part of the facts that a trace stores at its end, ready for JSON."""
         found: dict[str, Any] = dict.fromkeys(("profile", "limits", "predicted", "seen", "planned_for"))
         found |= {
             "statistics": self.counts.as_dict(),
+            "summary": self.summary,
+            "steps_counted": self.steps,
             "elapsed_s": self.elapsed_s,
             "plans": [] if plans is None else list(plans.history),
         }
@@ -196,10 +220,29 @@ class Facts:
             found["planned_for"] = planned.unit
             found["profile"] = json.loads(planned.profile.to_json())
             found["limits"] = asdict(planned.limits)
+            found["machine_changed"] = machine_changed(planned.profile, seen)
             found["predicted"] = {"step_s": plan.predicted_step_s, "peak_bytes": plan.predicted_peak_bytes}
             if seen is not None:
                 found["seen"] = {"step_s": seen.step_s, "wait_s": seen.wait_s, "peak_bytes": seen.peak_bytes}
         return found
+
+
+def passes(s: Statistics) -> str:
+    """The amount of work: optimizer steps and their micro-batches, or forward passes if no optimizer stepped."""
+    if not s.optimizer_steps:
+        number = s.steps - s.unhooked
+        return f"{number} forward pass{'es' * (number != 1)}"
+    steps = f"{s.optimizer_steps} step{'s' * (s.optimizer_steps != 1)}"
+    return f"{steps} ({s.microbatches} micro-batches)" if s.microbatches > s.optimizer_steps else steps
+
+
+def machine_changed(profile: Profile, seen: Observed | None) -> str:
+    """Whether computing alone takes another time than in the recorded step, so that the prediction must miss."""
+    change = 0.0 if seen is None else (seen.step_s - seen.wait_s) / profile.step_s - 1
+    if abs(change) < CHANGED:
+        return ""
+    now_takes = f"{abs(change):.0%} {'longer' if change > 0 else 'less'}"
+    return f"the machine has changed since the step was recorded: without waits it takes {now_takes}, whatever the plan"
 
 
 def facts_of(store: ActivationStore, planned: Planned | None, held_bytes: Mapping[str, int] | None = None) -> Facts:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Sequence
 from itertools import groupby
+from typing import Any
 
 from ..planning.constants import MOST_AT_PEAK, MOST_ROWS, NO_GAIN, REVIEW_STEPS, WARM_UP
 from ..planning.observed import Observed
@@ -12,7 +12,7 @@ from ..planning.plan import Plan, regions_in_words
 from ..planning.profile import Profile
 from ..planning.search import Limits
 from ..sizes import format_size, format_time
-from .facts import PlanFacts, ShapeFacts
+from .facts import PlanFacts, ShapeFacts, machine_changed
 from .parts import OUTSIDE, Analysis, BudgetRow, Row, analyse
 
 
@@ -87,18 +87,19 @@ def render_plan(
     """
     limits = limits or Limits()
     analysis = analysis or analyse(profile, plan, limits)
-    rows = list(analysis.rows)
-    if len(rows) > MOST_ROWS:
-        rows = _merged(rows)
+    groups = _groups(analysis.rows, lambda row: (row.saved_bytes, row.held_bytes))
+    if len(groups) > MOST_ROWS:
+        groups = _groups(analysis.rows, lambda row: None)
     return "\n".join(
         [
             *_headline(profile, plan, limits),
             *_table(_comparison(analysis, seen), left=1),
+            *filter(None, [machine_changed(profile, seen)]),
             "",
-            *_table([_COLUMNS, *map(_cells, rows)], left=2),
+            *_table([_COLUMNS, *map(_cells, groups)], left=2),
             "  (added: by waiting)",
             "why",
-            *(f"  {_span(*run)}: {why}" for why, run in groupby(rows, key=lambda row: row.why)),
+            *_whys(groups),
             "",
             *_peak(analysis),
             *_more(analysis, limits),
@@ -106,19 +107,22 @@ def render_plan(
     )
 
 
-def render_decisions(plan: Plan, target: str) -> str:
-    """One line for each run of neighbouring storages with the same decision.
+def render_decisions(plan: Plan, target: str, *, each: bool) -> str:
+    """The sums of a forward's decisions, and a line for each run of neighbouring storages with the same one.
 
     Args:
         plan: the decisions of the last forward, as in `Offloader.plan`.
         target: the tier that storages were sent to.
+        each: with these lines.
     """
     if not plan.entries:
         return f"actoffload (target {target}): no forward has saved anything yet."
     lines = [
         f"last forward: {len(plan.entries)} storages saved, {format_size(plan.offloaded_bytes)} sent to "
-        f"{target}, {format_size(plan.kept_bytes)} kept"
+        f"{target}, {format_size(plan.kept_bytes)} kept{'' if each else '; explain(tensors=True) lists them'}"
     ]
+    if not each:
+        return lines[0]
     for (action, reason, module), run in groupby(plan.entries, key=lambda e: (e.action, e.reason, e.module)):
         entries = list(run)
         first, last = entries[0].index, entries[-1].index
@@ -187,21 +191,33 @@ def _comparison(analysis: Analysis, seen: Observed | None) -> list[tuple[str, ..
 _COLUMNS = ("part", "what", "saves", "holds", "again", "added", "at the peak")
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    held = format_size(row.held_bytes) if row.held_bytes else "-"
-    times = [format_time(time_s) if time_s else "-" for time_s in (row.recompute_s, row.wait_s)]
-    return row.name, row.what, format_size(row.saved_bytes), held, *times, format_size(row.peak_bytes)
+def _groups(rows: Sequence[Row], equal: Callable[[Row], object]) -> list[list[Row]]:
+    """Neighbours with the same treatment that are also ``equal``; tensors outside of all modules stand alone."""
+    found = groupby(rows, key=lambda row: (row.what, row.name == OUTSIDE, equal(row)))
+    return [list(group) for _, group in found]
 
 
-def _merged(rows: Sequence[Row]) -> list[Row]:
-    """Rows in which neighbours with the same treatment are summed up."""
-    merged = []
-    for _, run in groupby(rows, key=lambda row: (row.what, row.name == OUTSIDE)):
-        first, *others = run
-        summed = [f.name for f in fields(first) if f.name.endswith(("_bytes", "_s"))]
-        sums = {name: sum((getattr(row, name) for row in others), getattr(first, name)) for name in summed}
-        merged.append(replace(first, name=_span(first, *others), **sums))
-    return merged
+def _cells(group: Sequence[Row]) -> tuple[str, ...]:
+    def total(name: str) -> Any:
+        return sum(getattr(row, name) for row in group)
+
+    saved = {row.saved_bytes for row in group}
+    size = (
+        f"{len(group)} × {format_size(*saved)}" if len(saved) == 1 < len(group) else format_size(total("saved_bytes"))
+    )
+    held = format_size(total("held_bytes")) if total("held_bytes") else "-"
+    times = [format_time(total(name)) if total(name) else "-" for name in ("recompute_s", "wait_s")]
+    return _span(*group), group[0].what, size, held, *times, format_size(total("peak_bytes"))
+
+
+def _whys(groups: Sequence[Sequence[Row]]) -> list[str]:
+    """The reasons, one line for each; equal neighbours share it, and of equal blocks the first and last have one."""
+    ends = [(group, group[0].why, group[-1].why) for group in groups]
+    lines = []
+    for (first, last), run in groupby(ends, key=lambda end: end[1:]):
+        rows = [row for group, _, _ in run for row in group]
+        lines.append(f"  {_span(*rows)}: {first}" + (f"; the last: {last}" if last != first else ""))
+    return lines
 
 
 def _span(first: Row, *others: Row) -> str:

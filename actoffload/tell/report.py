@@ -11,7 +11,7 @@ from ..config import OffloadConfig
 from ..interrupts import expected
 from ..planning.constants import MOST_CAUSES
 from ..policy import STATIC, reasons
-from ..runtime.trace import rank_and_ranks
+from ..runtime.trace import rank_and_ranks, trace_path
 from ..sizes import format_size, format_time
 from ..statistics import Statistics
 from ..storage.endurance import Rating, render_wear
@@ -45,7 +45,7 @@ def render_report(facts: Facts) -> str:
     """
     config, counts = facts.config, facts.counts
     sections = [
-        _headline(config, counts),
+        _headline(facts),
         _peaks(counts),
         _regions(counts),
         _tiers(facts),
@@ -105,6 +105,12 @@ def say(config: OffloadConfig, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
+def closing_line(facts: Facts) -> str:
+    """One line on the whole run, and the command that has more."""
+    file = trace_path(facts.config)
+    return f"actoffload: {facts.summary}; details: actoffload {f'report {file}' if file else 'trace -- PROGRAM'}"
+
+
 def announcement(facts: Facts) -> str:
     """One line on the first forward: the tensors that it saved, and those that move."""
     config, s = facts.config, facts.counts
@@ -133,25 +139,17 @@ def announcement(facts: Facts) -> str:
     return f"actoffload: {target}: {seen}; {text}{never}"
 
 
-def _headline(config: OffloadConfig, s: Statistics) -> list[str]:
-    if s.packed_tensors == 0:
-        return [f"actoffload (target {config.target}): autograd saved nothing inside the context yet."]
-    more = _count(s.unhooked, "more forward pass", "more forward passes")
-    unhooked = f" As nothing moves, {more} ran without hooks." if s.unhooked else ""
-    return [
-        f"actoffload (target {config.target}): in {passes(s)}, moved {format_size(s.moved_bytes)} of "
-        f"{format_size(s.activation_bytes)} saved activations ({s.moved_share:.0%}); "
-        f"waited {s.wait_s:.2f} s (forward {s.pack_wait_s:.2f}, backward {s.unpack_wait_s:.2f})."
-        f"{unhooked}"
-    ]
-
-
-def passes(s: Statistics) -> str:
-    """The amount of work: optimizer steps and their micro-batches, or forward passes if no optimizer stepped."""
-    if not s.optimizer_steps:
-        return _count(s.steps - s.unhooked, "forward pass", "forward passes")
-    steps = _count(s.optimizer_steps, "step", "steps")
-    return f"{steps} ({s.microbatches} micro-batches)" if s.microbatches > s.optimizer_steps else steps
+def _headline(facts: Facts) -> list[str]:
+    s = facts.counts
+    lines = [f"actoffload (target {facts.config.target}): {facts.summary}"]
+    if s.packed_tensors:
+        moved = f"{format_size(s.moved_bytes)} of {format_size(s.activation_bytes)} saved activations"
+        waited = f"waited {s.wait_s:.2f} s (forward {s.pack_wait_s:.2f}, backward {s.unpack_wait_s:.2f})"
+        lines.append(f"  moved              {moved} ({s.moved_share:.0%}); {waited}")
+    if s.unhooked:
+        more = _count(s.unhooked, "more forward pass", "more forward passes")
+        lines.append(f"  as nothing moves, {more} ran without hooks")
+    return lines
 
 
 def _count(number: int, one: str, many: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from .accelerator import Accelerator, Event, Stream, allocated_bytes
-from .timers import DeviceStopwatch, StreamWaits, Timeline, WaitFor
+from .timers import DeviceStopwatch, StreamWaits, Timeline, Traced, WaitFor, traced
 
 WINDOW_FLOOR_BYTES = 64 << 20
 BATCH_BYTES = 16 << 20
@@ -49,7 +49,7 @@ class Batch:
     settled: bool = False  # on the way in: the stream that owns the memory has waited for the copies
     needed_first: bool = False  # on the way in: most of it is for the first unpack of a backward
     awaited_by: list[Stream] = field(default_factory=list)  # other streams that have
-    about: tuple[tuple[str | None, int], ...] = ()  # while tracing is on: the module and bytes of each copy
+    about: tuple[Traced, ...] = ()  # while tracing is on: the tensor of each copy
 
     def add(self, owner: object, destination: Tensor, source: Tensor, nbytes: int, used_by: list[Any]) -> None:
         """Add one more copy of ``nbytes``.
@@ -299,7 +299,7 @@ class CopyStreams:
         begin = self.timeline.moment(batch.index, side) if self.timeline is not None else None
         self.device.copy(batch.copies.values(), side)
         if self.timeline is not None:
-            batch.about = tuple((getattr(owner, "module", None), to.nbytes) for owner, (to, _) in batch.copies.items())
+            batch.about = tuple(traced(owner, to.nbytes) for owner, (to, _) in batch.copies.items())
             end = self.timeline.moment(batch.index, side)
             self.timeline.add(f"host {way}", batch.index, begin, end, batch.about)
         if stopwatch is not None:

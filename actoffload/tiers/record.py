@@ -67,6 +67,7 @@ class Record:
     begin: int  # its first byte that a view needs
     end: int  # one past the last byte that a view needs
     device: torch.device
+    shape: tuple[int, ...] = ()  # of the view that was saved first, for traces
     kind: str = field(init=False)  # the type of the device
     nbytes: int = field(init=False)  # of the span
     number: int = field(default_factory=_numbers.__next__)  # of the record in this process, for traces

@@ -28,6 +28,9 @@ SAMPLE = 7
 GOLDEN = 0.6180339887498949
 """Its multiples are spread evenly, so that a sample by them follows no period of the step's, as every seventh may."""
 
+Traced = tuple[str | None, int, int, tuple[int, ...]]
+"""A tensor of a transfer, for a trace: its module, its bytes, the number of its record and its shape."""
+
 
 class Stopwatch:
     """Stamps moments of one step, for CPU tensors: the host's clock, less the waits that were counted.
@@ -300,3 +303,9 @@ class StreamWaits:
     def _refuse(self) -> None:
         self.stop()
         self._open.clear()
+
+
+def traced(owner: object, nbytes: int) -> Traced:
+    """What a trace has of a tensor: ``owner`` is a record, has one (a part of a record), or is of another library."""
+    record: Any = getattr(owner, "record", owner)
+    return getattr(record, "module", None), nbytes, getattr(record, "number", 0), tuple(getattr(record, "shape", ()))

@@ -34,7 +34,7 @@ from ..storage.engines import ENGINES
 from ..storage.engines.base import EngineCapabilities
 from ..storage.spool import Extent, Spool, Transfer
 from ..storage.spool_files import MAX_BLOCK_BYTES
-from .console import JsonOption, PathOption, explained_errors, print_json, progress_bar, strings
+from .console import JsonOption, PathOption, print_json, progress_bar, strings
 
 Direction = Literal["write", "read", "mixed"]
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
@@ -113,22 +113,21 @@ def command(
 
     S bytes that a step of T seconds saves hide if S / (T/2) is at most the slowest of write, read and mixed.
     """
-    with explained_errors():
-        settings = settings_of(engine or DISK_ENGINES, size or SIZES, depth or [None])
-        paths, region_bytes = strings(path) or list(default_paths()), parse_size("region", region)
-        results = measure_all(paths, settings, region_bytes=region_bytes, seconds=seconds, rounds=rounds)
-        samples: list[Sample] = []
-        failures: list[Failure] = []
-        each = len(DIRECTIONS) * rounds
-        with progress_bar(quiet=as_json) as progress, closing(results):
-            bar = progress.add_task("opening", total=len(settings) * each)
-            for one in results:
-                name = f"{one.setting.engine} {format_size(one.setting.block_bytes)}"
-                if isinstance(one, Failure):
-                    failures.append(one)
-                else:
-                    samples.append(one)
-                progress.update(bar, advance=each if isinstance(one, Failure) else 1, description=name)
+    settings = settings_of(engine or DISK_ENGINES, size or SIZES, depth or [None])
+    paths, region_bytes = strings(path) or list(default_paths()), parse_size("region", region)
+    results = measure_all(paths, settings, region_bytes=region_bytes, seconds=seconds, rounds=rounds)
+    samples: list[Sample] = []
+    failures: list[Failure] = []
+    each = len(DIRECTIONS) * rounds
+    with progress_bar(quiet=as_json) as progress, closing(results):
+        bar = progress.add_task("opening", total=len(settings) * each)
+        for one in results:
+            name = f"{one.setting.engine} {format_size(one.setting.block_bytes)}"
+            if isinstance(one, Failure):
+                failures.append(one)
+            else:
+                samples.append(one)
+            progress.update(bar, advance=each if isinstance(one, Failure) else 1, description=name)
     rates = rates_of(samples)
     best = best_of(rates)
     if as_json:

@@ -27,7 +27,8 @@ from rich.progress import (
 from rich.table import Table
 
 from ..config import OffloadConfig
-from ..errors import ActOffloadError, ConfigError, SpoolPathError, printable
+from ..errors import printable
+from .environment import without_errno
 
 HELP = {name: kind.help for name, kind in OffloadConfig.flags().items()}
 """Of each option."""
@@ -80,23 +81,9 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     return flat
 
 
-@contextmanager
-def explained_errors() -> Iterator[None]:
-    """Print an error as one line instead of a traceback.
-
-    Exit status 2 for an option that cannot work, 1 for anything else that this library or the system refuses.
-    """
-    try:
-        yield
-    except (ConfigError, SpoolPathError) as error:
-        raise typer.BadParameter(str(error)) from error
-    except (ActOffloadError, OSError) as error:
-        fail(str(error), error)
-
-
 def fail(message: str, cause: BaseException | None = None) -> NoReturn:
     """Print an error and leave with exit status 1."""
-    typer.echo(f"Error: {message}", err=True)
+    typer.echo(f"Error: {without_errno(message)}", err=True)
     raise typer.Exit(1) from cause
 
 
@@ -113,8 +100,7 @@ def written() -> Iterator[None]:
 
 def check_paths(paths: list[Path] | None, target: str = "auto") -> None:
     """Refuse options that cannot work before anything is measured."""
-    with explained_errors():
-        OffloadConfig(target=target, path=paths)  # type: ignore[arg-type]
+    OffloadConfig(target=target, path=paths)  # type: ignore[arg-type]
     for directory in paths or ():
         if not directory.is_dir():
             problem = "is a file" if directory.exists() else "does not exist"

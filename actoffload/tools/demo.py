@@ -12,29 +12,36 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import TextColumn
 from rich.table import Column, Table
-from torch import Tensor
 
-from .. import OffloadConfig, Offloader, errors
+from .. import errors
+from ..config import OffloadConfig
 from ..sizes import format_size
-from ..testing.gpt import GPT, GPTConfig
 from .console import JsonOption, PathOption, check_paths, fail, grouped, print_json, progress_bar, strings
 from .environment import BUSY_SHARE, find_device
 from .process import block_io, peak_rss_bytes, prepare_process, say, synchronize
-from .workers import spread, take_turns, turn_ratios
+from .rok_points import Spread, verdict
+from .workers import take_turns, turn_ratios
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..testing.gpt import GPTConfig
 
 WORKER = "actoffload.tools.demo"
 STEP_LIMIT_S = 3600.0
 """A step that takes longer counts as a hang."""
+WITHIN_S = 40.0
+"""No further step begins after this time, so that the demo stays within its minute."""
 PLANNING_STEPS = 3
 """The first steps, in which the planner records and plans; the times leave them out."""
 TEXT_BYTES = 4 << 20
@@ -62,6 +69,8 @@ class Training:
         Raises:
             ValueError: they do not fit together.
         """
+        from ..testing.gpt import GPTConfig
+
         return GPTConfig(layers=self.layers, width=self.width, seq=self.seq)
 
 
@@ -112,26 +121,31 @@ def run_demo(spec: dict[str, Any], target: str, *, quiet: bool) -> list[Mode]:
                 progress.update(bars[name], advance=1, loss=f"loss {said['loss']:.3f}")
 
         specs = {name: spec | {"mode": name} for name in names}
-        results = take_turns(WORKER, specs, spec["steps"], limit_s=STEP_LIMIT_S, on_said=on_said)
+        results = take_turns(WORKER, specs, spec["steps"], limit_s=STEP_LIMIT_S, within_s=WITHIN_S, on_said=on_said)
     for name, result in results.items():
         on_said(name, result)
     return compare(results)
 
 
 def compare(results: dict[str, dict[str, Any]]) -> list[Mode]:
-    """Return each mode's result with its median step time, and its ratios to the first mode's, turn by turn."""
+    """Return each mode's result with its step time and ratios to the first mode's, turn by turn, and a verdict.
+
+    A mode's step time is the first mode's median times the mode's ratio, so that times and ratios agree. The first
+    mode's ratios are its noise: each of its steps over the next one, and the reverse.
+    """
     times = {name: r["step_s"][min(PLANNING_STEPS, len(r["step_s"]) - 1) :] for name, r in results.items()}
-    first = next(iter(times.values()))
-    return [
-        {"mode": name, **result}
-        | {
-            "median_step_s": median(times[name]),
-            "ratio_to_keep": median(ratios := turn_ratios(times[name], first)),
-            "ratios_to_keep": ratios,
-            "losses_hex": [loss.hex() for loss in result["losses"]],
-        }
-        for name, result in results.items()
-    ]
+    first, *_ = times.values()
+    noise = [ratio for one, other in pairwise(first) for ratio in (one / other, other / one)] or [1.0]
+    modes = []
+    for number, (name, result) in enumerate(results.items()):
+        ratios = turn_ratios(times[name], first) if number else noise
+        ratio = median(ratios) if number else 1.0
+        told = verdict(Spread.of(ratios), Spread.of(noise)) if number else "noise"
+        modes.append(
+            {"mode": name, **result, "median_step_s": ratio * median(first), "ratio_to_keep": ratio}
+            | {"ratios_to_keep": ratios, "verdict": told, "losses_hex": [loss.hex() for loss in result["losses"]]}
+        )
+    return modes
 
 
 def show(spec: dict[str, Any], modes: Sequence[Mode], equal: bool) -> None:
@@ -143,8 +157,9 @@ def show(spec: dict[str, Any], modes: Sequence[Mode], equal: bool) -> None:
     )
     console.print(_table(modes))
     console.print(
-        f"The modes took their steps in turns. Times are of the steps after the first {PLANNING_STEPS}, in which the "
-        "planner looks and plans. Written and read: what the storage engine counted, and in brackets the kernel.",
+        f"The modes took {len(modes[0]['step_s'])} steps in turns. The first {PLANNING_STEPS} do not count, as the "
+        "planner looks and plans in them. A ratio is within a turn, with the middle half of all turns; keep's is its noise, a "
+        "step over the next one. Written and read: what the storage engine counted, and in brackets the kernel.",
         style="dim",
     )
     if (share := modes[0]["others_cpu_share"]) > BUSY_SHARE:
@@ -170,12 +185,13 @@ def _table(modes: Sequence[Mode]) -> Table:
 
 
 def _column(mode: Mode, counted: dict[str, int]) -> dict[str, str]:
-    losses, end = mode["losses"], mode["end"]
+    losses, end, spread = mode["losses"], mode["end"], Spread.of(mode["ratios_to_keep"])
     owner, key = ("process", "peak_rss_bytes") if mode["device"] == "cpu" else ("device", "peak_device_bytes")
     return {
         "loss, first → last step": f"{losses[0]:.4f} → {losses[-1]:.4f}",
-        "step time (median)": f"{mode['median_step_s']:.2f} s",
-        "step time / keep's": "1" if mode["mode"] == "keep" else spread(mode["ratios_to_keep"]),
+        "step time": f"{mode['median_step_s']:.2f} s",
+        "step time / keep's": f"{mode['ratio_to_keep']:.2f} ({spread.low:.2f} to {spread.high:.2f})",
+        "verdict": mode["verdict"],
         "saved activations, peak": _size(counted.get("resident_peak_bytes")),
         f"{owner} memory, peak": _size(end[key]),
         "written": f"{_size(counted.get('nvme_written_bytes'))} ({_size(end.get('kernel_written_bytes'))})",
@@ -192,6 +208,11 @@ def _size(nbytes: int | None) -> str:
 
 def train(spec: dict[str, Any]) -> None:
     """Take a training step for every line of standard input; print a line for each, and at the end the result."""
+    import torch
+
+    from ..autograd.offloader import Offloader
+    from ..testing.gpt import GPT
+
     device = find_device()
     training = Training(**{name: spec[name] for name in Training.__dataclass_fields__ if name in spec})
     prepare_process(device, training.threads, training.seed)

@@ -12,13 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import psutil
-import torch
 import typer
 
-from ..autograd import native
 from ..config import default_paths
 from ..errors import ActOffloadError
-from ..memory import cpu_allocator
 from ..memory.process_memory import cgroup_limit_bytes
 from ..sizes import format_size
 from ..storage.engines.gds import why_compat
@@ -45,6 +42,9 @@ def command(path: PathOption = None, as_json: JsonOption = False) -> None:
 
 def examine(paths: Sequence[str] | None) -> dict[str, Any]:
     """Return all findings, ready for JSON. Sizes in bytes, rates in bytes a second."""
+    from ..autograd import native
+    from ..memory import cpu_allocator
+
     found_device, found_paths = device(), [examine_path(path) for path in paths or default_paths()]
     return {
         "device": found_device,
@@ -139,6 +139,8 @@ def memory() -> dict[str, Any]:
 
 def device() -> dict[str, Any]:
     """Return the accelerator or the CPU, as torch sees it, and whether host memory can be pinned for it."""
+    import torch
+
     kind = find_device()
     facts: dict[str, Any] = {
         "torch": torch.__version__,
@@ -161,6 +163,8 @@ def device() -> dict[str, Any]:
 
 def _link(kind: str) -> dict[str, float]:
     """Time one large copy each way between pinned host memory and the device; bytes a second."""
+    import torch
+
     host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(LINK_BYTES, dtype=torch.uint8, device=kind)
     rates = {}

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
-from ..autograd import native
 from ..version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +27,10 @@ def describe_environment(root: Path = ROOT) -> dict[str, Any]:
 
     Sizes in bytes; ``cpu_busy_share`` from 0 to 1 over all cores, measured while this process waits.
     """
+    import torch
+
+    from ..autograd import native
+
     share = psutil.cpu_percent(interval=0.2) / 100
     facts: dict[str, Any] = {
         "cpu": cpu_model(),
@@ -54,6 +57,8 @@ def describe_environment(root: Path = ROOT) -> dict[str, Any]:
 
 def find_device() -> str:
     """Return the accelerator's type if there is one, else ``"cpu"``."""
+    import torch
+
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if accelerator is None else accelerator.type
 
@@ -92,6 +97,11 @@ def _git(root: Path, *arguments: str) -> str:
 def without_paths(text: str, root: Path = ROOT) -> str:
     """Return ``text`` without this machine's directories."""
     return text.replace(str(root), ".").replace(str(Path.home()), "~")
+
+
+def without_errno(text: str) -> str:
+    """Return the text of an error without the system's number for it, which the words beside it explain."""
+    return re.sub(r"\[Errno \d+\] ", "", text)
 
 
 def write_json(file: Path, payload: dict[str, Any]) -> None:

@@ -4,34 +4,23 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
-from torch import nn
 
 from ..errors import ConfigError
 from ..sizes import format_size
 from ..storage.endurance import format_decimal, format_duration
-from ..testing.gpt import GPTConfig
-from .console import JsonOption, PictureOption, explained_errors, grouped, print_json, print_rows, written
-from .models import (
-    Workload,
-    build_gpt,
-    build_own,
-    build_transformers,
-    configuration,
-    count,
-    is_own,
-)
+from .console import JsonOption, PictureOption, grouped, print_json, print_rows, written
 from .on_paper import (
     BUILT_IN,
     DRIVES,
     GPUS,
     MODELS,
     PUBLISHED,
+    RESERVED_BYTES,
     SOURCES,
     SPLIT,
     Activations,
@@ -45,8 +34,14 @@ from .on_paper import (
     preset,
 )
 from .plots import Look, draw_estimate
+from .rok_points import is_own
 
-COUNTED: dict[str, Any] = {"sequence": 2048, "micro_batch": 1, "gpu": "h100-sxm"}
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .models import Workload
+
+COUNTED: dict[str, Any] = {"sequence": 2048, "micro_batch": 1, "gpu": "rtx-4090"}
 """The preset for ``--from-model``."""
 UNITS = {"s": 1.0, "GB": 1e9, "GB/s": 1e9, "GiB": float(1 << 30)}
 
@@ -55,7 +50,7 @@ UNITS = {"s": 1.0, "GB": 1e9, "GB/s": 1e9, "GiB": float(1 << 30)}
 class Question:
     """The user's model and machine; None for the preset's."""
 
-    model: Annotated[str, typer.Option(help="Preset to start from; --presets lists them.")] = "gpt3-175b"
+    model: Annotated[str, typer.Option(help="Preset to start from; --presets lists them.")] = "llama3-8b"
     from_model: Annotated[
         str | None, typer.Option(help="Count this: FILE.py:FUNCTION, a config.json, or a model type of Transformers.")
     ] = None
@@ -64,6 +59,12 @@ class Question:
     step_s: Annotated[float | None, typer.Option(help="Seconds of a measured step. Default: from FLOPs.")] = None
     sequence: Annotated[int | None, typer.Option(min=1, rich_help_panel=SPLIT)] = None
     micro_batch: Annotated[int | None, typer.Option(min=1, rich_help_panel=SPLIT)] = None
+    adapters: Annotated[
+        int | None, typer.Option(min=1, help="Rank of LoRA beside each linear layer; the rest is frozen.")
+    ] = None
+    trained: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the parameters that is trained, for other adapters.")
+    ] = 1.0
     optimizer_bytes: Annotated[
         float | None,
         typer.Option(min=0, help="Per trained parameter. Default: AdamW's 12, 8 in float32.", rich_help_panel=SPLIT),
@@ -99,8 +100,7 @@ def command(
         else:
             print_rows(map(_cells, rows), *(rows[0] if presets else _PUBLISHED_HEAD))
         return
-    with explained_errors():
-        answer = Answer(question, split, machine)
+    answer = Answer(question, split, machine)
     title = f"{question.from_model or question.model} on {answer.hardware.name}, per GPU of {answer.split.gpus}"
     if picture is not None:
         with written():
@@ -120,7 +120,7 @@ class Answer:
     """
 
     def __init__(self, question: Question, split: dict[str, Any], machine: dict[str, Any]) -> None:
-        start = question.start
+        start, self.question = question.start, question
         self.split = replace(start.split, **split)
         gpu = question.gpu or start.gpu
         # A published utilisation was reached on the preset's own GPU, and proves nothing for another one.
@@ -137,6 +137,8 @@ def activations_of(question: Question, split: Parallelism) -> Activations:
     Raises:
         ConfigError: the model is not known, cannot be split so, or has nothing that repeats.
     """
+    from .models import adapt, count
+
     start = question.start
     sequence, micro_batch = question.sequence or start.sequence, question.micro_batch or start.micro_batch
     # The built-in GPT can be built as one rank's share: without sequence parallelism its norms stay whole there.
@@ -145,6 +147,13 @@ def activations_of(question: Question, split: Parallelism) -> Activations:
     if split.tensor > 1 and not (rank_only or split.sequence_parallel):
         remedy = "a model other than Megatron's needs --sequence-parallel, under which every tensor is split"
         raise ConfigError("tensor", split.tensor, remedy)
+    if question.adapters is not None:
+        if question.trained < 1:
+            raise ConfigError(
+                "trained", question.trained, "the rank of adapters says what is trained: leave one of the two out"
+            )
+        adapt(workload, question.adapters)
+        label += f", adapters of rank {question.adapters}"
     saved = count(workload, micro_batch)
     if not saved.blocks:
         raise ConfigError(
@@ -160,14 +169,20 @@ def activations_of(question: Question, split: Parallelism) -> Activations:
         blocks=tuple(nbytes / ranks for nbytes in saved.blocks.values()),
         small_bytes=saved.small / ranks,
         ends_bytes=saved.ends / ranks,
-        flops=3 * saved.flops * split.tensor / ranks,
+        # A frozen weight needs no gradient, so a backward with adapters takes as long as a forward.
+        flops=(3 if question.adapters is None else 2) * saved.flops * split.tensor / ranks,
         source=f"counting on meta tensors, with {attention}",
-        **{name: nbytes / ranks for name, nbytes in states_of(workload.model, question.optimizer_bytes).items()},
+        **{name: nbytes / ranks for name, nbytes in states_of(workload.model, question).items()},
     )
 
 
 def _build(question: Question, sequence: int, tensor: int) -> tuple[Workload, str]:
     """Return the model on the meta device and its name; of the built-in GPT one of ``tensor`` ranks' share."""
+    import torch
+
+    from ..testing.gpt import GPTConfig
+    from .models import build_gpt, build_own, build_transformers, configuration
+
     start, source, meta = question.start, question.from_model, torch.device("meta")
     if source is not None and is_own(source):
         if question.sequence is not None:
@@ -185,21 +200,19 @@ def _build(question: Question, sequence: int, tensor: int) -> tuple[Workload, st
     return build_transformers(config, sequence=sequence, dtype=torch.bfloat16, device=meta), label
 
 
-def states_of(model: nn.Module, optimizer_bytes: float | None) -> dict[str, float]:
+def states_of(model: nn.Module, question: Question) -> dict[str, float]:
     """Return the bytes of parameters, gradients and optimizer states.
 
-    Args:
-        model: the model.
-        optimizer_bytes: for each parameter that is trained; None for AdamW's: two moments in float32, and a float32
-            copy of narrower parameters.
+    By default the optimizer is AdamW: two moments in float32, and a float32 copy of narrower parameters.
     """
+    given, share = question.optimizer_bytes, question.trained
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     default = sum(parameter.numel() * (8 if parameter.itemsize >= 4 else 12) for parameter in trained)
     elements = sum(parameter.numel() for parameter in trained)
     return {
         "parameter_bytes": sum(parameter.nbytes for parameter in model.parameters()),
-        "gradient_bytes": sum(parameter.nbytes for parameter in trained),
-        "optimizer_bytes": default if optimizer_bytes is None else optimizer_bytes * elements,
+        "gradient_bytes": share * sum(parameter.nbytes for parameter in trained),
+        "optimizer_bytes": share * (default if given is None else given * elements),
     }
 
 
@@ -207,12 +220,41 @@ def states_of(model: nn.Module, optimizer_bytes: float | None) -> dict[str, floa
 
 
 def show(title: str, answer: Answer) -> None:
-    """Print the answer: the activations, the memory, the bandwidth, the SSDs, and notes for a reader."""
+    """Print the answer: what to do, the activations, the memory, the bandwidth, the SSDs, and notes for a reader."""
+    warnings = [note for note in answer.result.notes if note.startswith("WEAR")]
+    for line in (*advice(answer), *warnings):
+        Console().print(escape(line), style="bold")
     print_rows(_activation_rows(answer), title=title)
     print_rows(_memory_rows(answer.result.memory), title="memory of a GPU at its peak")
-    print_rows(_machine_rows(answer.hardware, answer.result), title="links and SSDs")
-    for note in answer.result.notes:
+    print_rows(_machine_rows(answer.hardware, answer.result), title="links and where bytes go")
+    for note in (note for note in answer.result.notes if note not in warnings):
         Console().print(f"- {escape(note)}")
+
+
+def advice(answer: Answer) -> list[str]:
+    """Return what to do so that the model fits, as sentences with options."""
+    memory, split = answer.result.memory, answer.split
+    free = memory.capacity_bytes - memory.states_bytes
+    kept, hidden, moved = memory.kept, memory.hidden, memory.moved
+    if kept.saved_bytes <= free:
+        more = f"; with offloading up to {hidden.micro_batch}" if hidden.micro_batch > kept.micro_batch else ""
+        return [f"It fits as it is, up to micro-batch {kept.micro_batch}{more}."]
+    if hidden.saved_bytes <= free:
+        return ["It fits with offloading, and no step is longer."]
+    if moved.saved_bytes <= free:
+        return ["It fits with offloading and device_budget=: more has to move than hides, so steps wait."]
+    ways = []
+    if moved.micro_batch:
+        ways.append(f"--micro-batch {moved.micro_batch}")
+    elif free > 0:
+        ways.append("a shorter --sequence, or gradient checkpointing")
+    if answer.question.adapters is None and memory.gradient_bytes > 0.1 * memory.parameter_bytes:
+        ways.append("--adapters 16")
+    if split.zero < 3:
+        ways.append("--zero 3 --data N over N GPUs")
+    needed = memory.states_bytes + moved.saved_bytes + RESERVED_BYTES
+    ways += [f"--gpu {name}" for name, gpu in GPUS.items() if gpu["memory_bytes"] >= needed][:1]
+    return [f"It does NOT fit, even with all moved: {format_size(needed)} are needed. Try {'; or '.join(ways)}."]
 
 
 def _activation_rows(answer: Answer) -> list[tuple[str, str]]:
@@ -251,6 +293,10 @@ def _machine_rows(hardware: Hardware, result: Estimate) -> list[tuple[str, str]]
         ("needed, each way", f"{result.required_bytes_per_s / 1e9:.1f} GB/s (S / (t/2))"),
         ("there is", rates),
         ("share that hides", f"{result.share_hidden:.0%}, {format_size(result.moved_bytes_per_step)} a step"),
+    ]
+    if hardware.target == "host":
+        return [*rows, ("host memory in use", f"{format_size(result.away_bytes)} of it at once")]
+    rows += [
         ("drives", f"{hardware.drives} × {hardware.drive.name}, rated {format_decimal(rated)} written"),
         ("written", f"{format_decimal(result.written_bytes_per_day)} a day"),
         ("life on rated TBW", format_duration(result.rated_life_s)),

@@ -26,52 +26,13 @@ from torch.utils._pytree import tree_map_only
 
 from ..autotune.blocks import find_blocks
 from ..errors import ConfigError
+from ..planning.profile import Link, Profile, Region, Storage
+from ..planning.regions import run_again
+from ..policy import KeepReason
 from ..testing.gpt import GPT, GPTConfig
-from .saved_bytes import MIN_BYTES, SavedBytes, call, count_saved
-
-TRANSFORMERS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
-    # The activation is one kernel, as Megatron's; "gelu_new" saves five more tensors.
-    "gpt": (
-        *("gpt2", "GPT2Block", 50304),
-        {"activation_function": "gelu_pytorch_tanh", "bos_token_id": 0, "eos_token_id": 0}
-        | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-    ),
-    "bert": ("bert", "BertLayer", 30592, dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)),
-    "t5": (
-        *("t5", "T5Block", 32128),
-        {"feed_forward_proj": "gelu", "decoder_start_token_id": 0, "pad_token_id": 0, "dropout_rate": 0.0},
-    ),
-}
-"""By a case's model: the type, the class of a layer, SSDTrain's vocabulary and the rest of the configuration."""
-
-
-@dataclass(frozen=True, kw_only=True, order=True)
-class Case:
-    """A model and its batch. ``hidden`` elements, ``seq`` tokens, ``batch`` sequences, ``vocab`` rows of the head.
-
-    A user's own model (``FILE.py:FUNCTION``) sets its sizes itself.
-    """
-
-    model: str
-    batch: int
-    hidden: int = 0
-    layers: int = 0
-    seq: int = 0
-    vocab: int = 0
-    head_width: int = 64
-    dtype: str = "float32"
-
-    @property
-    def panel(self) -> str:
-        """The cases with the same text share a panel of the picture."""
-        if not self.hidden:
-            return self.model
-        return f"{self.model}, hidden {self.hidden} × {self.layers} layers, {self.seq} tokens"
-
-    @property
-    def name(self) -> str:
-        """The panel and the batch."""
-        return f"{self.panel}, batch {self.batch}"
+from .on_paper import Hardware
+from .rok_points import TRANSFORMERS, Case, is_own
+from .saved_bytes import BACKWARD_FACTOR, MIN_BYTES, SavedBytes, WatchedStep, call, count_saved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,11 +77,6 @@ class Workload:
         return replace(self, model=copy.deepcopy(self.model, {id(tensor): tensor for tensor in shared}))
 
 
-def is_own(source: str) -> bool:
-    """Return whether this names a function in a user's file, rather than a preset or a configuration."""
-    return ".py:" in source
-
-
 def import_function(field: str, source: str) -> Callable[[], Any]:
     """Return the function that ``FILE.py:FUNCTION`` names; its file may import files beside it.
 
@@ -159,6 +115,30 @@ def build_own(field: str, source: str, device: torch.device) -> Workload:
         remedy = "the function must return a model and a function make_batch(size) that returns the model's arguments"
         raise ConfigError(field, source, remedy)
     return _workload(made[0].to(device), made[1], device)
+
+
+class _Adapted(nn.Module):
+    """A frozen linear layer with an adapter beside it (LoRA, arXiv 2106.09685)."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        like: dict[str, Any] = {"bias": False, "device": base.weight.device, "dtype": base.weight.dtype}
+        self.base, self.down = base, nn.Linear(base.in_features, rank, **like)
+        self.up = nn.Linear(rank, base.out_features, **like)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the sum of both."""
+        adapted: Tensor = self.base(hidden) + self.up(self.down(hidden))
+        return adapted
+
+
+def adapt(workload: Workload, rank: int) -> None:
+    """Freeze a model, and put an adapter beside each linear layer of its blocks."""
+    workload.model.requires_grad_(False)
+    for block in map(workload.model.get_submodule, workload.blocks):
+        for name, linear in [each for each in block.named_modules() if isinstance(each[1], nn.Linear)]:
+            parent, _, attribute = name.rpartition(".")
+            setattr(block.get_submodule(parent), attribute, _Adapted(linear, rank))
 
 
 def build_gpt(sizes: GPTConfig, *, dtype: torch.dtype, device: torch.device) -> Workload:
@@ -279,3 +259,71 @@ def _shape(case: Case) -> dict[str, Any]:
     decoder = max(1, case.layers // 2)  # half of the layers, rounded down, as in SSDTrain's runs
     halves = {"num_hidden_layers": max(1, case.layers - decoder), "num_decoder_layers": decoder}
     return shape | halves | {"d_kv": case.head_width, "d_ff": 4 * case.hidden}
+
+
+# -- a step, predicted ------------------------------------------------------------------------------------------------
+
+
+def profile_of(workload: Workload, batch: int, hardware: Hardware) -> tuple[Profile, int]:
+    """Predict a step: run forward and backward of ``batch`` samples on meta tensors, on a clock that goes by FLOPs.
+
+    Bytes go between the GPU and its SSDs directly, as in SSDTrain.
+
+    Returns:
+        The step in which every block is checkpointed and runs again, and the FLOPs of the model.
+    """
+    model, inputs = workload.model, workload.batch(batch)
+    step = WatchedStep(model, {name: model.get_submodule(name) for name in workload.blocks}, inputs)
+    with unpacked_sequences(), step.flops:
+        with step.forward():
+            loss = workload.loss(inputs)
+        forward = step.now()
+        torch.autograd.backward(loss)
+    end, rate = step.now(), hardware.flops_per_s
+    saved, sources = list(step.saved.values()), _sources(step)
+    # A shared storage, or a checkpoint's input, lives on when its block runs again, so it belongs to no region.
+    storages = [
+        Storage(
+            index=number,
+            nbytes=one.nbytes,
+            birth_s=one.birth / rate,
+            need_s=None if one.need is None else one.need / rate,
+            last_need_s=(end if one.last_need is None else one.last_need) / rate,
+            module=None if one.block is None else step.blocks[one.block].name,
+            kept="" if one.nbytes >= MIN_BYTES else KeepReason.SMALL.value,
+            region=None if one.shared or number in sources.values() else one.block,
+        )
+        for number, one in enumerate(saved)
+    ]
+    for place, block in enumerate(step.blocks):
+        if place in sources:
+            continue
+        # A checkpoint saves its input even if a plain run of the block does not.
+        sources[place] = index = len(storages)
+        last_s = max((s.last_need_s for s in storages if s.region == place), default=block.end / rate)
+        common: dict[str, Any] = {"nbytes": block.input_bytes, "module": block.name}
+        storages.append(Storage(index=index, birth_s=block.begin / rate, need_s=None, last_need_s=last_s, **common))
+    plain = Profile(
+        storages=tuple(storages),
+        regions=tuple(
+            Region(place=place, name=block.name, begin_s=block.begin / rate, end_s=block.end / rate)
+            for place, block in enumerate(step.blocks)
+        ),
+        disk=Link(write_bytes_per_s=hardware.write_bytes_per_s, read_bytes_per_s=hardware.read_bytes_per_s),
+        forward_s=forward / rate,
+        backward_s=(end - forward) / rate,
+        device=hardware.name,
+    )
+    return run_again(plain, sources), BACKWARD_FACTOR * forward
+
+
+def _sources(step: WatchedStep) -> dict[int, int]:
+    """Return, by block, the storage that a checkpoint of it saves as its input, if a plain run saves that, too."""
+    numbers: dict[int | None, int] = {key: number for number, key in enumerate(step.saved)}
+    saved = list(step.saved.values())
+    found: dict[int, int] = {}
+    for place, block in enumerate(step.blocks):
+        source = numbers.get(block.source)
+        if source is not None and (saved[source].shared or saved[source].block in (None, place)):
+            found[place] = source
+    return found

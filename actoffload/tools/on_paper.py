@@ -16,20 +16,24 @@ from importlib.resources import files
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-import torch
 import typer
 
 from ..errors import ConfigError
-from ..planning.profile import Link, Profile, Region, Storage
-from ..planning.regions import run_again
-from ..policy import KeepReason
 from ..sizes import parse_size
-from ..storage.endurance import Drive, check_counts, check_positive, lifetime_s, written_per_day
-from .models import Workload, unpacked_sequences
-from .saved_bytes import BACKWARD_FACTOR, MIN_BYTES, WatchedStep
+from ..storage.endurance import (
+    DAY_S,
+    Drive,
+    check_counts,
+    check_positive,
+    format_duration,
+    lifetime_s,
+    written_per_day,
+)
 
 RESERVED_BYTES = 1 << 30
 """GPU memory besides tensors: the CUDA context and libraries' workspaces (a round figure, recalled)."""
+SHORT_LIFE_S = 365 * DAY_S
+"""Drives that training wears out sooner than this deserve a warning."""
 LAYERS_IN_TRANSIT = 2
 """Layers on the device at once when all move: one is in use, one is being copied."""
 SPLIT, MACHINE = "Split; default: the model preset's", "Machine, per GPU; default: the preset's"
@@ -43,7 +47,7 @@ def _parsed(flag: str, unit: str, convert: Callable[[str], float], help: str = "
         try:
             return convert(text)
         except ValueError as error:  # click would show the text alone
-            raise typer.BadParameter(str(error)) from error
+            raise typer.BadParameter(str(error).removeprefix(f"{flag[2:]}=")) from error
 
     return typer.Option(flag, help=help, metavar=unit, parser=parse, rich_help_panel=MACHINE)
 
@@ -105,6 +109,7 @@ class Hardware:
     """Between device and host."""
     memory_bytes: Annotated[int, _parsed("--memory", "SIZE", partial(parse_size, "memory"), 'Of the GPU: "24GiB".')]
     drive: Drive
+    target: Annotated[str, typer.Option(help="Where bytes go: nvme or host.", rich_help_panel=MACHINE)] = "nvme"
     drives: Annotated[int, typer.Option(min=1, help="SSDs per GPU. Default: 4.", rich_help_panel=MACHINE)] = 4
     """SSDTrain's paper assumes four."""
     ssd_write_bytes_per_s: Annotated[float | None, _parsed("--ssd-write", "GB/S", _giga)] = None
@@ -118,6 +123,8 @@ class Hardware:
         check_positive(self, "peak_flops", "utilisation", "link_bytes_per_s", "memory_bytes")
         check_positive(self, "ssd_write_bytes_per_s", "ssd_read_bytes_per_s")
         check_counts(self, "drives")
+        if self.target not in ("nvme", "host"):
+            raise ConfigError("target", self.target, "choose one of 'nvme', 'host'")
         if self.utilisation > 1:
             raise ConfigError("utilisation", self.utilisation, "is a share of the peak, above 0 and at most 1")
 
@@ -128,15 +135,15 @@ class Hardware:
 
     @property
     def write_bytes_per_s(self) -> float:
-        """Device to SSD: the slower of the link and the drives."""
-        drives = self.drive.write_bytes_per_s * self.drives
-        return min(self.link_bytes_per_s, self.ssd_write_bytes_per_s or drives)
+        """Away from the device: the link, or the drives if they are slower."""
+        drives = self.ssd_write_bytes_per_s or self.drive.write_bytes_per_s * self.drives
+        return min(self.link_bytes_per_s, drives if self.target == "nvme" else math.inf)
 
     @property
     def read_bytes_per_s(self) -> float:
-        """SSD to device: the slower of the drives and the link."""
-        drives = self.drive.read_bytes_per_s * self.drives
-        return min(self.link_bytes_per_s, self.ssd_read_bytes_per_s or drives)
+        """Back to the device, likewise."""
+        drives = self.ssd_read_bytes_per_s or self.drive.read_bytes_per_s * self.drives
+        return min(self.link_bytes_per_s, drives if self.target == "nvme" else math.inf)
 
 
 # -- presets ----------------------------------------------------------------------------------------------------------
@@ -261,7 +268,8 @@ class Estimate:
     share_hidden: float
     """The share of S that moves without making the step longer, at most 1."""
     moved_bytes_per_step: float
-    """That share in bytes; the rest is kept."""
+    """That share in bytes; the rest is kept. At most ``away_bytes`` of it are away at once."""
+    away_bytes: float
     written_bytes_per_day: float
     rated_life_s: float
     """Of all of the GPU's drives, on rated TBW."""
@@ -302,6 +310,8 @@ def estimate(
     required = per_step / (seconds / 2)
     share = min(1.0, min(hardware.write_bytes_per_s, hardware.read_bytes_per_s) / max(1.0, required))
     moved, drive = share * per_step, hardware.drive
+    written = moved if hardware.target == "nvme" else 0.0
+    life_s = lifetime_s(drive.rated_written_bytes * hardware.drives, seconds, written)
     in_flight = per_microbatch * split.microbatches_in_flight
     small = activations.small_bytes / split.pipeline * split.microbatches_in_flight
     return Estimate(
@@ -316,11 +326,12 @@ def estimate(
         read_bytes_per_s=hardware.read_bytes_per_s,
         share_hidden=share,
         moved_bytes_per_step=moved,
-        written_bytes_per_day=written_per_day(moved, seconds),
-        rated_life_s=lifetime_s(drive.rated_written_bytes * hardware.drives, seconds, moved),
-        ssd_price_usd=None if drive.price_usd is None else drive.price_usd * hardware.drives,
+        away_bytes=share * in_flight,
+        written_bytes_per_day=written_per_day(written, seconds),
+        rated_life_s=life_s,
+        ssd_price_usd=None if drive.price_usd is None or not written else drive.price_usd * hardware.drives,
         memory=_memory_of(activations, split, hardware, in_flight=in_flight, small=small, share=share),
-        notes=tuple(_notes(activations, hardware, share, share * in_flight)),
+        notes=tuple(_notes(activations, hardware, share, share * in_flight, life_s)),
     )
 
 
@@ -352,83 +363,18 @@ def _memory_of(
     )
 
 
-def _notes(activations: Activations, hardware: Hardware, share: float, spool: float) -> list[str]:
+def _notes(activations: Activations, hardware: Hardware, share: float, spool: float, life_s: float) -> list[str]:
     notes = []
+    if life_s < SHORT_LIFE_S:
+        life = format_duration(life_s)
+        notes.append(f"WEAR: the drives reach their rated writes in {life} of training: try --target host first.")
     if share < 1.0:
         notes.append(f"{share:.0%} hides; moving more would make the step longer, so the rest is kept.")
-    if hardware.drive.nand and hardware.ssd_write_bytes_per_s is None:
+    if hardware.target == "nvme" and hardware.drive.nand and hardware.ssd_write_bytes_per_s is None:
         notes.append("The drives' rated write rate is for a fresh cache; a measured, sustained one may be much lower.")
-    if spool > hardware.drive.capacity_bytes * hardware.drives:
+    if hardware.target == "nvme" and spool > hardware.drive.capacity_bytes * hardware.drives:
         notes.append("What is in flight does not fit on the drives: more drives, or fewer micro-batches in flight.")
     if activations.source:
         notes.append(f"Bytes by {activations.source}.")
-    sources = (hardware.source, hardware.drive.source)
+    sources = (hardware.source, *([hardware.drive.source] if hardware.target == "nvme" else []))
     return notes + [f"Check before quoting: {source}." for source in sources if "recalled" in source]
-
-
-# -- a step, predicted ------------------------------------------------------------------------------------------------
-
-
-def profile_of(workload: Workload, batch: int, hardware: Hardware) -> tuple[Profile, int]:
-    """Predict a step: run forward and backward of ``batch`` samples on meta tensors, on a clock that goes by FLOPs.
-
-    Bytes go between the GPU and its SSDs directly, as in SSDTrain.
-
-    Returns:
-        The step in which every block is checkpointed and runs again, and the FLOPs of the model.
-    """
-    model, inputs = workload.model, workload.batch(batch)
-    step = WatchedStep(model, {name: model.get_submodule(name) for name in workload.blocks}, inputs)
-    with unpacked_sequences(), step.flops:
-        with step.forward():
-            loss = workload.loss(inputs)
-        forward = step.now()
-        torch.autograd.backward(loss)
-    end, rate = step.now(), hardware.flops_per_s
-    saved, sources = list(step.saved.values()), _sources(step)
-    # A shared storage, or a checkpoint's input, lives on when its block runs again, so it belongs to no region.
-    storages = [
-        Storage(
-            index=number,
-            nbytes=one.nbytes,
-            birth_s=one.birth / rate,
-            need_s=None if one.need is None else one.need / rate,
-            last_need_s=(end if one.last_need is None else one.last_need) / rate,
-            module=None if one.block is None else step.blocks[one.block].name,
-            kept="" if one.nbytes >= MIN_BYTES else KeepReason.SMALL.value,
-            region=None if one.shared or number in sources.values() else one.block,
-        )
-        for number, one in enumerate(saved)
-    ]
-    for place, block in enumerate(step.blocks):
-        if place in sources:
-            continue
-        # A checkpoint saves its input even if a plain run of the block does not.
-        sources[place] = index = len(storages)
-        last_s = max((s.last_need_s for s in storages if s.region == place), default=block.end / rate)
-        common: dict[str, Any] = {"nbytes": block.input_bytes, "module": block.name}
-        storages.append(Storage(index=index, birth_s=block.begin / rate, need_s=None, last_need_s=last_s, **common))
-    plain = Profile(
-        storages=tuple(storages),
-        regions=tuple(
-            Region(place=place, name=block.name, begin_s=block.begin / rate, end_s=block.end / rate)
-            for place, block in enumerate(step.blocks)
-        ),
-        disk=Link(write_bytes_per_s=hardware.write_bytes_per_s, read_bytes_per_s=hardware.read_bytes_per_s),
-        forward_s=forward / rate,
-        backward_s=(end - forward) / rate,
-        device=hardware.name,
-    )
-    return run_again(plain, sources), BACKWARD_FACTOR * forward
-
-
-def _sources(step: WatchedStep) -> dict[int, int]:
-    """Return, by block, the storage that a checkpoint of it saves as its input, if a plain run saves that, too."""
-    numbers: dict[int | None, int] = {key: number for number, key in enumerate(step.saved)}
-    saved = list(step.saved.values())
-    found: dict[int, int] = {}
-    for place, block in enumerate(step.blocks):
-        source = numbers.get(block.source)
-        if source is not None and (saved[source].shared or saved[source].block in (None, place)):
-            found[place] = source
-    return found

@@ -9,10 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
-from .. import OffloadConfig, Offloader
+from ..config import OffloadConfig
 from ..errors import ConfigError
 from ..planning.constants import GIB
 from ..planning.plan import Plan
@@ -21,11 +20,11 @@ from ..planning.search import Limits, best, bounded
 from ..sizes import parse_share, parse_size
 from ..tell.parts import Analysis, BudgetRow, analyse, budget_table, one_more
 from ..tell.plans import render_budgets, render_plan
-from .console import JsonOption, PathOption, PictureOption, explained_errors, grouped, print_json, strings, written
+from .console import JsonOption, PathOption, PictureOption, grouped, print_json, strings, written
 from .environment import find_device
-from .models import build_own, is_own
 from .plots import Look, draw_plan
 from .process import prepare_process
+from .rok_points import is_own
 
 RECORDED_STEPS = 3
 """The second is recorded; the profile is there in the third."""
@@ -106,13 +105,12 @@ def command(
 
     FUNCTION returns a model and make_batch(size), which returns the model's arguments; the model returns its loss.
     """
-    with explained_errors():
-        recorded = record(str(profile), batch, strings(path)) if is_own(str(profile)) else read_profile(profile)
-        recorded = links.of(recorded)
-        limits = budget.of(recorded)
-        budgets = budget_table(recorded, limits)
-        step, plan = best(recorded, limits)
-        analysis = analyse(step, plan, limits, more=one_more(recorded, plan, limits, GIB))
+    recorded = record(str(profile), batch, strings(path)) if is_own(str(profile)) else read_profile(profile)
+    recorded = links.of(recorded)
+    limits = budget.of(recorded)
+    budgets = budget_table(recorded, limits)
+    step, plan = best(recorded, limits)
+    analysis = analyse(step, plan, limits, more=one_more(recorded, plan, limits, GIB))
     with written():
         if plan_out is not None:
             plan_out.write_text(plan.to_json() + "\n", encoding="utf-8")
@@ -146,6 +144,11 @@ def record(source: str, batch: int, path: list[str] | None) -> Profile:
     Raises:
         ConfigError: the function or its result is not as `models` demands, or no saved tensor may move.
     """
+    import torch
+
+    from ..autograd.offloader import Offloader
+    from .models import build_own
+
     device = find_device()
     prepare_process(device, None, seed=0)
     workload = build_own("profile", source, torch.device(device))

@@ -7,7 +7,6 @@ import os
 from typing import Any
 
 import psutil
-import torch
 
 from ..memory.process_memory import peak_rss_bytes, rss_bytes
 
@@ -16,6 +15,8 @@ __all__ = ["block_io", "peak_rss_bytes", "prepare_process", "rss_bytes", "say", 
 
 def prepare_process(device: str, threads: int | None, seed: int) -> None:
     """Set threads and seed; on an accelerator, let torch choose kernels that give the same bits in every run."""
+    import torch
+
     if threads is not None:
         torch.set_num_threads(threads)
     torch.manual_seed(seed)
@@ -29,6 +30,8 @@ def prepare_process(device: str, threads: int | None, seed: int) -> None:
 def synchronize(device: str) -> None:
     """Wait for the device."""
     if device != "cpu":
+        import torch
+
         torch.accelerator.synchronize()
 
 

@@ -14,12 +14,18 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from ..analysis.report_page import comparison, kept_table, predictions_table, waits_table, write_page
+from ..analysis.report_page import (
+    comparison,
+    links_table,
+    predictions_table,
+    saved_table,
+    waits_table,
+    write_page,
+)
 from ..analysis.trace_file import load
-from ..analysis.traced_run import Run, look_at
+from ..analysis.traced_run import Run, look_at, verdict_of
 from ..errors import ActOffloadError, TraceFileError, printable
-from ..sizes import format_size
-from .console import JsonOption, explained_errors, plain, print_json
+from .console import JsonOption, plain, print_json
 
 READING_SHARE = 0.1
 """Following a trace takes at most this share of the time: it is read anew each time."""
@@ -34,12 +40,11 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Say what a traced run did: memory, links, waits, what was predicted, and what to do next."""
-    with explained_errors():
-        with _sound(run if compare is None else f"{compare} or {run}"):
-            runs = [look_at(load(path)) for path in (compare, run) if path is not None]
-            shown = [each.as_dict() for each in runs] if as_json else render(runs)
-        if html is not None:
-            write_page(runs, html)
+    with _sound(run if compare is None else f"{compare} or {run}"):
+        runs = [look_at(load(path)) for path in (compare, run) if path is not None]
+        shown = [each.as_dict() for each in runs] if as_json else render(runs)
+    if html is not None:
+        write_page(runs, html)
     if as_json:
         print_json(shown)
         return
@@ -54,7 +59,7 @@ def top(
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = 2.0,
 ) -> None:
     """Follow the trace of a run while it is written: the report of what is there so far. Ctrl-C leaves."""
-    with explained_errors(), Live(console=Console(), auto_refresh=False) as live:
+    with Live(console=Console(), auto_refresh=False) as live:
         while True:
             began_s = time.monotonic()
             found = _so_far(run)
@@ -92,26 +97,24 @@ def _sound(file: Path | str) -> Iterator[None]:
 def render(runs: list[Run]) -> RenderableType:
     """Return the report on runs, one after the other, for a terminal."""
     names = [Path(run.trace.path).name for run in runs]
-    parts: list[RenderableType] = [_table("", [["", *names], *comparison(runs)])]
+    difference = ["difference"] * (len(runs) - 1)
+    parts: list[RenderableType] = [_table("", [["", *names, *difference], *comparison(runs)])]
+    parts += [f"[bold]{plain(verdict_of(*runs))}[/bold]"] if difference else []
     for name, run in zip(names, runs, strict=True):
-        parts += [f"\n[bold]{plain(name)}[/bold]: {plain(run.about())}", *_one(run)]
+        parts += [f"\n[bold]{plain(name)}[/bold]: {plain(run.summary())}", plain(run.about()), *_one(run)]
     return Group(*parts)
 
 
 def _one(run: Run) -> list[RenderableType]:
     parts: list[RenderableType] = []
-    links = [["link", "moved", "can do", "used"]]
-    for link in run.links():
-        can_do = f"{link.can_do / 1e9:.3g} GB/s"
-        links.append([link.name, format_size(link.nbytes), can_do, f"{link.used:.0%} in {link.phase}"])
     tables: dict[str, Sequence[Sequence[str]]] = {
-        "Links": links,
+        "Links": links_table(run),
         "Dearest waits": waits_table(run),
         "Predicted and seen": predictions_table(run),
-        "What stayed": kept_table(run),
+        "What stayed, and why": saved_table(run),
     }
     parts += [_table(title, rows) for title, rows in tables.items() if rows[1:]]
-    parts += [f"\n{plain(text)}" for text in (run.wear(), run.what_limits()) if text]
+    parts += [f"\n{plain(text)}" for text in (run.machine_changed, run.wear(), run.what_limits()) if text]
     steps = Table.grid(padding=(0, 1))
     for number, step in enumerate(run.next_steps, start=1):
         steps.add_row(f"{number}.", plain(step))

@@ -16,7 +16,6 @@ from statistics import median
 from typing import Annotated, Any
 
 import msgspec
-import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -30,12 +29,11 @@ from ..planning.search import Limits, best
 from ..planning.simulator import Conditions, Prediction, run, simulate
 from ..planning.workload import KEEP, NVME, Choice, Workload
 from ..sizes import format_size
-from .console import JsonOption, PathOption, explained_errors, grouped, print_json, progress_bar, strings
+from .console import JsonOption, PathOption, grouped, print_json, progress_bar, strings
 from .environment import BUSY_SHARE, describe_environment, find_device, write_json
-from .models import TRANSFORMERS, Case, build, import_function, is_own
-from .on_paper import TABLES, hardware_of, profile_of
+from .on_paper import TABLES, hardware_of
 from .plots import Look, draw_rok
-from .rok_points import SERIES, Point, Spread, Variant
+from .rok_points import SERIES, TRANSFORMERS, Case, Point, Spread, Variant, is_own, verdict
 from .workers import FAILURES, failure, run_worker
 
 SIMULATED, PREDICTED = "sim", "predicted"
@@ -43,8 +41,6 @@ SIMULATED, PREDICTED = "sim", "predicted"
 OWN = "own"
 """The preset of a user's own model."""
 OWN_BATCHES = (1, 2, 4)
-LEAST_NOISE = 0.01
-"""Two steps of keep are taken to differ by this share at least."""
 WORKER, VERSION = "actoffload.tools.rok_worker", 2
 LIMIT_S = 3600.0
 """The longest time of a round."""
@@ -156,19 +152,6 @@ def _point(case: Case, variant: Variant, samples: Sequence[Sample]) -> Point:
     )
 
 
-def verdict(ratio: Spread, noise: Spread) -> str:
-    """Compare a ratio to keep with the A/A noise: a difference needs a middle half that lies outside the noise's.
-
-    The noise counts as 1 % at least: virtual time has none, and is no more exact than that.
-
-    >>> verdict(Spread(1.3, 1.2, 1.4), Spread(1.0, 0.9, 1.1)), verdict(Spread(1.05, 1.0, 1.2), Spread(1.0, 0.9, 1.1))
-    ('slower', 'as keep')
-    """
-    if ratio.low > max(noise.high, 1 + LEAST_NOISE):
-        return "slower"
-    return "faster" if ratio.high < min(noise.low, 1 - LEAST_NOISE) else "as keep"
-
-
 # -- rounds -----------------------------------------------------------------------------------------------------------
 
 
@@ -264,6 +247,10 @@ def predict(spec: dict[str, Any]) -> dict[str, Any]:
 
     ``recompute`` runs no block once, ``keep`` and ``offload`` run all once, ``hybrid`` is the best mix for its budget.
     """
+    import torch
+
+    from .models import build, profile_of
+
     case = Case(**spec["case"])
     try:
         base, flops = profile_of(build(case, torch.device("meta")), case.batch, hardware_of(spec["gpu"]))
@@ -375,6 +362,8 @@ class Measured:
     def _cases(self, preset: Preset) -> tuple[Case, ...]:
         """Return a user's own model in each batch, or the preset's cases of a model and of some batches."""
         if self.model is not None and self.own:
+            from .models import import_function
+
             import_function("model", self.model)  # an error there ends the command, not every round
             return tuple(Case(model=self.model, batch=size) for size in self.batch or OWN_BATCHES)
         cases = preset.cases
@@ -402,18 +391,17 @@ def command(
 
     FUNCTION returns a model and make_batch(size), which returns the model's arguments; the model returns its loss.
     """
-    with explained_errors():
-        if redraw is not None:
-            raise typer.Exit(finish(load_results(redraw), redraw, look, as_json))
-        rok = measured.run(out, strings(path))
-        try:
-            take_rounds(rok, quiet=as_json)
-        except KeyboardInterrupt:
-            left = f"{len(rok.missing())} rounds are left; the same command goes on"
-            drawn = f"; actoffload rok --redraw {rok.file} draws the others" if rok.payload["samples"] else ""
-            typer.echo(f"Interrupted. {left}{drawn}.", err=True)
-            raise typer.Exit(INTERRUPTED) from None
-        raise typer.Exit(finish(rok.payload, rok.file, look, as_json))
+    if redraw is not None:
+        raise typer.Exit(finish(load_results(redraw), redraw, look, as_json))
+    rok = measured.run(out, strings(path))
+    try:
+        take_rounds(rok, quiet=as_json)
+    except KeyboardInterrupt:
+        left = f"{len(rok.missing())} rounds are left; the same command goes on"
+        drawn = f"; actoffload rok --redraw {rok.file} draws the others" if rok.payload["samples"] else ""
+        typer.echo(f"Interrupted. {left}{drawn}.", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    raise typer.Exit(finish(rok.payload, rok.file, look, as_json))
 
 
 def take_rounds(run: RokRun, *, quiet: bool) -> None:

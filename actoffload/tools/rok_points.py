@@ -1,4 +1,4 @@
-"""The measured or predicted points of a ROK curve: one for each variant of each case."""
+"""The cases of a ROK curve, and its measured or predicted points: one for each variant of each case."""
 
 from __future__ import annotations
 
@@ -7,9 +7,57 @@ from dataclasses import asdict, dataclass
 from statistics import median, quantiles
 from typing import Any
 
-from .models import Case
-
+TRANSFORMERS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
+    # The activation is one kernel, as Megatron's; "gelu_new" saves five more tensors.
+    "gpt": (
+        *("gpt2", "GPT2Block", 50304),
+        {"activation_function": "gelu_pytorch_tanh", "bos_token_id": 0, "eos_token_id": 0}
+        | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    ),
+    "bert": ("bert", "BertLayer", 30592, dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)),
+    "t5": (
+        *("t5", "T5Block", 32128),
+        {"feed_forward_proj": "gelu", "decoder_start_token_id": 0, "pad_token_id": 0, "dropout_rate": 0.0},
+    ),
+}
+"""By a case's model: the type, the class of a layer, SSDTrain's vocabulary and the rest of the configuration."""
+LEAST_NOISE = 0.01
+"""Two steps of keep are taken to differ by this share at least."""
 SERIES = ("keep", "recompute", "offload", "hybrid")
+
+
+def is_own(source: str) -> bool:
+    """Return whether this names a function in a user's file, rather than a preset or a configuration."""
+    return ".py:" in source
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Case:
+    """A model and its batch. ``hidden`` elements, ``seq`` tokens, ``batch`` sequences, ``vocab`` rows of the head.
+
+    A user's own model (``FILE.py:FUNCTION``) sets its sizes itself.
+    """
+
+    model: str
+    batch: int
+    hidden: int = 0
+    layers: int = 0
+    seq: int = 0
+    vocab: int = 0
+    head_width: int = 64
+    dtype: str = "float32"
+
+    @property
+    def panel(self) -> str:
+        """The cases with the same text share a panel of the picture."""
+        if not self.hidden:
+            return self.model
+        return f"{self.model}, hidden {self.hidden} × {self.layers} layers, {self.seq} tokens"
+
+    @property
+    def name(self) -> str:
+        """The panel and the batch."""
+        return f"{self.panel}, batch {self.batch}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +96,19 @@ class Spread:
         """Return the spread of one or more values."""
         low, _, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
         return cls(median(values), low, high)
+
+
+def verdict(ratio: Spread, noise: Spread) -> str:
+    """Compare a ratio to keep with the A/A noise: a difference needs a middle half that lies outside the noise's.
+
+    The noise counts as 1 % at least: virtual time has none, and is no more exact than that.
+
+    >>> verdict(Spread(1.3, 1.2, 1.4), Spread(1.0, 0.9, 1.1)), verdict(Spread(1.05, 1.0, 1.2), Spread(1.0, 0.9, 1.1))
+    ('slower', 'as keep')
+    """
+    if ratio.low > max(noise.high, 1 + LEAST_NOISE):
+        return "slower"
+    return "faster" if ratio.high < min(noise.low, 1 - LEAST_NOISE) else "as keep"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,10 +33,10 @@ from ..errors import ActOffloadError
 from ..memory import cpu_allocator
 from ..testing import simulated_device
 from ..tiers.accelerator import Accelerator
-from .models import Case, Workload, build
+from .models import Workload, build
 from .process import peak_rss_bytes, prepare_process, say, synchronize
 from .rok import NO_BLOCKS, OFFLOAD_READS_AHEAD, SIMULATED, budget_of
-from .rok_points import Variant
+from .rok_points import Case, Variant
 from .saved_bytes import BACKWARD_FACTOR
 from .workers import FAILURES, failure
 

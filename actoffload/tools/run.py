@@ -12,10 +12,8 @@ from typing import Annotated
 import typer
 
 from ..config import SWITCH, OffloadConfig, variable_of
-from .console import HELP, PathOption, explained_errors, strings
+from .console import HELP, PathOption, strings
 
-SETTINGS = {"allow_interspersed_args": False}
-"""Of the command: the first word that is no option and all words after it belong to the program."""
 NOT_FOUND = 127
 """The exit status of a shell that finds no such program."""
 
@@ -69,8 +67,7 @@ def _become(
         given[field] = value
     variables = {variable_of(field): value for field, value in given.items()}
     environment = {**os.environ, **{variable: value for variable, value in variables.items() if value}}
-    with explained_errors():
-        OffloadConfig.options_from_environment(environment)
+    OffloadConfig.options_from_environment(environment)
     words = [sys.executable, *program] if program[0].endswith(".py") or program[0].startswith("-") else program
     found = shutil.which(words[0])
     if found is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import resource
 import signal
 import subprocess
@@ -19,10 +20,12 @@ from typing import Any
 import psutil
 
 from ..errors import ActOffloadError, BudgetError
-from .environment import without_paths
+from .environment import without_errno, without_paths
 
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 _NO_MEMORY = ("MemoryError", "can't allocate memory", "Cannot allocate memory", "OutOfMemoryError", "out of memory")
+LEAST_TURNS = 6
+"""Of workers that have a limited time."""
 FAILURES = (ActOffloadError, MemoryError, RuntimeError, OSError)
 """Errors that are a result of a measurement."""
 
@@ -41,7 +44,12 @@ def run_worker(module: str, spec: dict[str, Any], *, limit_s: float, cwd: Path |
 
 
 def stream_worker(
-    module: str, spec: dict[str, Any], *, limit_s: float, cwd: Path | None = None, prompts: int | None = None
+    module: str,
+    spec: dict[str, Any],
+    *,
+    limit_s: float,
+    cwd: Path | None = None,
+    prompts: Callable[[], bool] | None = None,
 ) -> Generator[dict[str, Any]]:
     """Run a worker in a process of its own and yield the JSON objects that it prints.
 
@@ -52,8 +60,8 @@ def stream_worker(
         spec: its options.
         limit_s: seconds after which it is stopped; with ``prompts``, for each object, from its request on.
         cwd: its working directory.
-        prompts: the number of lines for its standard input: one for each object after the first. Then the input ends.
-            None: it inherits the standard input.
+        prompts: called after each object: whether the worker gets a line on its standard input, for one more. Then the
+            input ends. None: it inherits the standard input.
 
     Yields:
         Each object when it is printed; last, if the worker failed, ran too long or out of memory,
@@ -85,8 +93,7 @@ def stream_worker(
                 yield json.loads(line)
                 timer = threading.Timer(limit_s, stop)
                 timer.start()
-                _prompt(process, prompts > 0)
-                prompts -= 1
+                _prompt(process, prompts())
             status = process.wait()
         finally:
             # The caller may close this generator while the worker runs; without a kill the exit below would wait.
@@ -118,6 +125,7 @@ def take_turns(
     *,
     limit_s: float,
     cwd: Path | None = None,
+    within_s: float = math.inf,
     on_said: Callable[[str, dict[str, Any]], object] = lambda name, said: None,
 ) -> dict[str, dict[str, Any]]:
     """Take the steps of several workers in turns, so that the load of the machine is the same for all of them.
@@ -133,23 +141,27 @@ def take_turns(
         steps: the steps of each.
         limit_s: as for `stream_worker`, for each object.
         cwd: their working directory.
+        within_s: after this time they take no further steps, but `LEAST_TURNS` of them.
         on_said: called with the name and each object or failure; an exception from it ends all.
 
     Returns:
         By name, the result with ``others_cpu_share`` of the whole run as in `run_worker`, or a failure as in
         `stream_worker`; then the other workers go on.
     """
-    others = OthersShare()
+    others, began_s, more = OthersShare(), time.monotonic(), True
     last: dict[str, dict[str, Any]] = {}
     with contextlib.ExitStack() as stack:
         order = []
         for name, spec in specs.items():
-            worker = stream_worker(module, spec, limit_s=limit_s, cwd=cwd, prompts=steps)
+            worker = stream_worker(module, spec, limit_s=limit_s, cwd=cwd, prompts=lambda: more)
             order.append((name, stack.enter_context(contextlib.closing(worker))))
         for turn in range(steps + 2):  # they start, take their steps and end
+            more = turn <= steps and (turn <= LEAST_TURNS or time.monotonic() - began_s < within_s)
             for name, worker in order:
                 last[name] = said = next(worker, last.get(name, {}))
                 on_said(name, said)
+            if not more:
+                break
             if turn:
                 order.reverse()
     share = others.share()
@@ -178,7 +190,7 @@ def spread(found: Sequence[float]) -> str:
 
 def failure(error: BaseException) -> dict[str, Any]:
     """Return an error as a result."""
-    line = next(iter(str(error).splitlines()), type(error).__name__)
+    line = next(iter(without_errno(str(error)).splitlines()), type(error).__name__)
     text, below_floor = f"{type(error).__name__}: {error}", isinstance(error, BudgetError)
     # A `BudgetError` is no lack of memory, even if its text names one.
     if not below_floor and any(part in text for part in _NO_MEMORY):

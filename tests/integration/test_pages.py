@@ -84,7 +84,7 @@ TWICE = "docs/index.md, One context around the forward"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where commands are run, with the files that they name."""
-    for package in ("accelerate", "matplotlib", "plotly", "transformers"):
+    for package in ("accelerate", "jinja2", "matplotlib", "transformers"):
         pytest.importorskip(package)
     place = tmp_path_factory.mktemp("pages")
     (place / "train.py").write_text(TRAIN)

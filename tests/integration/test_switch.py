@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -153,6 +154,39 @@ def test_a_program_that_is_run_is_what_ends(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "", "")
 
 
+LOOP = """
+import accelerate, torch
+
+def main():
+    accelerator = accelerate.Accelerator(cpu=True)
+    layers = [layer for _ in range(6) for layer in (torch.nn.Linear(256, 256), torch.nn.GELU())]
+    model = torch.nn.Sequential(*layers)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(3):
+        accelerator.backward(model(torch.randn(4096, 256)).square().mean())
+        optimizer.step()
+
+main()
+"""
+
+
+def test_a_run_ends_with_one_line(tmp_path: Path) -> None:
+    """Although its model has gone by then."""
+    script = tmp_path / "train.py"
+    script.write_text(LOOP)
+    options = ("--target", "nvme", "--path", str(tmp_path), "-o", "device_budget=25%")
+    for more, details in (
+        ((), "trace -- PROGRAM"),
+        (("-o", f"trace={tmp_path}/run.json"), f"report {tmp_path}/run.json"),
+    ):
+        done = run(*options, *more, str(script))
+        assert done.returncode == 0, done.stderr
+        line = done.stderr.splitlines()[-1]
+        found = r"actoffload: 3 steps: activations' peak .*iB, [0-9.]+% waited, .* to NVMe; details: actoffload "
+        assert re.fullmatch(found + re.escape(details), line)
+    assert not run(*options, "-o", "announce=none", str(script)).stderr
+
+
 def test_launchers_hand_the_switch_on(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
@@ -181,10 +215,10 @@ def test_launchers_hand_the_switch_on(tmp_path: Path) -> None:
         (["-o", "max_slowdown=much", "--", "x.py"], "ACTOFFLOAD_MAX_SLOWDOWN='much': give a share"),
         (["-o", "verify=maybe", "--", "x.py"], "ACTOFFLOAD_VERIFY='maybe': give True or False"),
         (["-o", "min_byte=3", "x.py"], "ACTOFFLOAD_MIN_BYTE='3': no such option; did you mean min_bytes?"),
-        (["-o", "verify", "x.py"], "option='verify': give NAME=VALUE"),
-        (["-o", "min_bytes=", "x.py"], "option='min_bytes=': give NAME=VALUE"),
+        (["-o", "verify", "x.py"], "--option 'verify': give NAME=VALUE"),
+        (["-o", "min_bytes=", "x.py"], "--option 'min_bytes=': give NAME=VALUE"),
         (["-o", "target=host", "x.py"], "target is given twice, or has an option of its own"),
-        (["-o", "min_bytes=1", "-o", "min_bytes=2", "x.py"], "option='min_bytes=2': min_bytes is given twice"),
+        (["-o", "min_bytes=1", "-o", "min_bytes=2", "x.py"], "--option 'min_bytes=2': min_bytes is given twice"),
         (["--device-budget", "1GiB", "-o", "device_budget=2GiB", "x.py"], "device_budget is given twice"),
         ([], "Missing argument"),
     ],

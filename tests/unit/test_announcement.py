@@ -87,12 +87,13 @@ def test_explain_and_report(make_offloader: MakeOffloader) -> None:
     with offloader:
         loss = torch.nn.functional.relu(nn.Linear(64, 2)(model(x))).sum()
     text = offloader.explain()
-    assert text.startswith("last forward: ")
-    assert "keep (module excluded)" in text
-    assert "in 1 forward pass" in text
+    assert text.startswith("1 forward pass: activations' peak ")
+    assert text.splitlines()[-1].startswith("last forward: ")
+    assert "keep (module excluded)" not in text
+    assert "keep (module excluded)" in offloader.explain(tensors=True)
     loss.backward()
     report = offloader.report()
-    assert "actoffload (target nvme): in 1 forward pass, moved" in report
+    assert "actoffload (target nvme): 1 forward pass: activations' peak" in report
     assert "module excluded" in report
     assert "below min_bytes" in report
     assert "storage engine posix, direct I/O" in report

@@ -44,7 +44,6 @@ OPTIONAL = {
     "kvikio": "storage.engines.gds tools.doctor",
     "matplotlib": "tools.plots",
     "megatron": "integrations.megatron integrations.megatron.* benchmarks.peers",
-    "plotly": "analysis.report_page",
     "rich": "tools.*",
     "torch_remat": "integrations.remat",
     "torchtitan": "integrations.torchtitan",

@@ -137,14 +137,14 @@ def test_a_wrong_file_says_what_it_wants_and_what_writes_it(kind: str, tmp_path:
         "binary": "not a profile of version 2",
         "other": "not a profile of version 2",
     }[kind]
-    assert f"profile='{wrong}': {problem}" in said
+    assert f"PROFILE '{wrong}': {problem}" in said
     assert "`actoffload demo --profile FILE` writes one" in said
     assert "offloader.profile.save(FILE)" in said
 
 
 def test_a_model_that_saves_nothing_that_may_move_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE.replace("128", "8"))
-    assert "batch=1: nothing that its step saves may move" in invoke(f"{tmp_path}/mine.py:build", status=2)
+    assert "--batch 1: nothing that its step saves may move" in invoke(f"{tmp_path}/mine.py:build", status=2)
 
 
 def test_a_budget_below_the_floor_says_the_floor(file: Path) -> None:

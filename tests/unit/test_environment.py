@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from actoffload.tools.environment import commit_of, write_json
-from actoffload.tools.workers import OthersShare, run_worker, stream_worker
+from actoffload.tools.workers import LEAST_TURNS, OthersShare, run_worker, stream_worker, take_turns
 
 MIB = 1 << 20
 
@@ -110,12 +110,23 @@ def test_a_stream_with_a_limit_for_each_object_may_take_longer_as_a_whole(
     script = "print('{\"a\": 1}', flush=True)\ninput()\nprint('{\"b\": 2}', flush=True)\ntime.sleep(600)"
     name = _worker(tmp_path, monkeypatch, script)
     monkeypatch.setattr(threading, "Timer", Clock)
-    with contextlib.closing(stream_worker(name, {}, limit_s=5, prompts=1)) as stream:
+    with contextlib.closing(stream_worker(name, {}, limit_s=5, prompts=iter([True, False]).__next__)) as stream:
         for said in ({"a": 1}, {"b": 2}):
             assert next(stream) == said
             assert Clock.running == 0
         assert next(stream) == {"error": "stopped after 5 s", "oom": False}
     assert Clock.started == 3
+
+
+@pytest.mark.parametrize(("within_s", "taken"), [(600.0, 9), (0.0, LEAST_TURNS)])
+def test_turns_end_with_their_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, within_s: float, taken: int
+) -> None:
+    script = "print('{\"turn\": 0}', flush=True)\nn = 0\nfor _ in sys.stdin:\n    n += 1\n"
+    script += "    print('{\"turn\": %d}' % n, flush=True)\nprint('{\"taken\": %d}' % n)"
+    name = _worker(tmp_path, monkeypatch, script)
+    found = take_turns(name, {"a": {}, "b": {}}, 9, limit_s=60, within_s=within_s)
+    assert [result["taken"] for result in found.values()] == [taken, taken]
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from actoffload.planning.profile import Link, Profile, Storage
 from actoffload.planning.search import Limits, best
 from actoffload.planning.search import plan as make
 from actoffload.planning.simulator import simulate
+from actoffload.sizes import format_size
 from actoffload.tell.parts import (
     OUTSIDE,
     BudgetRow,
@@ -163,6 +165,19 @@ def test_many_parts_share_lines() -> None:
     table = text[text.index("  part ") : text.index("\nwhy\n")].splitlines()[1:-1]
     assert len(table) <= MOST_ROWS
     assert " … layers." in table[0]
+
+
+def test_equal_blocks_share_a_row_and_say_what_each_saves() -> None:
+    profile, limits = transformer(), Limits(device_budget=GIB)
+    plan = make(profile, limits)
+    rows = analyse(profile, plan, limits).rows
+    text = render_plan(profile, plan, limits)
+    table = text[text.index("  part ") : text.index("\nwhy\n")].splitlines()[1:-1]
+    assert len(table) < len(rows)
+    first = rows[0]
+    equal = [row for row in rows if (row.what, row.saved_bytes) == (first.what, first.saved_bytes)]
+    assert re.search(rf"{first.name} … \S+ +{first.what} +\d+ × {format_size(first.saved_bytes)}", table[0]), table[0]
+    assert f"{len(equal)} × " in table[0]
 
 
 def test_a_step_that_saves_nothing() -> None:

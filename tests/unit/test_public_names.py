@@ -83,6 +83,19 @@ def test_policies_are_told_by_what_they_do() -> None:
     assert not isinstance(object(), Policy)
 
 
+def test_torch_is_imported_with_the_first_name() -> None:
+    program = (
+        "import pickle, sys; import actoffload; actoffload.errors.ConfigError; actoffload.__version__; "
+        "late = not hasattr(actoffload, '__wrapped__') and 'torch' not in sys.modules; "
+        "from actoffload import attach; actoffload.planning.profile; "
+        "listed = set(actoffload.__all__) <= set(dir(actoffload)); "
+        "same = pickle.loads(pickle.dumps(actoffload.Statistics)) is actoffload.Statistics; "
+        "print(late, listed, same, hasattr(actoffload, 'no_such_name'))"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert shown.stdout == "True True True False\n"
+
+
 def test_importing_it_imports_nothing_heavy_beside_torch() -> None:
     """The compiler alone takes seconds (``torch._dynamo``)."""
     heavy = "torch._dynamo torch._inductor sympy rich typer matplotlib numpy.testing"

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from actoffload.tools import models
-from actoffload.tools.models import Case
 from actoffload.tools.on_paper import hardware_of
 from actoffload.tools.rok import PRESETS, load_results, points_of, predict
-from actoffload.tools.rok_points import Variant
+from actoffload.tools.rok_points import Case, Variant
 from tests.commands import invoke
 
 CASE = Case(model="gpt-small", hidden=2048, layers=4, batch=8, seq=512, vocab=1024, dtype="bfloat16")

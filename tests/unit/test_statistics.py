@@ -156,15 +156,15 @@ def test_micro_batches_and_optimizer_steps_are_told_apart(make_offloader: MakeOf
     loop.optimizers[0].step()  # nothing was trained since
     found = offloader.statistics()
     assert (found.steps, found.microbatches, found.optimizer_steps) == (7, 6, 2)
-    assert "in 2 steps (6 micro-batches), moved" in offloader.report()
-    assert "in 2 steps (6 micro-batches)" in offloader.explain()
+    assert "2 steps (6 micro-batches): activations' peak" in offloader.report()
+    assert offloader.explain().startswith("2 steps (6 micro-batches): ")
 
 
 def test_without_an_optimizer_forward_passes_are_counted(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader()
     train_step(Chain(), batch(), offloader)
     assert offloader.statistics().optimizer_steps == 0
-    assert "in 1 forward pass, moved" in offloader.report()
+    assert "1 forward pass: activations' peak" in offloader.report()
 
 
 def test_the_peak_of_the_plan_that_is_followed_is_told_beside_the_worst_ever(make_offloader: MakeOffloader) -> None:
@@ -197,11 +197,12 @@ def written(config: OffloadConfig, statistics: Statistics, **known: Any) -> str:
 def test_the_report_begins_with_what_matters_and_shows_only_what_is_in_use() -> None:
     report = written(make_config({"target": "nvme"}), _statistics())
     lines = report.splitlines()
-    assert lines[0] == (
-        "actoffload (target nvme): in 3 steps (6 micro-batches), moved 90.0 MiB of 92.0 MiB saved activations (98%); "
-        "waited 1.25 s (forward 0.25, backward 1.00)."
-    )
-    assert lines[1] == "  saved activations  peak 10.0 MiB of 40.0 MiB with nothing moved (25%)"
+    assert lines[:2] == [
+        "actoffload (target nvme): 3 steps (6 micro-batches): activations' peak 40.0 → 10.0 MiB, 90.0 MiB to NVMe",
+        "  moved              90.0 MiB of 92.0 MiB saved activations (98%); "
+        "waited 1.25 s (forward 0.25, backward 1.00)",
+    ]
+    assert lines[2] == "  saved activations  peak 10.0 MiB of 40.0 MiB with nothing moved (25%)"
     kept = lines[lines.index("kept where they were:") + 1 :]
     assert [line.split()[:3] for line in kept] == [["8.0", "MiB", "parameter"], ["2.0", "MiB", "below"]]
     assert "  nvme  written   90.0 MiB   read   80.0 MiB   peak   30.0 MiB" in report
@@ -262,7 +263,7 @@ def test_a_notebook_shows_the_report_as_a_table(make_offloader: MakeOffloader) -
     table = ElementTree.fromstring(report._repr_html_())
     rows = [["".join(cell.itertext()) for cell in row] for row in table]
     assert len(rows) == len(report.splitlines())
-    assert [row[0] for row in rows][:2] == [report.splitlines()[0], "saved activations"]
+    assert [row[0] for row in rows][:3] == [report.splitlines()[0], "moved", "saved activations"]
     widths = {sum(int(cell.get("colspan", "1")) for cell in row) for row in table}
     assert len(widths) == 1
     assert [row for row in rows if row[1:] == ["policy", "the policy said so"]]

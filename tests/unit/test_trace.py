@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import signal
 import subprocess
@@ -23,8 +24,7 @@ from actoffload.analysis.trace_file import TraceFile, load
 from actoffload.analysis.traced_run import look_at
 from actoffload.errors import ConfigError, TraceFileError
 from actoffload.events import EventKind, TraceEvent
-from actoffload.runtime.trace import RATE_S, Rates
-from actoffload.runtime.trace_writer import TraceWriter, writer_for
+from actoffload.runtime.trace_writer import RATE_S, Rates, TraceWriter, writer_for
 from tests.harness import WAIT_S, Chain, MakeOffloader, batch, descriptors, train_step
 
 TENSOR_BYTES = 128 * 64 * 4
@@ -89,6 +89,35 @@ def test_a_trace_has_phases_transfers_and_memory(make_offloader: MakeOffloader, 
     assert memory["gradients"][-1] == memory["parameters"][-1]
     assert memory["optimizer state"][-1] >= 2 * memory["parameters"][-1]
     assert {"config", "machine", "torch", "statistics", "spool"} <= trace.metadata.keys()
+
+
+def test_a_viewer_gets_steps_rows_in_order_and_an_arrow_from_each_write_to_its_read(
+    make_offloader: MakeOffloader, tmp_path: Path
+) -> None:
+    _traced(make_offloader, tmp_path / "run.json")
+    events = json.loads((tmp_path / "run.json").read_text(encoding="utf-8"))["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    places = {names[e["tid"]]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
+    rows = sorted(places, key=lambda row: places[row])
+    links = [row.partition(" #")[0] for row in rows if row.startswith("disk")]
+    assert [*rows[:2], *dict.fromkeys(links)] == ["steps", "phases, main thread", "disk write", "disk read"]
+    spans: dict[str, list[dict[str, Any]]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            spans.setdefault(names[event["tid"]].partition(" #")[0], []).append(event)
+    assert [step["name"] for step in spans["steps"]] == ["step 1", "step 2"]
+    phases = spans["phases, main thread"]
+    for step, forward, optimizer in zip(spans["steps"], phases[::3], phases[2::3], strict=True):
+        assert step["ts"] <= forward["ts"]
+        assert optimizer["ts"] + optimizer["dur"] <= step["ts"] + step["dur"] + 0.001
+    moved = {way: [e["args"] for e in spans[f"disk {way}"]] for way in ("write", "read")}
+    arrows = {letter: sorted(e["id"] for e in events if e["ph"] == letter) for letter in "sf"}
+    assert arrows["s"] == sorted(number for args in moved["write"] for number in args["records"])
+    assert arrows["f"] == sorted(number for args in moved["read"] for number in args["records"])
+    assert set(arrows["f"]) <= set(arrows["s"])
+    for args in (*moved["write"], *moved["read"]):
+        for (_, nbytes), shape in zip(args["tensors"], args["shapes"], strict=True):
+            assert 4 * math.prod(shape) == nbytes
 
 
 def test_memory_is_looked_at_while_nothing_is_saved(make_offloader: MakeOffloader, tmp_path: Path) -> None:
@@ -455,7 +484,7 @@ def test_the_trace_of_the_demo_is_valid_and_adds_up(tmp_path: Path) -> None:
     run = subprocess.run(command, input="\n" * 4, capture_output=True, text=True, check=True)
     said = json.loads(run.stdout.splitlines()[-1])["end"]["statistics"]
     events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
-    for event in events:
+    for event in (each for each in events if each["ph"] not in "sf"):  # the package knows no arrows
         read = chrometrace.TraceEvent.from_dict(event)
         letter = {"i": "I"}.get(read.event_type, read.event_type)  # the package knows an older letter for instants
         assert chrometrace.TraceEventType(letter)

@@ -14,16 +14,30 @@ import pytest
 import torch
 
 from actoffload import OffloadConfig, Offloader
-from actoffload.analysis.report_page import predictions_table
+from actoffload.analysis.report_page import COLOURS, comparison, predictions_table, tiles, write_page
 from actoffload.analysis.trace_file import Counter, Moved, Note, Phase, TraceFile, Wait, load
-from actoffload.analysis.traced_run import LABELS, Run, look_at
+from actoffload.analysis.traced_run import (
+    AWAY,
+    KINDS,
+    LABELS,
+    MOST_MOMENTS,
+    MOVED,
+    NOT_AWAY,
+    SAVED,
+    SAVED_SUM,
+    Run,
+    look_at,
+    verdict_of,
+)
 from actoffload.errors import TraceFileError
+from actoffload.planning.observed import Observed
 from actoffload.planning.profile import Profile
 from actoffload.planning.search import Limits, plan
 from actoffload.planning.simulator import simulate
-from actoffload.policy import KeepReason
+from actoffload.policy import STATIC, KeepReason
 from actoffload.sizes import format_size, format_time, parse_size
 from actoffload.tell.causes import next_steps
+from actoffload.tell.facts import machine_changed
 from tests.browser import PROGRAM, Page, browser
 from tests.commands import answer, invoke
 from tests.harness import Chain, batch
@@ -89,12 +103,13 @@ def _by_hand() -> Run:
         for time_s, value in values:
             counter.add(time_s, value)
     waits = [_wait("b", 8.2, 8.3), _wait("a", 1.0, 1.25), _wait("a", 9.0, 9.25), _wait("c", 9.3, 9.3)]
+    statistics = {"kept_bytes": {"policy": 4, "input": 7, "plan": 0}, "activation_bytes": 40, "moved_bytes": 28}
     trace = TraceFile(
         path="run.json",
         truncated=False,
         began_unix_s=0.0,
         phases=tuple(phases),
-        metadata={"statistics": {"kept_bytes": {"policy": 1, "input": 7, "plan": 0}}, "config": {}},
+        metadata={"statistics": statistics, "config": {}},
         transfers=(moved, theirs),
         waits=tuple(waits),
         notes=(Note(name="plan: moves 8 MiB of 9 MiB", time_s=3.9),),
@@ -127,18 +142,19 @@ def test_numbers_memory_links_waits_and_what_stayed() -> None:
     assert numbers["moved_bytes"] == 2 * MIB
     assert numbers["wait_s"] == pytest.approx(0.15)
     memory = run.memory()
-    assert memory.times_s == pytest.approx([0.0, 0.5, 2.0])
-    assert memory.by_kind["saved activations"] == [4, 6, 6]
-    assert memory.blocks[-1] == ["a.1 5 B", "a.0 1 B"]
-    for kinds, total in zip(zip(*memory.by_kind.values(), strict=True), memory.total, strict=True):
-        assert sum(kinds) == total
+    assert [moment.time_s for moment in memory] == pytest.approx([0.0, 0.5, 2.0])
+    assert [moment.by_kind[SAVED] for moment in memory] == [4, 6, 6]
+    assert [moment.by_kind[AWAY] for moment in memory] == [0, 3, 3]
+    assert memory[-1].blocks == ["a.1 5 B", "a.0 1 B"]
+    for moment in memory:
+        assert sum(moment.by_kind.values()) - moment.by_kind[AWAY] == moment.total
     (link,) = run.links()
     assert (link.name, link.nbytes, link.can_do) == ("disk write", 8 * MIB, 16 * MIB)
-    assert link.phase == "forward"
-    assert link.used == pytest.approx(0.25), "half of forward, at half of what it can do"
+    assert link.used == pytest.approx({"forward": 0.25, "backward": 0.25}), "half of each, at half of what it can do"
     waits = [(wait.module, wait.count, round(wait.total_s, 9)) for wait in run.dearest_waits()]
     assert waits == [("a", 2, 0.5), ("b", 1, 0.1)]
-    assert run.kept() == {"input": 7, "policy": 1}
+    assert run.kept() == {"input": 7, "policy": 4}
+    assert run.saved() == {MOVED: 7, "policy": 1, NOT_AWAY: 2, SAVED_SUM: 10}, "the last is the sum of the others"
     spans = [(type(span), round(span.begin_s, 9)) for span in run.spans() if not isinstance(span, Phase)]
     assert spans == [(Wait, 0.2), (Wait, 1.0), (Moved, 0.5), (Moved, 0.5)]
 
@@ -239,6 +255,7 @@ def test_the_report_of_a_real_run(traces: dict[str, Path]) -> None:
     statistics = load(traces["budget"]).metadata["statistics"]
     stayed = [reason for reason, nbytes in statistics["kept_bytes"].items() if nbytes]  # which ones: as the plan has it
     assert "parameter" in stayed
+    stayed = [reason for reason in stayed if reason not in STATIC]
     for words in ("a step (median)", "disk write", "Predicted and seen", "SSD wear", "policy auto", *stayed):
         assert words in said
     (found,) = answer("report", str(traces["budget"]))
@@ -246,6 +263,54 @@ def test_the_report_of_a_real_run(traces: dict[str, Path]) -> None:
     links = {link["name"]: link["nbytes"] for link in found["links"]}
     assert links == {"disk write": statistics["nvme_written_bytes"], "disk read": statistics["nvme_read_bytes"]}
     assert found["predicted"].keys() == {"step_s", "peak_bytes"}
+    saved = dict(found["saved_in_a_step"])
+    assert saved.pop(SAVED_SUM) == statistics["activation_bytes"] // 5
+    assert abs(sum(saved.values()) - statistics["activation_bytes"] / 5) < len(saved) + 1, "each is rounded down"
+
+
+def test_the_page_the_report_and_the_statistics_have_the_same_figures(traces: dict[str, Path]) -> None:
+    run = look_at(load(traces["budget"]))
+    metadata = run.trace.metadata
+    peak, before = (metadata["statistics"][name] for name in ("plan_peak_bytes", "baseline_peak_bytes"))
+    shown = {name: f"{value} {note}" for name, value, note in tiles(run)}
+    report = metadata["report"].splitlines()
+    assert run.summary() == report[0].removeprefix("actoffload (target nvme): ")
+    for nbytes in (peak, before):
+        assert format_size(nbytes) in shown["activations, peak"]
+        assert format_size(nbytes).split()[0] in report[0]
+    process = next(line for line in report if "whole process" in line)
+    for name in ("process_peak_bytes", "process_before_bytes"):
+        size = format_size(metadata["statistics"][name])
+        assert size in process
+        assert size in shown["process, peak"]
+    assert shown["what limits"].strip().lower() in metadata["diagnosis"][0].lower()
+
+
+def test_a_long_step_has_few_moments_and_its_highest_one() -> None:
+    run = _by_hand()
+    for place in range(5000):
+        run.trace.counters["memory"].add(9 + place / 1e4, {})
+        run.trace.counters["memory total"].add(9 + place / 1e4, {"bytes": 100.0 if place == 3333 else 20.0})
+    memory = run.memory()
+    assert len(memory) <= MOST_MOMENTS
+    assert max(moment.total for moment in memory) == 100
+
+
+def test_a_difference_within_the_noise_of_the_steps_is_none() -> None:
+    run = _by_hand()
+    noisy = replace(run, lengths_s=(1.0, 2.0, 3.0))
+    assert "a step takes as long" in verdict_of(noisy, replace(noisy, lengths_s=(1.1, 2.2, 2.9)))
+    assert "a step is 50% slower" in verdict_of(replace(run, lengths_s=(2.0, 2.0)), replace(run, lengths_s=(3.0, 3.0)))
+    rows = {row[0]: row[1:] for row in comparison([run, replace(run, step_s=3.0)])}
+    assert rows[LABELS["step_s"]] == ("2 s", "3 s", "+1 s (+50%)")
+
+
+def test_a_prediction_says_that_the_machine_has_changed() -> None:
+    profile = Profile.load(Path("tests/recorded/gpt.json"))
+    for factor, told in ((1.05, ""), (1.5, "50% longer"), (0.5, "50% less")):
+        seen = Observed(step_s=factor * profile.step_s + 1.0, forward_wait_s=0.0, backward_wait_s=1.0)
+        assert told in machine_changed(profile, seen)
+        assert bool(told) is bool(machine_changed(profile, seen)), "waits are the plan's, and prove nothing"
 
 
 def test_a_copy_of_nothing_is_no_use_of_a_link(tmp_path: Path) -> None:
@@ -298,63 +363,112 @@ def test_top_shows_what_is_there_and_ends_with_the_run(
     assert next(states, None) is None
 
 
-def test_a_page_needs_plotly(traces: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "plotly"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "plotly", None)
+def test_a_page_needs_jinja(traces: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
     said = invoke("report", str(traces["keep"]), "--html", str(tmp_path / "page.html"), status=2)
-    assert "plotly is not installed: pip install 'actoffload[plots]'" in said
+    assert "jinja2 is not installed: pip install 'actoffload[plots]'" in said
     assert not (tmp_path / "page.html").exists()
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------
 
-FIGURES = ["memory-1", "memory-2", "links-2", "lanes-1", "lanes-2"]
+MOST_BYTES = 1_500_000
 TEXT = {"light": "rgb(27, 27, 27)", "dark": "rgb(236, 236, 236)"}
-SPOT = """(() => {
-  const plot = document.getElementById(%r);
-  plot.scrollIntoView({block: "center"});
-  const boxes = [...plot.querySelectorAll(".point path")].map(bar => bar.getBoundingClientRect());
-  const area = boxes.sort((a, b) => b.width - a.width)[0] ?? plot.querySelector(".nsewdrag").getBoundingClientRect();
-  return [area.x + area.width / 2, area.y + area.height / 2];
-})()"""
-"""Where a figure has something to tell: in the middle of its longest bar, or of all."""
+CUT = """[...document.querySelectorAll("h1, h3, p, li, td, th, small, b, summary, .label, .y span, .x")].filter(one => {
+  const box = one.getBoundingClientRect();
+  return box.width && (one.scrollWidth > one.clientWidth + 1 && getComputedStyle(one).display !== "inline"
+    || box.left < 0 || box.right > innerWidth);
+}).map(one => one.textContent)"""
+"""The texts that run out of their boxes or out of the window."""
 
 
 @pytest.fixture(scope="module")
-def page(traces: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    """The page on both runs in a browser."""
-    pytest.importorskip("plotly")
+def file(traces: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page on both runs."""
+    pytest.importorskip("jinja2")
+    file = tmp_path_factory.mktemp("page") / "page.html"
+    invoke("report", "--compare", str(traces["keep"]), str(traces["budget"]), "--html", str(file))
+    return file
+
+
+@pytest.fixture(scope="module")
+def page(file: Path) -> Iterator[Page]:
+    """The page in a browser."""
     if PROGRAM is None:
         pytest.skip("there is no Chromium")
-    folder = tmp_path_factory.mktemp("page")
-    arguments = ["report", "--compare", str(traces["keep"]), str(traces["budget"]), "--html", str(folder / "page.html")]
-    invoke(*arguments)
-    with browser(folder / "browser") as shown:
+    with browser(file.parent / "browser") as shown:
         shown.look(1400, "light")
-        shown.open(folder / "page.html")
+        shown.open(file)
         yield shown
 
 
+def test_the_page_answers_first_and_is_small(file: Path, traces: dict[str, Path]) -> None:
+    text = file.read_text(encoding="utf-8")
+    order = ["<h1>", 'class="tile"', "Side by side", "What to do next", "Memory over one step", "Transfers and waits"]
+    places = [text.index(each) for each in (*order, "What stayed, and why", "Predicted and seen")]
+    assert places == sorted(places)
+    assert text.count('<div class="tile"') == 8, "four for each run"
+    assert "<script" not in text
+    bars = _by_hand()
+    many = replace(bars.trace, transfers=tuple(bars.trace.transfers[0] for _ in range(20_000)))
+    for place in range(20_000):
+        many.counters["memory"].add(9 + place / 1e5, {})
+    write_page([replace(bars, trace=many)] * 2, file.with_name("large.html"))
+    assert max(len(text), file.with_name("large.html").stat().st_size) < MOST_BYTES
+    write_page([replace(bars, trace=replace(bars.trace, transfers=(), waits=()))], file.with_name("none.html"))
+    folded = file.with_name("none.html").read_text(encoding="utf-8")
+    assert "<details><summary>The 10 dearest waits: nothing waited</summary>" in folded
+
+
+def test_each_colour_is_one_thing_and_none_is_missing(file: Path) -> None:
+    """A chart names its parts by the classes of `COLOURS`; what is away has the colour of what it is."""
+    assert {*KINDS, "write", "read", "wait"} == COLOURS.keys()
+    assert len(set(COLOURS.values())) == len(COLOURS) - 1
+    text = file.read_text(encoding="utf-8")
+    drawn = re.findall(r'<path class="([a-z-]+)"|<svg [^>]*class="([a-z-]+)"', text)
+    assert drawn
+    assert {path or band for path, band in drawn} <= {name.replace(" ", "-") for name in COLOURS}
+
+
+def test_no_text_can_be_cut(file: Path, traces: dict[str, Path]) -> None:
+    """Without a browser: each rule that keeps a text on one line is for a few letters, and long words break."""
+    text = file.read_text(encoding="utf-8")
+    found = re.findall(r"^\s*([^{}@]+) \{ ([^{}]*) \}$", text.partition("<style>")[2], re.MULTILINE)
+    rules = dict(reversed(found))  # the first of a selector, before those for narrow windows
+    assert {name for name, rule in rules.items() if "nowrap" in rule} == {".y span, .x"}
+    assert {name for name, rule in rules.items() if "hidden" in rule} == {".chart svg, .band svg"}, "they have no text"
+    assert "overflow-wrap: break-word" in rules["body"]
+    assert "overflow-wrap: anywhere" in rules["th, td"]
+    assert "minmax(0, 1fr)" in rules[".runs"]
+    ticks = re.findall(r'<div class="y"[^>]*><span>([^<]*)|<span class="x"[^>]*>([^<]*)', text)
+    assert 0 < max(len(a or b) for a, b in ticks) <= 9
+
+
 def test_a_browser_shows_the_page_without_an_error_or_the_network(page: Page) -> None:
-    assert page.evaluate("[...document.querySelectorAll('.js-plotly-plot')].map(plot => plot.id)") == FIGURES
+    assert page.evaluate("[...document.querySelectorAll('.whole .chart')].every(one => one.clientWidth > 300)")
     assert page.evaluate("performance.getEntriesByType('resource').map(entry => entry.name)") == []
+    timing = "performance.getEntriesByType('navigation')[0].domComplete"
+    assert page.evaluate(timing) > 0, "it has been drawn"
     assert page.problems == []
 
 
-@pytest.mark.parametrize(
-    ("figure", "told"),
-    [
-        ("memory-2", "with nothing moved"),
-        ("links-2", "GB/s"),
-        ("lanes-2", "micro-batch"),
-    ],
-)
-def test_a_label_shows_under_the_pointer(page: Page, figure: str, told: str) -> None:
-    label = f"document.querySelector('#{figure} .hoverlayer').textContent"
-    assert page.evaluate(label) == ""
-    page.point_at(*page.evaluate(SPOT % figure))
-    page.wait_for(f"{label}.includes({told!r})")
+def test_a_label_shows_under_the_pointer(page: Page) -> None:
+    label = "[...document.querySelectorAll('.whole .moments span')].map(one => getComputedStyle(one).display)"
+    assert set(page.evaluate(label)) == {"none"}
+    spot = """(() => {
+      const area = document.querySelectorAll(".whole .chart")[1];
+      area.scrollIntoView({block: "center"});
+      const box = area.getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2]; })()"""
+    page.point_at(*page.evaluate(spot))
+    page.wait_for(f"{label}.includes('block')")
+
+
+def test_activations_alone_can_be_chosen(page: Page) -> None:
+    shown = "['.whole', '.only'].map(name => document.querySelector(name + ' .chart').clientHeight > 0)"
+    assert page.evaluate(shown) == [True, False]
+    page.evaluate("document.getElementById('only').click()")
+    assert page.evaluate(shown) == [False, True]
+    page.evaluate("document.getElementById('only').click()")
 
 
 @pytest.mark.parametrize("scheme", TEXT)
@@ -362,10 +476,9 @@ def test_a_label_shows_under_the_pointer(page: Page, figure: str, told: str) -> 
 def test_the_page_fits_its_reader(page: Page, width: int, scheme: str, tmp_path: Path) -> None:
     """The pictures are for you to look at: pytest keeps them in its temporary directory."""
     page.look(width, scheme)
-    plots = "[...document.querySelectorAll('.js-plotly-plot')]"
-    page.wait_for(f"{plots}.every(plot => plot._fullLayout.width <= plot.clientWidth)")
-    page.wait_for(f"{plots}.every(p => getComputedStyle(p.querySelector('.xtick text')).fill == '{TEXT[scheme]}')")
+    page.wait_for(f"innerWidth == {width}")
     assert page.evaluate("document.documentElement.scrollWidth") == width
     assert page.evaluate("getComputedStyle(document.body).color") == TEXT[scheme]
+    assert page.evaluate(CUT) == []
     page.screenshot(tmp_path / f"{width}-{scheme}.png")
     assert page.problems == []
