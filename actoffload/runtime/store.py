@@ -41,8 +41,7 @@ from .trace import Recorder, trace_path
 
 CPU_MIN_BYTES = 128 << 10
 DEVICE_MIN_BYTES = 1 << 20
-SHORT_WAIT_S = 1e-4
-"""A wait for room is an event of its own only above this."""
+SHORT_WAIT_S = 1e-4  # a wait for room is an event of its own only above this
 
 
 class ActivationStore:
@@ -160,7 +159,7 @@ class ActivationStore:
                 if names[1] is not None and record.name is None:
                     self.decision.named_late(record, names[1])
                 return record
-            record = Record(storage, storage.data_ptr(), begin, end, tensor.device, tensor.shape)
+            record = Record(storage, storage.data_ptr(), begin, end, tensor.device, tensor.shape if self.trace else ())
             record.module, record.name = names
             record.has_gaps = tensor.nbytes < record.nbytes
             self.identities.add(record, tensor, counters)
