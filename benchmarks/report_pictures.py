@@ -34,8 +34,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "report-slow-disk": {"engine": partial(SlowEngine, bandwidth_bytes_per_s=SLOW_BYTES_PER_S)},
 }
 """The options of each run, by the name of its pictures."""
-HEIGHT = 1300
-"""Pixels of the page that a picture shows."""
+HEIGHTS = {"report": 1160, "report-slow-disk": 1085}
+"""Pixels of each page that its pictures show: to the end of the transfers, and of the chart."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,9 +81,9 @@ def draw(page: Path, images: Path) -> None:
     """Write the top of a page as a reader with a light and one with a dark screen sees it."""
     with browser(page.with_suffix(".browser")) as shown:
         for scheme in ("light", "dark"):
-            shown.look(WIDTH, scheme, HEIGHT)
+            shown.look(WIDTH, scheme)
             shown.open(page)
-            shown.screenshot(images / f"{page.stem}-{scheme}.png", HEIGHT)
+            shown.screenshot(images / f"{page.stem}-{scheme}.png", HEIGHTS[page.stem])
 
 
 if __name__ == "__main__":
