@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
 from functools import wraps
 from pathlib import Path
@@ -37,7 +36,6 @@ PathOption = Annotated[
     typer.Option(help=f"{HELP['path']}. Default: $ACTOFFLOAD_PATH, else the temporary one."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-PictureOption = Annotated[Path | None, typer.Option(help="Draw it here (PNG, SVG).")]
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -85,17 +83,6 @@ def fail(message: str, cause: BaseException | None = None) -> NoReturn:
     """Print an error and leave with exit status 1."""
     typer.echo(f"Error: {without_errno(message)}", err=True)
     raise typer.Exit(1) from cause
-
-
-@contextmanager
-def written() -> Iterator[None]:
-    """Exit with status 1 and the reason if a file inside cannot be written, or matplotlib is not installed."""
-    try:
-        yield
-    except ImportError as error:
-        fail("--picture needs matplotlib: pip install actoffload[plots]", error)
-    except (OSError, ValueError) as error:
-        fail(f"nothing could be written: {error}", error)
 
 
 def check_paths(paths: list[Path] | None, target: str = "auto") -> None:

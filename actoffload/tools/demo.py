@@ -158,8 +158,9 @@ def show(spec: dict[str, Any], modes: Sequence[Mode], equal: bool) -> None:
     console.print(_table(modes))
     console.print(
         f"The modes took {len(modes[0]['step_s'])} steps in turns. The first {PLANNING_STEPS} do not count, as the "
-        "planner looks and plans in them. A ratio is within a turn, with the middle half of all turns; keep's is its noise, a "
-        "step over the next one. Written and read: what the storage engine counted, and in brackets the kernel.",
+        "planner looks and plans in them. A ratio is within a turn, with the middle half of all turns; keep's is "
+        "its noise, a step over the next one. Written and read: what the storage engine counted, and in "
+        "brackets the kernel.",
         style="dim",
     )
     if (share := modes[0]["others_cpu_share"]) > BUSY_SHARE:

@@ -13,7 +13,7 @@ from rich.markup import escape
 from ..errors import ConfigError
 from ..sizes import format_size
 from ..storage.endurance import format_decimal, format_duration
-from .console import JsonOption, PictureOption, grouped, print_json, print_rows, written
+from .console import JsonOption, grouped, print_json, print_rows
 from .on_paper import (
     BUILT_IN,
     DRIVES,
@@ -33,7 +33,6 @@ from .on_paper import (
     hardware_of,
     preset,
 )
-from .plots import Look, draw_estimate
 from .rok_points import is_own
 
 if TYPE_CHECKING:
@@ -83,8 +82,6 @@ def command(
     question: Question,
     split: Annotated[dict[str, Any], Parallelism],
     machine: Annotated[dict[str, Any], Hardware],
-    look: Look,
-    picture: PictureOption = None,
     presets: Annotated[bool, typer.Option("--presets", help="List the presets and leave.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Set published figures beside ours and leave.")] = False,
     as_json: JsonOption = False,
@@ -102,9 +99,6 @@ def command(
         return
     answer = Answer(question, split, machine)
     title = f"{question.from_model or question.model} on {answer.hardware.name}, per GPU of {answer.split.gpus}"
-    if picture is not None:
-        with written():
-            draw_estimate(answer.result.memory, picture, f"{title} (on paper)", look)
     if as_json:
         parts = {name: asdict(getattr(answer, name)) for name in ("activations", "split", "hardware")}
         print_json({**parts, "estimate": answer.result.as_dict()})

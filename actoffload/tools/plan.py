@@ -20,9 +20,8 @@ from ..planning.search import Limits, best, bounded
 from ..sizes import parse_share, parse_size
 from ..tell.parts import Analysis, BudgetRow, analyse, budget_table, one_more
 from ..tell.plans import render_budgets, render_plan
-from .console import JsonOption, PathOption, PictureOption, grouped, print_json, strings, written
+from .console import JsonOption, PathOption, grouped, print_json, strings
 from .environment import find_device
-from .plots import Look, draw_plan
 from .process import prepare_process
 from .rok_points import is_own
 
@@ -94,11 +93,9 @@ def command(
     ],
     budget: Budget,
     links: Links,
-    look: Look,
     batch: Annotated[int, typer.Option(min=1, help="Samples of FUNCTION's batch.")] = 1,
     path: PathOption = None,
     plan_out: Annotated[Path | None, typer.Option(help="Write the plan here; Plan.from_json reads it.")] = None,
-    picture: PictureOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Plan a recorded step: which checkpointed regions run once, what stays and leaves, why, its time and its peak.
@@ -111,13 +108,8 @@ def command(
     budgets = budget_table(recorded, limits)
     step, plan = best(recorded, limits)
     analysis = analyse(step, plan, limits, more=one_more(recorded, plan, limits, GIB))
-    with written():
-        if plan_out is not None:
-            plan_out.write_text(plan.to_json() + "\n", encoding="utf-8")
-        if picture is not None:
-            title = f"plan of {plan.planner} on {step.device}, as predicted" + (" (declined)" if plan.declined else "")
-            options: dict[str, Any] = {"forward_s": step.forward_s, "device_budget": limits.device_budget}
-            draw_plan(analysis.keep, analysis.prediction, picture, title, look=look, **options)
+    if plan_out is not None:
+        plan_out.write_text(plan.to_json() + "\n", encoding="utf-8")
     if as_json:
         print_json(as_dict(step, plan, analysis, budgets))
     else:

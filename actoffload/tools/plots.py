@@ -20,10 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from ..planning.simulator import Prediction
-
 if TYPE_CHECKING:
-    from .on_paper import Memory
     from .rok_points import Point, Variant
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -189,67 +186,6 @@ def _styles(points: Iterable[Point], look: Look) -> dict[Variant, dict[str, Any]
             edge = {"markeredgecolor": "black" if look.dark else "white", "markeredgewidth": 0.5 * look.point}
         found[variant] = {**style, **edge, "label": variant.in_words, "markersize": 4.5 * look.point}
     return found
-
-
-# -- a plan, an estimate ----------------------------------------------------------------------------------------------
-
-
-def draw_plan(
-    keep: Prediction,
-    plan: Prediction,
-    path: Path,
-    title: str,
-    *,
-    look: Look,
-    forward_s: float,
-    device_budget: int | None = None,
-) -> None:
-    """Draw bytes on the device over the step, with nothing moved and under the plan.
-
-    ``forward_s``: the begin of backward, with nothing moved.
-    """
-    top = max((nbytes for _, nbytes in (*keep.timeline, *plan.timeline)), default=1)
-    unit, name = _unit_of([top])
-    with _panels([""], [path], title, look) as (axis,):
-        for step, series, label in ((keep, "keep", "nothing moved"), (plan, "hybrid", "the plan")):
-            timeline, step_s, colour = step.timeline, step.step_s, look.colours[series]
-            times = [0.0, *(t for t, _ in timeline), max(step_s, timeline[-1][0] if timeline else 0.0)]
-            sizes = [0.0, *(nbytes / unit for _, nbytes in timeline), 0.0]
-            text = f"{label}: {step_s:.3g} s, peak {max(sizes):.3g} {name}"
-            axis.fill_between(times, sizes, step="post", color=colour, alpha=0.15, linewidth=0)
-            axis.step(times, sizes, LINES[series], where="post", color=colour, label=text, linewidth=look.point)
-        if device_budget is not None:
-            budget, line = device_budget / unit, {"linestyle": "--", "linewidth": look.point}
-            axis.axhline(budget, label=f"budget: {budget:.3g} {name}", color=look.colours["recompute"], **line)
-        line = {"color": look.colours["keep"], "linestyle": "-.", "linewidth": 0.8}
-        axis.axvline(forward_s, label="backward begins (nothing moved)", **line)
-        axis.set(xlabel="time in the step (s)", ylabel=f"saved activations\non the device ({name})")
-        axis.set(xlim=(0, None), ylim=(0, 1.08 * top / unit))
-
-
-def draw_estimate(memory: Memory, path: Path, title: str, look: Look) -> None:
-    """Draw the memory of a GPU at its peak, as bars: model states and activations, against its capacity."""
-    peaks = {"all kept": memory.kept, "what hides moves": memory.hidden, "all moves": memory.moved}
-    parts = {
-        "parameters": [memory.parameter_bytes] * len(peaks),
-        "gradients": [memory.gradient_bytes] * len(peaks),
-        "optimizer states": [memory.optimizer_bytes] * len(peaks),
-        "saved activations": [peak.saved_bytes for peak in peaks.values()],
-    }
-    with _panels([""], [path], title, look) as (axis,):
-        left = [0.0] * len(peaks)
-        series = zip(parts.items(), look.colours.values(), ("", "//", "..", "xx"), strict=True)
-        for (part, sizes), colour, hatch in series:
-            widths = [nbytes / GIB for nbytes in sizes]
-            style = {"color": colour, "edgecolor": "black" if look.dark else "white", "hatch": hatch, "linewidth": 0.5}
-            axis.barh(list(peaks), widths, left=left, label=part, height=0.6, **style)
-            left = [a + b for a, b in zip(left, widths, strict=True)]
-        there = memory.capacity_bytes / GIB
-        line = {"color": look.colours["keep"], "linestyle": "--", "linewidth": look.point}
-        axis.axvline(there, label=f"there is: {there:.3g} GiB", **line)
-        axis.invert_yaxis()
-        axis.grid(visible=False, axis="y")
-        axis.set(xlabel="on a GPU at its peak (GiB)", xlim=(0, 1.05 * max(*left, there)))
 
 
 # -- the look ---------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from .environment import without_errno, without_paths
 
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 _NO_MEMORY = ("MemoryError", "can't allocate memory", "Cannot allocate memory", "OutOfMemoryError", "out of memory")
+Prompts = Callable[[], bool]
 LEAST_TURNS = 6
 """Of workers that have a limited time."""
 FAILURES = (ActOffloadError, MemoryError, RuntimeError, OSError)
@@ -44,12 +45,7 @@ def run_worker(module: str, spec: dict[str, Any], *, limit_s: float, cwd: Path |
 
 
 def stream_worker(
-    module: str,
-    spec: dict[str, Any],
-    *,
-    limit_s: float,
-    cwd: Path | None = None,
-    prompts: Callable[[], bool] | None = None,
+    module: str, spec: dict[str, Any], *, limit_s: float, cwd: Path | None = None, prompts: Prompts | None = None
 ) -> Generator[dict[str, Any]]:
     """Run a worker in a process of its own and yield the JSON objects that it prints.
 
@@ -64,8 +60,7 @@ def stream_worker(
             input ends. None: it inherits the standard input.
 
     Yields:
-        Each object when it is printed; last, if the worker failed, ran too long or out of memory,
-        ``{"error": ..., "oom": ...}``.
+        Each object when it is printed; last ``{"error": ..., "oom": ...}`` if the worker failed or was stopped.
     """
     command = [sys.executable, "-m", module, json.dumps(spec)]
     stopped = threading.Event()

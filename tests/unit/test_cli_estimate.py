@@ -17,15 +17,6 @@ TWO_LAYERS = ("--model", "ssdtrain-16384")
 run, answer = partial(invoke, "estimate"), partial(commands.answer, "estimate")
 
 
-def test_the_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    file = tmp_path / "memory.svg"
-    run(*TWO_LAYERS, "--picture", str(file))
-    text = file.read_text(encoding="utf-8")
-    for said in ("ssdtrain-16384 on a100-pcie", "all kept", "all moves", "saved activations", "there is: 39 GiB"):
-        assert said in text
-
-
 def test_for_a_person() -> None:
     text = run("--model", "gpt3-175b", "--gpu", "a100-pcie")
     for part in (

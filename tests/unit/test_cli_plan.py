@@ -1,4 +1,4 @@
-"""``actoffload plan``: a recorded step, planned: tables, JSON, a plan that can be followed, a picture."""
+"""``actoffload plan``: a recorded step, planned: tables, JSON, and a plan that can be followed."""
 
 from __future__ import annotations
 
@@ -112,18 +112,6 @@ def test_a_model_of_ones_own_is_recorded_and_its_plan_can_be_followed(tmp_path: 
     following.close()
     moved = {entry.index for entry in plan.entries if entry.action == "offload"}
     assert {entry.index for entry in seen.entries if entry.reason == "policy"} <= set(range(len(seen.entries))) - moved
-
-
-def test_the_picture(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    invoke(str(file), "--device-budget", "1GiB", "--picture", str(tmp_path / "plan.png"))
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-    invoke(str(file), "--picture", str(tmp_path / "plan.svg"), "--style", "slide", "--dark")
-    assert "backward begins" in (tmp_path / "plan.svg").read_text()
-    assert "nothing could be written" in invoke(str(file), "--picture", str(tmp_path / "plan.doc"), status=1)
-    assert "nothing could be written" in invoke(str(file), "--plan-out", str(tmp_path / "no" / "plan"), status=1)
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    assert "pip install actoffload[plots]" in invoke(str(file), "--picture", str(tmp_path / "x.png"), status=1)
 
 
 @pytest.mark.parametrize("kind", ["missing", "binary", "other"])
