@@ -108,7 +108,7 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     if process and not device:
         note = f"{format_size(statistics['process_before_bytes'])} before training"
     limits = run.what_limits() or "not known before the run ends"
-    waits = f"{format_time(numbers['wait_s'])} of a step is waited (mean of all steps)"
+    waits = f"waits {format_time(numbers['wait_s'])} in the mean, planning steps included"
     return [
         ("activations, peak", format_size(saved), f"{format_size(before)} with nothing moved"),
         (f"{'device' if device else 'process'}, peak", format_size(device or process or numbers["peak_bytes"]), note),
