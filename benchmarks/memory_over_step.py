@@ -91,11 +91,11 @@ def curve(trace: Path) -> Row:
     run = look_at(load(trace))
     memory, step_s = run.memory(), run.end_s - run.begin_s
     most = [0.0] * MOMENTS
-    ends = [*memory.times_s[1:], step_s]
-    # A value holds until the next one, so it counts in each moment in between.
-    for begin_s, end_s, nbytes in zip(memory.times_s, ends, memory.by_kind[SAVED], strict=True):
-        for moment in range(int(MOMENTS * begin_s / step_s), min(MOMENTS, int(MOMENTS * end_s / step_s) + 1)):
-            most[moment] = max(most[moment], nbytes)
+    ends = [*(moment.time_s for moment in memory[1:]), step_s]
+    # A value holds until the next one, so it counts in each part of the step in between.
+    for moment, end_s in zip(memory, ends, strict=True):
+        for part in range(int(MOMENTS * moment.time_s / step_s), min(MOMENTS, int(MOMENTS * end_s / step_s) + 1)):
+            most[part] = max(most[part], moment.by_kind[SAVED])
     forward_s = max(phase.end_s for phase in run.phases() if phase.name == "forward")
     return {"step_s": step_s, "forward_s": forward_s, "resident_bytes": most}
 
