@@ -25,6 +25,7 @@ from benchmarks import (
     gpu_report,
     gpu_worker,
     harness,
+    memory_over_step,
     micro,
     micro_hooks,
     peers_cpu,
@@ -439,6 +440,10 @@ def test_the_cpu_benchmarks_run(
     assert [row["identical"] for row in rows.values()] == [True, True]
     assert rows["all"]["written_bytes_per_step"] > 0
     assert str(tmp_path) not in e2e.read_text(encoding="utf-8") + peers.read_text(encoding="utf-8")
+    assert memory_over_step.main(["--tiny", "--steps", "6", "--path", str(tmp_path)]) == 0, capsys.readouterr().out
+    (curves,) = tmp_path.glob("memory_over_step_*.json")
+    for name, row in json.loads(curves.read_text(encoding="utf-8"))["rows"].items():
+        assert 0 < max(row["resident_bytes"]) <= row["saved_bytes"], name
 
 
 @pytest.mark.slow
