@@ -247,7 +247,8 @@ class ActivationStore:
                     shared.reporter.event(EventKind.PACK_WAIT, record, since_s=now() - waited_s)
             if reason is None:
                 shared.accounts.moved_bytes += record.nbytes
-                shared.largest_moved_bytes = max(shared.largest_moved_bytes, record.nbytes)
+                if record.nbytes > shared.largest_moved_bytes:
+                    shared.largest_moved_bytes = record.nbytes
             else:
                 record.stays = True
                 shared.accounts.kept_bytes[reason._value_] += record.nbytes
@@ -371,7 +372,8 @@ class ActivationStore:
     def _pass(self, record: Record | KeptPlace, round_: int, tier: Tier) -> int:
         """Note that backward has the bytes and continues; return the handle's next round."""
         again = round_ > record.round  # a second unpack of this handle: every handle may be unpacked again
-        record.round = max(record.round, round_)
+        if again:
+            record.round = round_
         if isinstance(record, Record):
             record.waiting = record.handles - 1 if again else record.waiting - 1
             if self.profiler.running:

@@ -174,7 +174,8 @@ class Tape(Generic[R]):
         self.in_backward = True
         self._uncount(index)
         is_first = index not in self._was_seen
-        self.see(index)
+        if is_first:
+            self.see(index)
         position = self._position.get(index)
         if position is not None:
             self._cursor = max(self._cursor, position + 1)  # never back: backward may reach records out of this order

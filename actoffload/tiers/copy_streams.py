@@ -228,11 +228,7 @@ class CopyStreams:
             return False
         if index is not None:
             self._seen[index] = None  # atomic: hooks on several threads note their devices without a lock
-        capturing = self.device.capturing
-        for seen in tuple(self._seen):  # noqa: SIM110 - asked several times for each tensor: a generator costs more
-            if capturing(seen):
-                return True
-        return False
+        return any(map(self.device.capturing, tuple(self._seen)))
 
     def current_index(self) -> int | None:
         """The device on which the calling thread computes; None while no tensor was seen on any.

@@ -164,7 +164,7 @@ class DeviceTier(Tier):
         nbytes, index, source = record.nbytes, record.device.index or 0, record.flat()
         outs: list[tuple[Batch, int]] = []
         due = 0 if record.release_after is None else self.shared.events + record.release_after
-        part_bytes = min(nbytes, CHUNK_BYTES) if self._goes_to_disk(record) else nbytes
+        part_bytes = CHUNK_BYTES if nbytes > CHUNK_BYTES and self._goes_to_disk(record) else nbytes
         for begin in range(0, nbytes, part_bytes):
             end = min(begin + part_bytes, nbytes)
             owner = record if end == nbytes else Part(record.module, record)  # the last part stands for all
@@ -291,7 +291,9 @@ class DeviceTier(Tier):
     # -- disk → host → device -----------------------------------------------------------------------------------------
 
     def fetch(self, record: Record, *, urgent: bool) -> bool:
-        if record.state is State.STAGING:
+        if record.state is State.RELOADING:
+            pass  # its copy is under way, or waits in the batch that begins before backward uses it
+        elif record.state is State.STAGING:
             self._take_original(record)
         elif record.state not in (State.HOSTED, State.SPILLING):
             return super().fetch(record, urgent=urgent)
@@ -429,7 +431,7 @@ class DeviceTier(Tier):
 
     def _reload(self, record: Record) -> None:
         """Enqueue the copy of a hosted record to the device, in a batch with the records that the same call reloads."""
-        if record.state is State.HOSTED and self.recover(record):
+        if record.weak_data is not None and record.state is State.HOSTED and self.recover(record):
             return
         if record.state is State.SPILLING:
             self.forwarded(record)

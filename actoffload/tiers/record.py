@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ..errors import StateError
+from .storage_ref import StorageRef, expired
 
 if TYPE_CHECKING:
     from ..memory.host_pool import Slot
     from ..storage.transfers import Transfer
     from .copy_streams import Batch
-    from .storage_ref import StorageRef
 
 
 class State(Enum):
@@ -132,7 +132,7 @@ class Record:
         only after it has died and nothing can fill it again.
         """
         identity = self.identity
-        if identity is None or identity.gone():
+        if identity is None or expired(identity.cdata):  # `gone`, for each tensor that backward takes
             return None
         if self.data is not None and self.data._cdata == identity.cdata:
             return None

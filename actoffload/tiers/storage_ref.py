@@ -8,7 +8,7 @@ import torch
 
 # `torch.multiprocessing.reductions.StorageWeakRef` calls the same functions, but through methods in Python.
 _BASE: Any = torch._C.StorageBase
-_free_weak_ref, _expired = _BASE._free_weak_ref, _BASE._expired
+_free_weak_ref, expired = _BASE._free_weak_ref, _BASE._expired
 
 
 class StorageRef:
@@ -29,7 +29,7 @@ class StorageRef:
 
     def gone(self) -> bool:
         """Whether the storage has died."""
-        return _expired(self.cdata)  # type: ignore[no-any-return]
+        return expired(self.cdata)  # type: ignore[no-any-return]
 
     def held_by(self) -> int:
         """How many hold the storage: its tensors, and Python's objects for it as one."""

@@ -236,9 +236,10 @@ class Tier(ABC):
 
     def release(self, record: Record) -> None:
         """Release everything, as the last handle died. I/O in flight keeps its memory and extent until it ends."""
-        if record.data is not None or record.incoming is not None:
+        if record.data is not None or record.filling is not None:  # `evict` has ordered the reuse of other memory
             self.order_reuse(record)
-        self.cancel(record)
+        if record.transfer is not None or record.state is State.SPILLING:  # else no write has it, begun or not
+            self.cancel(record)
         if record.extent is not None:
             self.free_extent(record)
         record.slot = None
