@@ -247,8 +247,7 @@ class ActivationStore:
                     shared.reporter.event(EventKind.PACK_WAIT, record, since_s=now() - waited_s)
             if reason is None:
                 shared.accounts.moved_bytes += record.nbytes
-                if record.nbytes > shared.largest_moved_bytes:
-                    shared.largest_moved_bytes = record.nbytes
+                shared.largest_moved_bytes = max(shared.largest_moved_bytes, record.nbytes)
             else:
                 record.stays = True
                 shared.accounts.kept_bytes[reason._value_] += record.nbytes

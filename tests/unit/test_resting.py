@@ -54,7 +54,7 @@ def test_most_steps_of_a_model_of_which_nothing_moves_run_without_hooks(model: n
     assert saved[2:REST_STEPS] == saved[1:2] * (REST_STEPS - 2)
     assert saved[-1] == hooked * saved[0] > saved[1], "hooks have looked again"
     assert hooked <= 6
-    assert f"in {hooked} forward passes" in attachment.offloader.report()
+    assert f": {hooked} forward passes: " in attachment.offloader.report()
     assert f"As nothing moves, {found.unhooked} more forward passes ran without hooks." in attachment.offloader.report()
     assert "steps run without hooks" in attachment.offloader.explain()
 
