@@ -178,8 +178,10 @@ class Tape(Generic[R]):
             self.see(index)
         position = self._position.get(index)
         if position is not None:
-            self._cursor = max(self._cursor, position + 1)  # never back: backward may reach records out of this order
-            self._frontier = max(self._frontier, self._cursor)  # no fetch of a record that backward has passed
+            if position >= self._cursor:  # never back: backward may reach records out of this order
+                self._cursor = position + 1
+            if self._cursor > self._frontier:  # no fetch of a record that backward has passed
+                self._frontier = self._cursor
         return is_first
 
     def see(self, index: int) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from ..config import OffloadConfig
 from ..events import EventKind, EventSink, TraceEvent, now
 from ..interrupts import expected, is_interrupt
-from ..locks import DrainingLock
+from ..locks import Changed, DrainingLock
 from .accounts import Accounts
 from .record import Record
 
@@ -154,7 +154,7 @@ class Shared:
     def __init__(self, config: OffloadConfig, sink: EventSink | None) -> None:
         self.config = config
         self.lock = DrainingLock()
-        self.changed = threading.Condition(self.lock)
+        self.changed = Changed(self.lock)
         self.accounts = Accounts()
         self.budget = DeviceBudget(config, self.accounts)
         self.reporter = Reporter(sink, self.accounts)
@@ -188,4 +188,4 @@ class Shared:
         before = self.lock
         self.lock = DrainingLock(before.noted)
         self.lock.after_release = before.after_release
-        self.changed = threading.Condition(self.lock)
+        self.changed = Changed(self.lock)
