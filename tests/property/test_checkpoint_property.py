@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import actoffload
 from actoffload import OffloadConfig, Offloader, Plan
 from actoffload.testing.simulated_device import NAME
-from tests.harness import assert_empty, assert_same_bits
+from tests.harness import assert_empty, assert_same_bits, same_bits
 
 WIDTH, ROWS = 32, 16
 MATMULS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
@@ -260,7 +260,12 @@ def check(step: Step, device: str, **options: Any) -> None:
             offloader.store.regions.follow(step.once)
         for _ in range(2):
             found = run(net, step, device, offloader)
-            assert_same_bits(found[0], expected[0], "gradient")
+            try:
+                assert_same_bits(found[0], expected[0], "gradient")
+            except AssertionError:
+                if step.backward == "double" and not is_reproducible(net, step, device, expected[0]):
+                    reject()
+                raise
             assert torch.equal(found[1], expected[1]), "the random numbers that follow"
             assert found[2] == expected[2], "what the program's own contexts saw"
             if not (step.inside and step.backward == "double"):  # the penalty is a forward without regions
@@ -271,6 +276,16 @@ def check(step: Step, device: str, **options: Any) -> None:
             assert_empty(offloader)
     finally:
         offloader.abort()
+
+
+def is_reproducible(net: Net, step: Step, device: str, expected: list[Any]) -> bool:
+    """Whether PyTorch alone computes the same bits again.
+
+    It numbers the nodes of each thread apart, and of the nodes that are ready it runs the one with the highest number.
+    A graph that a device's thread has built is so run in an order, and summed in one, that depends on earlier steps.
+    """
+    again = [run(net, step, device, None)[0] for _ in range(4)]
+    return all(same_bits(one, other) for each in again for one, other in zip(each, expected, strict=True))
 
 
 def accounts_are_back(offloader: Offloader) -> bool:
