@@ -236,7 +236,7 @@ class Tier(ABC):
 
     def release(self, record: Record) -> None:
         """Release everything, as the last handle died. I/O in flight keeps its memory and extent until it ends."""
-        if record.data is not None or record.filling is not None:  # `evict` has ordered the reuse of other memory
+        if record.data is not None or record.incoming is not None:
             self.order_reuse(record)
         if record.transfer is not None or record.state is State.SPILLING:  # else no write has it, begun or not
             self.cancel(record)

@@ -306,6 +306,6 @@ class StreamWaits:
 
 
 def traced(owner: object, nbytes: int) -> Traced:
-    """What a trace has of a tensor: ``owner`` is a record, has one (a part of a record), or is of another library."""
+    """Return a tensor for a trace. ``owner``: its record, a part of a record, or an object of another library."""
     record: Any = getattr(owner, "record", owner)
     return getattr(record, "module", None), nbytes, getattr(record, "number", 0), tuple(getattr(record, "shape", ()))

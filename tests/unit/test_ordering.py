@@ -146,6 +146,25 @@ def _run(
     return device.take_violations() == 0 and right
 
 
+def test_a_graph_that_dies_as_its_tensors_come_back_leaves_their_memory_to_the_copies(device: SimulatedDevice) -> None:
+    model, x = _model(0)
+    accelerator = SimulatedAccelerator()
+    options: dict[str, Any] = {"target": "host", "policy": "all", "pending_bytes": RECORD_BYTES}
+    with simulated(accelerator, prefetch_bytes=64 * RECORD_BYTES, **options) as offloader:
+        offloader.stage(0, "forward")
+        with offloader:
+            loss = _loss(model, x)
+        offloader.synchronize()
+        device.synchronize()
+        device.lazy(accelerator.side_stream(0, "in"))
+        offloader.stage(0, "backward")  # the first records begin to come back
+        del loss  # and no stream will ever wait for them
+        after = [torch.full((RECORD_BYTES // 4,), 3.0, device=x.device) for _ in range(16)]
+        torch.accelerator.current_stream().synchronize()
+        device.synchronize()
+        assert all(bool((tensor == 3.0).all()) for tensor in after)
+
+
 @pytest.mark.parametrize("adversary", ADVERSARIES)
 @pytest.mark.parametrize("target", TARGETS)
 def test_gradients_survive_every_adversary(
