@@ -121,8 +121,8 @@ class Prefetch:
         self._fetch_next(tape)
 
     def learn(self, tape: Tape[Record]) -> None:
-        """Store the order in which backward walked a tape, once all its records are released."""
-        order = tape.learned() if tape.live == 0 else None
+        """Store the order in which backward walked a tape, as all its records are released."""
+        order = tape.learned()
         if order is not None:
             self.orders.put(tape.signature, order)
 

@@ -32,7 +32,8 @@ class SavedByNode:
             nbytes: bytes of the storage.
         """
         if node != self._node:
-            self._node, self._count, self.node_bytes = node, 0, 0
+            self._node, self._count, self.node_bytes = node, 1, nbytes
+            return False
         self._count += 1
         self.node_bytes += nbytes
         if self._count < MANY:

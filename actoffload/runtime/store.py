@@ -42,6 +42,7 @@ from .trace import Recorder, trace_path
 CPU_MIN_BYTES = 128 << 10
 DEVICE_MIN_BYTES = 1 << 20
 SHORT_WAIT_S = 1e-4  # a wait for room is an event of its own only above this
+_node_number = torch._C._autograd._get_sequence_nr  # of the autograd node that is made next
 
 
 class ActivationStore:
@@ -117,10 +118,8 @@ class ActivationStore:
     def min_bytes(self) -> dict[str, int]:
         """The bytes of the smallest tensor that moves, for each type of device from which tensors move."""
         size = self.shared.config.size
-        least = {"cpu": CPU_MIN_BYTES}
-        return {
-            device: max(1, size("min_bytes", least.get(device, DEVICE_MIN_BYTES))) for device in self.tiers.by_device
-        }
+        least = {device: CPU_MIN_BYTES if device == "cpu" else DEVICE_MIN_BYTES for device in self.tiers.by_device}
+        return {device: max(1, size("min_bytes", nbytes)) for device, nbytes in least.items()}
 
     def admit(
         self,
@@ -184,7 +183,7 @@ class ActivationStore:
         return record
 
     def _saved_by_node(self, tape: Tape[Record], nbytes: int) -> None:
-        if tape.by_node.saved(torch._C._autograd._get_sequence_nr(), nbytes):
+        if tape.by_node.saved(_node_number(), nbytes):
             # A node holds all its saves until the last one, so these bytes are resident together.
             self.shared.accounts.resident_at_once(tape.by_node.node_bytes)
 
@@ -247,7 +246,8 @@ class ActivationStore:
                     shared.reporter.event(EventKind.PACK_WAIT, record, since_s=now() - waited_s)
             if reason is None:
                 shared.accounts.moved_bytes += record.nbytes
-                shared.largest_moved_bytes = max(shared.largest_moved_bytes, record.nbytes)
+                if record.nbytes > shared.largest_moved_bytes:
+                    shared.largest_moved_bytes = record.nbytes
             else:
                 record.stays = True
                 shared.accounts.kept_bytes[reason._value_] += record.nbytes
@@ -350,12 +350,11 @@ class ActivationStore:
     @aborts_when_interrupted
     def passed(self, record: Record | KeptPlace, round_: int) -> int:
         """Note that backward uses a storage that stays; return the handle's next round, as `obtain` does."""
+        tier = self.tiers.by_device[record.kind]
         self.speak()
-        with self.shared.lock:
-            tier = self.tiers.by_device[record.kind]
-            with tier.watched():
-                self._reach(record, round_, tier)
-                return self._pass(record, round_, tier)
+        with self.shared.lock, tier.watched():
+            self._reach(record, round_, tier)
+            return self._pass(record, round_, tier)
 
     def _reach(self, record: Record | KeptPlace, round_: int, tier: Tier) -> None:
         """Note that backward has reached a record."""
@@ -493,9 +492,11 @@ class ActivationStore:
 
     def _leave(self, record: Record | KeptPlace) -> None:
         """Free the place on the tape of a storage without handles."""
-        if record.tape is not None:
-            record.tape.forget(record.index)
-            self.prefetch.learn(record.tape)
+        tape = record.tape
+        if tape is not None:
+            tape.forget(record.index)
+            if not tape.live:
+                self.prefetch.learn(tape)
         self.shared.accounts.remove_record(record.nbytes)
 
     @aborts_when_interrupted
@@ -584,10 +585,9 @@ class ActivationStore:
         elsewhere = {**self.tiers.counts(), "process_before_bytes": self.run.process_before_bytes}
         elsewhere |= {"regions": len(self.regions.last), "regions_once": sum(self.regions.last)}
         with self.shared.lock:
-            self._count_dropped()
+            last = self._count_dropped_and_look()
             self.run.count_optimizer_steps()
             statistics = self.shared.accounts.freeze(**elsewhere)
-            last = self.closed and statistics.live_records == 0 and not self.shared.stopped
         if last:  # without the lock, as in `_shut`
             self._shut(wait=True)
         return statistics

@@ -162,7 +162,7 @@ class Tape(Generic[R]):
             self._sizes[index] = 0
             self.records[index] = None
             self.live -= 1
-        self._uncount(index)  # a record that dies unused no longer takes room in the window
+        self._ahead_bytes -= self._ahead.pop(index, 0)  # a record that dies unused takes no room in the window
 
     def learned(self) -> tuple[int, ...] | None:
         """Return the order in which backward reached the records, if it reached any."""
@@ -172,7 +172,7 @@ class Tape(Generic[R]):
         """Note that backward has reached the record at ``index``; return whether for the first time."""
         self.prepare(orders)  # first: the positions below are in the order that it chooses
         self.in_backward = True
-        self._uncount(index)
+        self._ahead_bytes -= self._ahead.pop(index, 0)
         is_first = index not in self._was_seen
         if is_first:
             self.see(index)
@@ -255,6 +255,3 @@ class Tape(Generic[R]):
     def left_bytes(self) -> int:
         """Bytes that backward has yet to pass on this tape, with records that were released unused."""
         return self._reach[-1] - self._reach[self._cursor]
-
-    def _uncount(self, index: int) -> None:
-        self._ahead_bytes -= self._ahead.pop(index, 0)

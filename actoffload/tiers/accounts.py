@@ -124,30 +124,30 @@ class Accounts:
 
     def count_deferred(self) -> None:
         """Count the tensors that stay without a record, and their deaths."""
-        deferred, by_reason = self.deferred, self.kept_bytes
-        saved = saved_peak = self.baseline_bytes
-        held = held_peak = self.resident_bytes
-        for entry in deferred.drain():
+        by_reason = self.kept_bytes
+        tensors = packed = more = most = 0  # `more`: bytes above those when this call began, and the `most` of them
+        for entry in self.deferred.drain():
             if isinstance(entry, int):
-                saved -= entry
-                held -= entry
+                more -= entry
                 continue
             reason, nbytes, is_activation = entry
             if reason:
                 by_reason[reason] += nbytes
             else:
                 self.deduplicated_bytes += nbytes
-            self.packed_tensors += 1
-            self.packed_bytes += nbytes
+            tensors += 1
+            packed += nbytes
             if is_activation:
-                saved += nbytes
-                held += nbytes
-                saved_peak = max(saved_peak, saved)
-                held_peak = max(held_peak, held)
-        self.baseline_bytes, self.resident_bytes = saved, held
-        self.baseline_peak_bytes = max(self.baseline_peak_bytes, saved_peak)
-        self.resident_peak_bytes = max(self.resident_peak_bytes, held_peak)
-        self.step_peak_bytes = max(self.step_peak_bytes, held_peak)
+                more += nbytes
+                if more > most:
+                    most = more
+        self.packed_tensors += tensors
+        self.packed_bytes += packed
+        self.baseline_peak_bytes = max(self.baseline_peak_bytes, self.baseline_bytes + most)
+        self.resident_peak_bytes = max(self.resident_peak_bytes, self.resident_bytes + most)
+        self.step_peak_bytes = max(self.step_peak_bytes, self.resident_bytes + most)
+        self.baseline_bytes += more
+        self.resident_bytes += more
 
     def freeze(self, **elsewhere: int) -> Statistics:
         """Return the counts as `Statistics`; ``elsewhere``: counts of pools, copies and engines."""

@@ -102,8 +102,7 @@ class CopyStreams:
             batch: the last one, which is returned if it has not begun and is for that stream; else it is a new one.
         """
         stream = self.device.current_stream(index)
-        fits = batch is not None and batch.event is None and batch.index == index
-        if batch is not None and fits and stream == batch.stream:
+        if batch is not None and batch.event is None and batch.index == index and batch.stream == stream:
             return batch
         self._saw(index, stream)
         return Batch(way, index, stream)

@@ -522,9 +522,10 @@ class DeviceTier(Tier):
         it yet.
         """
         out, incoming = record.outgoing, record.incoming
-        events = record.slot.events if record.slot is not None else None
-        if out is not None and self.window.withdraw(record, out, events):
-            record.outgoing = None
+        if out is not None:
+            events = record.slot.events if record.slot is not None else None
+            if self.window.withdraw(record, out, events):
+                record.outgoing = None
         if incoming is not None:
             if not incoming.settled:
                 self._unused.append((record.data if record.filling is None else record.filling, incoming))

@@ -148,11 +148,6 @@ class Record:
             ours += self.handles + 1  # the alias of each handle, and the alias that backward is about to get
         return self.identity.held_by() > ours
 
-    @property
-    def lies_elsewhere(self) -> bool:
-        """Whether the storage lies at another address than when it was saved; freed, it lies nowhere."""
-        return self.data is not None and self.data.data_ptr() != self.address
-
     def flat(self) -> Tensor:
         """Return the record's bytes on the device as a flat uint8 tensor."""
         assert self.data is not None, "flat() of a record that is not on the device"

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 
 import torch
 
@@ -292,18 +293,20 @@ class Tier(ABC):
         """Count the record's device memory from now on."""
         if not record.counted:
             record.counted = True
-            self.shared.accounts.add_resident(record.nbytes)
-            if self.shared.accounts.resident_by_module is not None:
-                self.shared.accounts.resident_by_module[record.module] += record.nbytes
+            accounts = self.shared.accounts
+            accounts.add_resident(record.nbytes)
+            if accounts.resident_by_module is not None:
+                accounts.resident_by_module[record.module] += record.nbytes
 
     def remove_resident(self, record: Record) -> None:
         """Drop our reference to the device copy."""
         record.data = None
         if record.counted:
             record.counted = False
-            self.shared.accounts.remove_resident(record.nbytes)
-            if self.shared.accounts.resident_by_module is not None:
-                self.shared.accounts.resident_by_module[record.module] -= record.nbytes
+            accounts = self.shared.accounts
+            accounts.remove_resident(record.nbytes)
+            if accounts.resident_by_module is not None:
+                accounts.resident_by_module[record.module] -= record.nbytes
 
     def forwarded(self, record: Record) -> None:
         """Count that backward takes the record from a copy nearer than the tier it was heading for."""
@@ -364,19 +367,23 @@ class Tier(ABC):
 
         The copy may then hold bytes of another tensor. The owner fills the storage again before backward needs it.
         """
-        moving = record.state in MOVING and record.data is not None
-        return moving and (record.was_resized or record.lies_elsewhere)
+        data = record.data
+        if data is None or record.state not in MOVING:
+            return False
+        return record.was_resized or data.data_ptr() != record.address  # freed, it lies nowhere
 
     def notice_resized(self) -> None:
         """Look for such storages often: one that is filled again at its old address shows no trace later."""
-        turn = self._copied_in_place  # with many under way each is seen every few saves
-        for _ in range(min(LOOK_AT, len(turn))):
-            record = turn.popleft()
+        turn = self._copied_in_place
+        if not turn:
+            return
+        for record in tuple(islice(turn, LOOK_AT)):
             data = record.data
-            if data is not None and record.state in MOVING:
-                turn.append(record)
-                if data.data_ptr() != record.address:
-                    record.was_resized = True
+            if data is None or record.state not in MOVING:
+                turn.remove(record)  # among the first few
+            elif data.data_ptr() != record.address:
+                record.was_resized = True
+        turn.rotate(-LOOK_AT)  # so that with many under way each is seen every few saves
 
     def stay(self, record: Record) -> None:
         """End the move of a storage that was `resized`: backward gets the storage itself, as without offloading."""
