@@ -16,12 +16,11 @@ from typing import Annotated, Any, Literal
 
 from torch import nn
 
-from actoffload import OffloadConfig, Offloader, attach, create_selective_checkpoint_contexts
+from actoffload import OffloadConfig, Offloader, attach
 from actoffload.errors import ConfigError
 
 try:
     import tyro
-    from torchtitan.distributed import activation_checkpoint
     from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, FullAC, SelectiveAC
     from torchtitan.tools.logging import logger
     from torchtitan.trainer import Trainer
@@ -76,8 +75,6 @@ def register() -> None:
     annotations = Trainer.Config.__annotations__
     chosen = Annotated[OffloadAC.Config, tyro.conf.subcommand("actoffload")]
     annotations["activation_checkpoint"] = annotations["activation_checkpoint"] | chosen
-    # PyTorch's contexts keep a selective policy's tensors where no hook sees them. Ours are the same outside a context.
-    vars(activation_checkpoint)["create_selective_checkpoint_contexts"] = create_selective_checkpoint_contexts
     build, close = Trainer.__init__, Trainer.close
 
     @functools.wraps(build)

@@ -37,8 +37,9 @@ NAME = "_checkpoint_without_reentrant_generator"
 _FORMS = {f"{NAME}_impl": ("fn", "args", "kwargs"), NAME: ("fn", "preserve_rng_state", "context_fn")}
 """The names of PyTorch's generator function and of its leading arguments. From 2.14 on the first name is the generator,
 and the second is a plain function that calls it."""
-CACHING_MODES: list[type] = [kind for kind in (getattr(plain, "_CachingTorchDispatchMode", None),) if kind is not None]
-"""Context classes that only cache tensors for a region's second run, so a region that runs once can do without them."""
+CACHING_MODES: dict[type, Callable[[tuple[Any, Any]], tuple[Any, Any]]] = {}
+"""Context classes that only cache tensors for a region's second run, so a region that runs once can do without them;
+and the function that returns, for a pair of contexts that begins with one, the pair with which the region runs."""
 REFUSED = (
     "checkpointed regions stay as they are: this PyTorch ({}) has no function torch.utils.checkpoint.{} of the form "
     "that is known here. They all run again in backward, and what they hold there is not counted"
@@ -218,7 +219,7 @@ class _Counted:
             if number in saved or self._is_static(tensor, storage):
                 continue
             ref, nbytes = StorageRef(storage), storage.nbytes()
-            saved[ref.cdata] = ref, nbytes
+            saved[ref.cdata] = ref, 0 if number in self._recomputation.leaving else nbytes
             if self._note is not None:
                 self._note(self._recomputation.region, tensor, nbytes)
 
@@ -279,12 +280,15 @@ def _with_contexts(given: tuple[Any, ...], options: dict[str, Any]) -> tuple[tup
     if not callable(context_fn) or context_fn is plain.noop_context_fn:  # `given[2]` may be the function's `kwargs`
         return given, options, True
     contexts = context_fn()
+    kind = type(contexts[0])
+    if kind in CACHING_MODES:
+        contexts = CACHING_MODES[kind](contexts)
 
     def made() -> Any:
         return contexts
 
     given, options = (given, {**options, "context_fn": made}) if named else ((*given[:2], made, *given[3:]), options)
-    return given, options, type(contexts[0]) in (nullcontext, *CACHING_MODES)
+    return given, options, kind is nullcontext or kind in CACHING_MODES
 
 
 # -- in PyTorch's place -----------------------------------------------------------------------------------------------

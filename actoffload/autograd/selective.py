@@ -85,11 +85,26 @@ def create_selective_checkpoint_contexts(
     contexts: Contexts = plain.create_selective_checkpoint_contexts(  # type: ignore[no-untyped-call]
         policy_fn_or_list, allow_cache_entry_mutation
     )
-    offloader = None if allow_cache_entry_mutation or must_be_plain() else _open_offloader()
+    return contexts if allow_cache_entry_mutation else _moving(contexts, policy_fn_or_list)
+
+
+def _moving(contexts: Contexts, policy: Any) -> Contexts:
+    """Return our contexts with this policy in place of PyTorch's, or PyTorch's where ours do not work."""
+    offloader = None if must_be_plain() else _open_offloader()
     if offloader is None:
         return contexts
     region = _Region(offloader)
-    return _Caching(policy_fn_or_list, region), _Replaying(region)
+    return _Caching(policy, region), _Replaying(region)
+
+
+def _in_place_of(contexts: Contexts) -> Contexts:
+    """Return our contexts for a program's checkpoint in place of PyTorch's own, whose tensors no hook sees."""
+    caching, replaying = contexts
+    # A second context of another kind may use the tensors that the first one stores, which ours would not do.
+    own = type(replaying) is getattr(plain, "_CachedTorchDispatchMode", None)
+    if not own or not hasattr(caching, "policy_fn") or getattr(replaying, "allow_cache_entry_mutation", True):
+        return contexts
+    return _moving(contexts, caching.policy_fn)
 
 
 def _open_offloader() -> Offloader | None:
@@ -283,7 +298,9 @@ class _Caching(_Mode):
         return policy in _SAVING or (policy is not CheckpointPolicy.MUST_RECOMPUTE and _must_not_run_again(func))
 
 
-CACHING_MODES.append(_Caching)
+CACHING_MODES[_Caching] = lambda contexts: contexts
+if hasattr(plain, "_CachingTorchDispatchMode"):
+    CACHING_MODES[plain._CachingTorchDispatchMode] = _in_place_of
 
 
 class _Replaying(_Mode):

@@ -204,7 +204,8 @@ class Profiler:
             return
         entry = self._saved[number]
         entry.need = self.stopwatch.stamp()
-        if alive or record.handles > 1:
+        run = entry.input_of
+        if run is not None and run.held is None and (alive or record.handles > 1):
             entry.input_of = None  # the program holds the input, or another node saved it as well: the bytes stay
         if alive and not entry.kept:
             entry.kept = KeepReason.ALIVE.value  # moving it would free nothing
@@ -353,19 +354,23 @@ class Profiler:
         seconds = self.stopwatch.seconds
         birth_s = seconds(entry.birth)
         need_s = None if entry.need is None else max(birth_s, seconds(entry.need))
-        death = self._end if entry.death is None else entry.death
+        last_s = max(birth_s, need_s or 0.0, seconds(self._end if entry.death is None else entry.death))
         run = entry.input_of
+        again_s = None if run is None or run.held is None else max(birth_s, seconds(run.held.birth))
+        cached = again_s is not None and again_s < (need_s or 0.0)
+        if cached:  # by a selective checkpoint: the second run takes it over, and counts it from its begin on
+            need_s, last_s = again_s, again_s or 0.0
         return Storage(
             index=entry.index,
             nbytes=entry.nbytes,
             birth_s=birth_s,
             need_s=need_s,
-            last_need_s=max(birth_s, need_s or 0.0, seconds(death)),
+            last_need_s=last_s,
             module=entry.module,
             tape=entry.tape,
             kept=entry.kept,
             region=entry.region,
-            input_of=run.place if run is not None and entry.nbytes > run.input_bytes else None,
+            input_of=run.place if run is not None and (cached or entry.nbytes > run.input_bytes) else None,
         )
 
     def _region(self, run: RunRegion, storages: Sequence[Storage]) -> Region:

@@ -42,15 +42,17 @@ class Recomputation:
         region: the region that runs again, or that has the nested checkpoint which does.
         key: equal for all recomputations of one kind: the region's place, or less than 0 for a nested checkpoint.
         saved: each storage with its bytes, by its number. The weak reference keeps the number its own.
+        leaving: the numbers of storages whose copy to the host is under way, so that they count already, until its end.
         held: the profiler's entry for its bytes; None while no step is recorded.
     """
 
-    __slots__ = ("held", "key", "region", "saved")
+    __slots__ = ("held", "key", "leaving", "region", "saved")
 
     def __init__(self, region: Region, nested: bool) -> None:
         self.region = region
         self.key = -1 - region.place if nested else region.place
         self.saved: dict[int, tuple[StorageRef, int]] = {}
+        self.leaving: set[int] = set()
         self.held: SavedStorage | None = None
 
     def alive_bytes(self) -> int:
@@ -76,7 +78,7 @@ class Regions:
         last: for each region of the last forward, whether it ran once.
         any_once: a region of this process has run once.
         expected: the number of regions that the first forward must have under the user's plan.
-        held: the recomputations that held bytes at the last count.
+        held: the recomputations that held bytes at the last count; ``running``: those that have not ended.
     """
 
     any_once: ClassVar[bool] = False
@@ -98,6 +100,7 @@ class Regions:
         self._bytes: dict[int, int] = {}
         """The most that each region held when it ran again, by `Recomputation.key`."""
         self.held: list[Recomputation] = []
+        self.running: list[Recomputation] = []
         self._most = 0
         """The most regions that a forward had."""
 
@@ -178,6 +181,7 @@ class Regions:
             for tier in self.tiers.by_device.values():
                 shared.accounts.unpack_wait_s += tier.make_room(expected)
             self._look_at_memory()
+            self.running.append(recomputation)
             if region.recorded is not None:
                 recomputation.held = self._profiler.recomputation_begins(region.recorded, nested=nested)
         self._backward_end.expect()
@@ -188,6 +192,7 @@ class Regions:
         """Note that a recomputation has run; it holds its bytes until backward has used them."""
         key = recomputation.key
         with self._shared.lock:
+            self.running.remove(recomputation)
             self.held.append(recomputation)
             nbytes = recomputation.alive_bytes()
             if recomputation.held is not None:
@@ -196,6 +201,12 @@ class Regions:
             self._reserve()
             self.passed()
             self._look_at_memory()
+
+    def released(self, record: Record) -> None:
+        """Note that a record died in a recomputation: the cached output of a selective checkpoint, for example."""
+        if record.outgoing is not None and record.identity is not None:
+            for recomputation in self.running:
+                recomputation.leaving.add(record.identity.cdata)
 
     def _look_at_memory(self) -> None:
         """Look at memory in a recorded step: around a recomputation, and around the backward of its region."""

@@ -69,8 +69,7 @@ class ActivationStore:
         trace: records the steps in a file; None without one.
         closed: it admits nothing more; ``forked``: this process is a fork and has none of the threads.
         interrupted: an interrupt has aborted it.
-        run: when the run began, and the memory that it found.
-        out_of_memory: the errors of the device's allocator.
+        run: when the run began, and the memory that it found; ``out_of_memory``: the errors of the device's allocator.
     """
 
     def __init__(self, config: OffloadConfig, accelerator: Accelerator | None = None) -> None:
@@ -483,6 +482,8 @@ class ActivationStore:
 
     def _release(self, record: Record) -> None:
         self.tiers.by_device[record.kind].release(record)
+        if self.regions.running:
+            self.regions.released(record)
         if self.profiler.running:
             self.profiler.died(record)
         self.identities.remove(record)
@@ -595,6 +596,5 @@ class ActivationStore:
     @property
     def plan(self) -> Plan:
         """The decisions of the last forward as data; pass it as ``policy=`` to follow it."""
-        regions = self.regions.last
-        once = tuple(place for place, runs_once in enumerate(regions) if runs_once)
-        return replace(decided(self._decisions), once=once, regions=len(regions))
+        once = tuple(place for place, runs_once in enumerate(self.regions.last) if runs_once)
+        return replace(decided(self._decisions), once=once, regions=len(self.regions.last))
