@@ -14,14 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from ..analysis.report_page import (
-    comparison,
-    links_table,
-    predictions_table,
-    saved_table,
-    waits_table,
-    write_page,
-)
+from ..analysis.report_page import comparison, sections, write_page
 from ..analysis.trace_file import load
 from ..analysis.traced_run import Run, look_at, verdict_of
 from ..errors import ActOffloadError, TraceFileError, printable
@@ -96,37 +89,25 @@ def _sound(file: Path | str) -> Iterator[None]:
 
 def render(runs: list[Run]) -> RenderableType:
     """Return the report on runs, one after the other, for a terminal."""
-    names = [Path(run.trace.path).name for run in runs]
-    difference = ["difference"] * (len(runs) - 1)
-    parts: list[RenderableType] = [_table("", [["", *names, *difference], *comparison(runs)])]
-    parts += [f"[bold]{plain(verdict_of(*runs))}[/bold]"] if difference else []
-    for name, run in zip(names, runs, strict=True):
-        parts += [f"\n[bold]{plain(name)}[/bold]: {plain(run.summary())}", plain(run.about()), *_one(run)]
+    parts: list[RenderableType] = [_table(comparison(runs))]
+    parts += [f"[bold]{plain(verdict_of(*runs))}[/bold]"] if runs[1:] else []
+    for run in runs:
+        parts += [f"\n[bold]{plain(run.name)}[/bold]: {plain(run.summary())}", plain(run.about())]
+        for section in sections(run):
+            if section.filled:
+                parts += [f"\n[bold]{section.title}[/bold]: {plain(section.meaning)}", _table(section.table)]
+        parts += [f"\n{plain(run.what_limits())}"]
+        steps = Table.grid(padding=(0, 1))
+        for number, step in enumerate(run.next_steps, start=1):
+            steps.add_row(f"{number}.", plain(step))
+        parts += ["\n[bold]What to do next[/bold]", steps] if steps.rows else []
     return Group(*parts)
 
 
-def _one(run: Run) -> list[RenderableType]:
-    parts: list[RenderableType] = []
-    tables: dict[str, Sequence[Sequence[str]]] = {
-        "Links": links_table(run),
-        "Dearest waits": waits_table(run),
-        "Predicted and seen": predictions_table(run),
-        "What stayed, and why": saved_table(run),
-    }
-    parts += [_table(title, rows) for title, rows in tables.items() if rows[1:]]
-    parts += [f"\n{plain(text)}" for text in (run.machine_changed, run.wear(), run.what_limits()) if text]
-    steps = Table.grid(padding=(0, 1))
-    for number, step in enumerate(run.next_steps, start=1):
-        steps.add_row(f"{number}.", plain(step))
-    if steps.rows:
-        parts += ["\n[bold]What to do next[/bold]", steps]
-    return parts
-
-
-def _table(title: str, rows: Sequence[Sequence[str]]) -> Table:
+def _table(rows: Sequence[Sequence[str]]) -> Table:
     """Return a table whose head is the first row; columns of numbers are aligned right."""
     head, *others = rows
-    table = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for number, name in enumerate(head):
         are_numbers = all(row[number][:1].isdigit() or row[number] == "-" for row in others)
         table.add_column(plain(name), justify="right" if are_numbers else "left", overflow="fold")
