@@ -132,12 +132,9 @@ def command(
     best = best_of(rates)
     if as_json:
         rows = [asdict(one) | {"sustained": one.sustained} for one in rates]
-        found: dict[str, Any] = {"samples": [asdict(one) for one in samples], "rates": rows}
-        found |= {"failures": [asdict(one) for one in failures], "best": None, "training": None}
-        if best is not None:
-            found["best"] = rows[rates.index(best)]
-            found["training"] = {"step_s": 1.0, "hidden_bytes": best.sustained / 2}
-        print_json(found)
+        found = {"samples": [asdict(one) for one in samples], "failures": [asdict(one) for one in failures]}
+        training = best and {"step_s": 1.0, "hidden_bytes": best.sustained / 2}
+        print_json({**found, "rates": rows, "best": best and rows[rates.index(best)], "training": training})
     else:
         show(rates, failures, best)
     raise typer.Exit(0 if best is not None else 1)

@@ -33,7 +33,7 @@ from .console import JsonOption, PathOption, grouped, print_json, progress_bar, 
 from .environment import BUSY_SHARE, describe_environment, find_device, write_json
 from .on_paper import TABLES, hardware_of
 from .plots import Look, draw_rok
-from .rok_points import SERIES, TRANSFORMERS, Case, Point, Spread, Variant, is_own, verdict
+from .rok_points import SERIES, Case, Point, Spread, Variant, is_own, verdict
 from .workers import FAILURES, failure, run_worker
 
 SIMULATED, PREDICTED = "sim", "predicted"
@@ -94,7 +94,7 @@ def _preset(row: dict[str, Any]) -> Preset:
     for shape in row["grid"]:
         sizes = {name: size for name, size in shape.items() if name not in ("models", "batches")}
         for model in shape["models"]:
-            vocab = {} if "vocab" in sizes else {"vocab": TRANSFORMERS[model][2]}
+            vocab = {} if "vocab" in sizes else {"vocab": TABLES["transformers"][model]["vocab"]}
             cases += [{"model": model, "batch": batch, **sizes, **vocab} for batch in shape["batches"]]
     return msgspec.convert({"cases": cases, **row}, Preset)
 
