@@ -112,7 +112,7 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
         ("activations, peak", format_size(saved), f"{format_size(before)} with nothing moved"),
         (f"{'device' if device else 'process'}, peak", format_size(device or process or numbers["peak_bytes"]), note),
         ("a step", format_time(numbers["step_s"]), waits),
-        ("what limits", limits, ""),
+        ("what limits", "", limits),  # a sentence, which would not fit in the letters of a figure
     ]
 
 

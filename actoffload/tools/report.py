@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -18,7 +17,7 @@ from ..analysis.report_page import comparison, sections, write_page
 from ..analysis.trace_file import load
 from ..analysis.traced_run import Run, look_at, verdict_of
 from ..errors import ActOffloadError, TraceFileError, printable
-from .console import JsonOption, plain, print_json
+from .console import JsonOption, plain, print_json, table_of
 
 READING_SHARE = 0.1
 """Following a trace takes at most this share of the time: it is read anew each time."""
@@ -89,28 +88,18 @@ def _sound(file: Path | str) -> Iterator[None]:
 
 def render(runs: list[Run]) -> RenderableType:
     """Return the report on runs, one after the other, for a terminal."""
-    parts: list[RenderableType] = [_table(comparison(runs))]
+    head, *numbers = comparison(runs)
+    parts: list[RenderableType] = [table_of(numbers, *head)]
     parts += [f"[bold]{plain(verdict_of(*runs))}[/bold]"] if runs[1:] else []
     for run in runs:
         parts += [f"\n[bold]{plain(run.name)}[/bold]: {plain(run.summary())}", plain(run.about())]
         for section in sections(run):
-            if section.filled:
-                parts += [f"\n[bold]{section.title}[/bold]: {plain(section.meaning)}", _table(section.table)]
+            head, *rows = section.table
+            if rows:
+                parts += [f"\n[bold]{section.title}[/bold]: {plain(section.meaning)}", table_of(rows, *head)]
         parts += [f"\n{plain(run.what_limits())}"]
         steps = Table.grid(padding=(0, 1))
         for number, step in enumerate(run.next_steps, start=1):
             steps.add_row(f"{number}.", plain(step))
         parts += ["\n[bold]What to do next[/bold]", steps] if steps.rows else []
     return Group(*parts)
-
-
-def _table(rows: Sequence[Sequence[str]]) -> Table:
-    """Return a table whose head is the first row; columns of numbers are aligned right."""
-    head, *others = rows
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, name in enumerate(head):
-        are_numbers = all(row[number][:1].isdigit() or row[number] == "-" for row in others)
-        table.add_column(plain(name), justify="right" if are_numbers else "left", overflow="fold")
-    for row in others:
-        table.add_row(*map(plain, row))
-    return table

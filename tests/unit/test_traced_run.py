@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import sys
@@ -26,6 +27,7 @@ from actoffload.analysis.traced_run import (
     SAVED,
     SAVED_SUM,
     Run,
+    format_number,
     look_at,
     verdict_of,
 )
@@ -280,10 +282,14 @@ def test_the_report_of_a_real_run(traces: dict[str, Path]) -> None:
     assert abs(sum(saved.values()) - statistics["activation_bytes"] / 5) < len(saved) + 1, "each is rounded down"
 
 
-def test_the_page_the_report_and_the_statistics_have_the_same_figures(traces: dict[str, Path]) -> None:
+def test_the_page_the_report_and_the_statistics_have_the_same_figures(traces: dict[str, Path], tmp_path: Path) -> None:
     run = look_at(load(traces["budget"]))
-    metadata = run.trace.metadata
-    peak, before = (metadata["statistics"][name] for name in ("plan_peak_bytes", "baseline_peak_bytes"))
+    metadata, numbers = run.trace.metadata, run.numbers()
+    statistics = metadata["statistics"]
+    peak, before = (statistics[name] for name in ("plan_peak_bytes", "baseline_peak_bytes"))
+    assert numbers["moved_bytes"] == statistics["nvme_written_bytes"] / numbers["steps"]
+    waited_s = statistics["pack_wait_s"] + statistics["unpack_wait_s"]
+    assert numbers["wait_s"] == pytest.approx(waited_s / numbers["steps"], rel=0.01, abs=1e-5)
     shown = {name: f"{value} {note}" for name, value, note in tiles(run)}
     report = metadata["report"].splitlines()
     assert run.summary() == report[0].removeprefix("actoffload (target nvme): ")
@@ -292,10 +298,18 @@ def test_the_page_the_report_and_the_statistics_have_the_same_figures(traces: di
         assert format_size(nbytes).split()[0] in report[0]
     process = next(line for line in report if "whole process" in line)
     for name in ("process_peak_bytes", "process_before_bytes"):
-        size = format_size(metadata["statistics"][name])
+        size = format_size(statistics[name])
         assert size in process
         assert size in shown["process, peak"]
     assert shown["what limits"].strip().lower() in metadata["diagnosis"][0].lower()
+    assert shown["a step"].startswith(f"{format_time(run.step_s)} waits {format_time(numbers['wait_s'])} ")
+    assert comparison([run])[1:] == [(label, format_number(name, numbers[name])) for name, label in LABELS.items()]
+    write_page([run], tmp_path / "page.html")
+    page = html.unescape((tmp_path / "page.html").read_text(encoding="utf-8"))
+    figures = [run.summary(), *(cell for _, *cells in tiles(run) for cell in cells)]
+    tables = [comparison([run]), *(section.table for section in sections(run))]
+    for text in (*figures, *(cell for table in tables for row in table for cell in row)):
+        assert text in page
 
 
 def test_a_long_step_has_few_moments_and_its_highest_one() -> None:
