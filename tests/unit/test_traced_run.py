@@ -329,6 +329,8 @@ def test_a_difference_within_the_noise_of_the_steps_is_none() -> None:
     assert "a step is 50% slower" in verdict_of(replace(run, lengths_s=(2.0, 2.0)), replace(run, lengths_s=(3.0, 3.0)))
     rows = {row[0]: row[1:] for row in comparison([run, replace(run, step_s=3.0)])}
     assert rows[LABELS["step_s"]] == ("2 s", "3 s", "+1 s (+50%)")
+    rows = {row[0]: row[1:] for row in comparison([run, replace(run, step_s=1.0)])}
+    assert rows[LABELS["step_s"]] == ("2 s", "1 s", "-1 s (-50%)")
 
 
 def test_a_prediction_says_that_the_machine_has_changed() -> None:
@@ -337,6 +339,11 @@ def test_a_prediction_says_that_the_machine_has_changed() -> None:
         seen = Observed(step_s=factor * profile.step_s + 1.0, forward_wait_s=0.0, backward_wait_s=1.0)
         assert told in machine_changed(profile, seen)
         assert bool(told) is bool(machine_changed(profile, seen)), "waits are the plan's, and prove nothing"
+        trace = _by_hand().trace
+        known = {**trace.metadata, "predicted": {"step_s": 1.0}, "machine_changed": machine_changed(profile, seen)}
+        run = look_at(replace(trace, metadata=known))
+        assert run.machine_changed in sections(run)[-1].meaning
+        assert told in sections(run)[-1].meaning
 
 
 def test_a_copy_of_nothing_is_no_use_of_a_link(tmp_path: Path) -> None:
