@@ -143,6 +143,18 @@ def test_many_parts_share_lines() -> None:
     assert " … layers." in table[0]
 
 
+def test_blocks_of_many_sizes_share_rows_too() -> None:
+    """Neighbours with one treatment, each of another size: more rows than a screen has."""
+    profile = transformer()
+    plan = make(profile, Limits())
+    analysis = analyse(profile, plan)
+    block = analysis.rows[0]
+    rows = tuple(replace(block, name=f"layers.{n}", saved_bytes=(n + 1) << 20) for n in range(MOST_ROWS + 1))
+    text = render_plan(profile, plan, analysis=replace(analysis, rows=rows))
+    total = format_size(sum(row.saved_bytes for row in rows))
+    assert re.search(rf"layers\.0 … layers\.{MOST_ROWS} +{block.what} +{total}", text)
+
+
 def test_equal_blocks_share_a_row_and_say_what_each_saves() -> None:
     profile, limits = transformer(), Limits(device_budget=GIB)
     plan = make(profile, limits)
