@@ -34,8 +34,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "report-slow-disk": {"engine": partial(SlowEngine, bandwidth_bytes_per_s=SLOW_BYTES_PER_S)},
 }
 """The options of each run, by the name of its pictures."""
-HEIGHTS = {"report": 1160, "report-slow-disk": 1085}
-"""Pixels of each page that its pictures show: to the end of the transfers, and of the chart."""
+END = "document.querySelector('details').getBoundingClientRect().top"
+"""The first part of a page that its pictures leave out: it comes after the chart and the transfers."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,7 +83,7 @@ def draw(page: Path, images: Path) -> None:
         for scheme in ("light", "dark"):
             shown.look(WIDTH, scheme)
             shown.open(page)
-            shown.screenshot(images / f"{page.stem}-{scheme}.png", HEIGHTS[page.stem])
+            shown.screenshot(images / f"{page.stem}-{scheme}.png", shown.evaluate(END))
 
 
 if __name__ == "__main__":

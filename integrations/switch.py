@@ -11,7 +11,6 @@ transformers is detached again when its training ends.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import contextvars
 import functools
@@ -20,14 +19,10 @@ from typing import Any
 
 from torch import nn
 
-from actoffload import Attachment, OffloadConfig, Offloader, attach
+from actoffload import Attachment, OffloadConfig, attach
 
 _in_trainer = contextvars.ContextVar("in_trainer", default=False)
 """A trainer is attached as a whole, so the models and engines that it prepares are not attached again."""
-
-
-def _sum_up_at_exit(offloader: Offloader) -> None:
-    atexit.register(offloader.sum_up)  # which holds it until then: its model may have gone before
 
 
 def patch(module: ModuleType) -> None:
@@ -74,7 +69,7 @@ def _patch_accelerate(module: Any) -> None:
                 continue
             # `prepare` returns a wrapper of the model, so an attachment that the program made is on a module inside.
             if not any(map(Attachment.of, each.modules())):
-                _sum_up_at_exit(attach(each, **OffloadConfig.options_from_environment()).offloader)
+                attach(each, **OffloadConfig.options_from_environment()).offloader.sum_up(at_end=True)
         return prepared
 
     module.Accelerator.prepare = attached
@@ -91,7 +86,7 @@ def _patch_deepspeed(module: Any) -> None:
 
         found = deepspeed.initialize_with(OffloadConfig.options_from_environment(), *args, **kwargs)
         if found[0].actoffload is not None:
-            _sum_up_at_exit(found[0].actoffload.offloader)
+            found[0].actoffload.offloader.sum_up(at_end=True)
         return found
 
     module.initialize = attached

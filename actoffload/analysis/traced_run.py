@@ -65,8 +65,9 @@ class LinkUse:
     """One direction of a link: its bytes in the run, and bytes per second over the time with a transfer (``can_do``).
 
     Attributes:
-        used: the part of ``can_do`` that it reached in the step that is shown, within each phase. Writes have forward
-            to move their bytes, and reads have backward, so that nothing waits.
+        used: the part of each phase of the step that is shown in which a transfer was under way. Writes have forward
+            to move their bytes, and reads have backward, so that nothing waits. A rate would be no share: that of a
+            phase may lie above the run's, ``can_do``.
     """
 
     name: str
@@ -104,6 +105,11 @@ class Run:
     shown: int
     begin_s: float
     end_s: float
+
+    @property
+    def name(self) -> str:
+        """The name of the file."""
+        return os.path.basename(self.trace.path)
 
     def known(self, name: str) -> Mapping[str, Any]:
         """Return the facts that the trace has at its end under a name; empty if there are none."""
@@ -180,20 +186,20 @@ class Run:
             # `can_do` is a running value, so the last one covers the whole run.
             if counter is not None and counter.times_s and (can_do := counter.series["can_do"][-1]):
                 moved = [one for one in self.trace.transfers if f"{one.link} {one.way}" == name]
-                used = {phase: self._share_of(phase, can_do, moved) for phase in ("forward", "backward")}
+                used = {phase: self._busy(phase, moved) for phase in ("forward", "backward")}
                 nbytes = sum(one.nbytes for one in moved)
                 found.append(LinkUse(name=name, used=used, can_do=can_do, nbytes=nbytes))
         return found
 
-    def _share_of(self, phase: str, can_do: float, transfers: Sequence[Moved]) -> float:
-        """Return the bytes of transfers within the step's phases of one name, as a share of what could go then."""
-        moved = lasted_s = 0.0
+    def _busy(self, phase: str, transfers: Sequence[Moved]) -> float:
+        """Return the part of the step's phases of one name in which at least one of the transfers was under way."""
+        busy_s = lasted_s = 0.0
         for begin_s, end_s in self._when(phase):
             lasted_s += end_s - begin_s
-            for one in transfers:
-                overlap_s = min(one.end_s, end_s) - max(one.begin_s, begin_s)
-                moved += one.nbytes * max(0.0, overlap_s) / max(1e-9, one.duration_s)
-        return moved / (lasted_s * can_do) if lasted_s else 0.0
+            for one in sorted(transfers, key=lambda one: one.begin_s):
+                busy_s += max(0.0, min(one.end_s, end_s) - max(one.begin_s, begin_s))
+                begin_s = max(begin_s, min(one.end_s, end_s))  # so that time that transfers share counts once
+        return busy_s / lasted_s if lasted_s else 0.0
 
     def _when(self, name: str) -> list[tuple[float, float]]:
         """Return the step's phases of one name, by the device's times if there are any. Overlap counts once."""
@@ -364,7 +370,6 @@ def look_at(trace: TraceFile) -> Run:
 def verdict_of(before: Run, after: Run) -> str:
     """Say what a run gained over another one, beyond the noise of their steps."""
     first, then = before.numbers(), after.numbers()
-    name = os.path.basename(after.trace.path)
     parts = []
     for key, label in (("saved_peak_bytes", "activations"), ("peak_bytes", "memory")):
         change = (then[key] - first[key]) / max(1.0, first[key])
@@ -374,7 +379,7 @@ def verdict_of(before: Run, after: Run) -> str:
     told = verdict(ratio, noise)
     change = ratio.median - 1
     step = "a step takes as long, within the noise" if told == "as keep" else f"a step is {abs(change):.0%} {told}"
-    return f"{name}: {', '.join(parts)}; {step}"
+    return f"{after.name}: {', '.join(parts)}; {step}"
 
 
 def difference(name: str, before: float, after: float) -> str:

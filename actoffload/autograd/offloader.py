@@ -36,9 +36,9 @@ from ..runtime.strict import MovedSince
 from ..runtime.tape import Tape
 from ..runtime.untraced import untraced
 from ..statistics import Statistics
-from ..tell.facts import Facts, Planned, facts_of
+from ..tell.facts import Facts
 from ..tell.plans import explain_plans, render_decisions
-from ..tell.report import Report, announcement, closing_line, diagnose, explain_causes, render_report, say
+from ..tell.report import Report, announcement, diagnose, explain_causes, render_report, say
 from ..tiers.accelerator import Accelerator
 from ..tiers.record import Record
 from ..tiers.tiers import Tiers
@@ -47,6 +47,7 @@ from .exclusions import Exclusions
 from .function_tensors import held_by_functions
 from .hook_stack import Hooks, Pair, enabled, top
 from .inner_hooks import InnerHooks
+from .last_line import facts_so_far, sum_up, sum_up_at_end
 from .module_names import ModelInputs, ModuleScopes, check_patterns
 from .packing import Forwards, Packer
 from .recompute import Recompute, check
@@ -450,16 +451,19 @@ class Offloader:
         facts = self._facts()
         return Report("\n".join([render_report(facts), *diagnose(facts)]))
 
-    def sum_up(self) -> None:
-        """Write the run so far in one line, where the option ``announce`` directs it."""
-        if not self.forked:  # the parent does
-            say(self.config, closing_line(self._facts()))
+    def sum_up(self, *, at_end: bool = False) -> None:
+        """Write the run in one line, where the option ``announce`` directs it.
+
+        Args:
+            at_end: not now, but as the process ends, or before that as the offloader dies.
+        """
+        if at_end:
+            sum_up_at_end(self)
+        else:
+            sum_up(vars(self))
 
     def _facts(self, held_bytes: Mapping[str, int] | None = None) -> Facts:
-        pilot, planned = self.autopilot, None
-        if pilot is not None and pilot.profile is not None and pilot.plan is not None:
-            planned = Planned(profile=pilot.profile, plan=pilot.plan, limits=pilot.limits, seen=pilot.seen)
-        return facts_of(self.store, planned, held_bytes)
+        return facts_so_far(self.store, self.autopilot, held_bytes)
 
     def _known(self) -> dict[str, Any]:
         """The facts of the whole run that a trace stores."""

@@ -9,8 +9,6 @@ results were not kept.
 
 from __future__ import annotations
 
-GIB = 1 << 30
-
 # -- the cost and the gain of a plan ----------------------------------------------------------------------------------
 
 NO_LOSS = 0.01
@@ -149,8 +147,6 @@ LEAST_OTHERS = 64 << 20
 nearly as much."""
 MOST_CAUSES = 3
 """Causes that a report names, each with one remedy."""
-NO_GAIN = 1e-4
-"""Share of a step. A larger budget that shortens the step by less saves nothing."""
 BUDGET_SHARES = (1.0, 0.75, 0.5, 0.35, 0.25, 0.15)
 """Shares of keep's peak in a table of budgets."""
 NEARLY_ALL = 0.98

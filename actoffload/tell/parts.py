@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
 from ..errors import BudgetError
-from ..planning.constants import BUDGET_SHARES, GIB, NEARLY_ALL
+from ..planning.constants import BUDGET_SHARES, NEARLY_ALL
 from ..planning.plan import Plan
 from ..planning.profile import Link, Profile
 from ..planning.search import Limits, best
@@ -74,14 +74,12 @@ class Analysis:
         prediction: the step under the plan.
         keep: the step with nothing moved.
         recompute_s: the part of both steps in which regions run again.
-        more: the plan with a higher budget; None without a budget, or when the caller did not plan it.
     """
 
     rows: tuple[Row, ...]
     prediction: Prediction
     keep: Prediction
     recompute_s: float = 0.0
-    more: BudgetRow | None = None
 
     def as_dict(self) -> dict[str, object]:
         """Everything but the lists of storages and times, ready for JSON."""
@@ -95,27 +93,16 @@ class Analysis:
             "prediction": numbers(self.prediction),
             "keep": numbers(self.keep),
             "recompute_s": self.recompute_s,
-            "more": None if self.more is None else asdict(self.more),
         }
 
 
-def analyse(profile: Profile, plan: Plan, limits: Limits | None = None, *, more: BudgetRow | None = None) -> Analysis:
-    """Compute the numbers of a plan that was made for a profile under limits; ``more`` is the result of `one_more`."""
+def analyse(profile: Profile, plan: Plan, limits: Limits | None = None) -> Analysis:
+    """Compute the numbers of a plan that was made for a profile under limits."""
     prediction = simulate(profile, plan, limits)
     has_budget = limits is not None and limits.device_budget is not None
     rows = _Parts(profile, plan, prediction, has_budget).rows()
     again_s = sum(region.recompute_s for region in profile.regions)
-    return Analysis(rows=rows, prediction=prediction, keep=simulate(profile), recompute_s=again_s, more=more)
-
-
-def one_more(profile: Profile, plan: Plan, limits: Limits, nbytes: int = GIB) -> BudgetRow | None:
-    """Plan with ``nbytes`` more of device budget; None without a budget, as there is nothing to raise."""
-    if limits.device_budget is None:
-        return None
-    row = _with_budget(profile, limits, limits.device_budget + nbytes)
-    if row.step_s is not None and plan.predicted_step_s is not None:
-        return replace(row, step_s=min(row.step_s, plan.predicted_step_s))  # the old plan keeps the higher budget too
-    return row
+    return Analysis(rows=rows, prediction=prediction, keep=simulate(profile), recompute_s=again_s)
 
 
 def priced(profile: Profile, limits: Limits) -> BudgetRow:

@@ -1,4 +1,4 @@
-"""A plan explained in text: its parts, its peak, and the gain of more memory; and the reasons for the last plans."""
+"""A plan explained in text: its parts, its peak, and other budgets; and the reasons for the last plans."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
-from ..planning.constants import MOST_AT_PEAK, MOST_ROWS, NO_GAIN, REVIEW_STEPS, WARM_UP
+from ..planning.constants import MOST_AT_PEAK, MOST_ROWS, REVIEW_STEPS, WARM_UP
 from ..planning.observed import Observed
 from ..planning.plan import Plan, regions_in_words
 from ..planning.profile import Profile
@@ -102,7 +102,6 @@ def render_plan(
             *_whys(groups),
             "",
             *_peak(analysis),
-            *_more(analysis, limits),
         ]
     )
 
@@ -234,22 +233,6 @@ def _peak(analysis: Analysis) -> list[str]:
     where = ", ".join(f"{row.name} {format_size(row.peak_bytes)}" for row in largest)
     total = format_size(analysis.prediction.peak_bytes)
     return [f"the peak, {total}, is at {format_time(peak.time_s)} in {peak.phase}: {kinds}", f"  most of it: {where}"]
-
-
-def _more(analysis: Analysis, limits: Limits) -> list[str]:
-    """The step with more device budget."""
-    more = analysis.more
-    if more is None or limits.device_budget is None:
-        return []
-    extra = format_size(more.device_budget - limits.device_budget)
-    if more.step_s is None:
-        return [f"{extra} more of budget: still no plan keeps it"]
-    now_s = analysis.prediction.step_s
-    gain = now_s - more.step_s
-    if gain <= NO_GAIN * now_s:
-        return [f"{extra} more of budget would buy no time"]
-    bought = f"{format_time(gain)} a step ({gain / now_s:.1%}): {format_time(more.step_s)}"
-    return [f"{extra} more of budget would buy {bought}"]
 
 
 def render_budgets(rows: Sequence[BudgetRow]) -> str:

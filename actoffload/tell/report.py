@@ -10,7 +10,7 @@ from itertools import zip_longest
 from ..config import OffloadConfig
 from ..interrupts import expected
 from ..planning.constants import MOST_CAUSES
-from ..policy import STATIC, reasons
+from ..policy import STATIC, KeepReason, reasons
 from ..runtime.trace import rank_and_ranks, trace_path
 from ..sizes import format_size, format_time
 from ..statistics import Statistics
@@ -120,14 +120,11 @@ def announcement(facts: Facts) -> str:
         target += f" ({', '.join(config.paths)}: {facts.engine} engine, {directness} I/O)"
     moving_bytes = facts.accounts.moved_bytes
     static = sum(s.kept_bytes.get(reason, 0) for reason in STATIC)
-    stays = sorted(
-        ((nbytes, reason) for reason, nbytes in s.kept_bytes.items() if nbytes and reason not in STATIC),
-        reverse=True,
-    )
-    why = ", ".join(f"{format_size(nbytes)} {reason}" for nbytes, reason in stays)
+    stays = [(reason.value, nbytes) for reason, nbytes in _stayed(s) if reason.value not in STATIC]
+    why = ", ".join(f"{format_size(nbytes)} {reason}" for reason, nbytes in stays)
     seen = f"the first forward saved {format_size(s.activation_bytes)} of activations in {s.packed_tensors} tensors"
     if moving_bytes:
-        moves = f"{format_size(moving_bytes)} moves, {format_size(sum(n for n, _ in stays))} stays"
+        moves = f"{format_size(moving_bytes)} moves, {format_size(sum(n for _, n in stays))} stays"
         text = f"{moves} ({why})" if why else moves
     elif config.policy == "keep":
         text = KEEPS
@@ -147,13 +144,9 @@ def _headline(facts: Facts) -> list[str]:
         waited = f"waited {s.wait_s:.2f} s (forward {s.pack_wait_s:.2f}, backward {s.unpack_wait_s:.2f})"
         lines.append(f"  moved              {moved} ({s.moved_share:.0%}); {waited}")
     if s.unhooked:
-        more = _count(s.unhooked, "more forward pass", "more forward passes")
+        more = f"{s.unhooked} more forward pass{'es' * (s.unhooked != 1)}"
         lines.append(f"  as nothing moves, {more} ran without hooks")
     return lines
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
 
 
 def _peaks(s: Statistics) -> list[str]:
@@ -179,7 +172,7 @@ def _regions(s: Statistics) -> list[str]:
     if not s.regions:
         return []
     again = s.regions - s.regions_once
-    count = _count(s.regions, "checkpointed region", "checkpointed regions")
+    count = f"{s.regions} checkpointed region{'s' * (s.regions != 1)}"
     line = f"  {count}: {s.regions_once} ran once, {again} ran again in backward"
     return [line + (f" and held up to {format_size(s.recompute_peak_bytes)}" if s.recompute_peak_bytes else "")]
 
@@ -206,16 +199,14 @@ def _tiers(facts: Facts) -> list[str]:
     return lines
 
 
+def _stayed(s: Statistics) -> list[tuple[KeepReason, int]]:
+    """The bytes that stayed by reason, the most first."""
+    return sorted(((reason, n) for reason, n in reasons(s.kept_bytes).items() if n), key=lambda each: -each[1])
+
+
 def _kept(s: Statistics) -> list[str]:
-    kept = sorted(
-        ((nbytes, reason) for reason, nbytes in reasons(s.kept_bytes).items() if nbytes), key=lambda pair: -pair[0]
-    )
-    if not kept:
-        return []
-    lines = ["kept where they were:"]
-    for nbytes, reason in kept:
-        lines.append(f"  {format_size(nbytes):>10}  {reason.value:<24} {reason.meaning}")
-    return lines
+    lines = [f"  {format_size(nbytes):>10}  {reason.value:<24} {reason.meaning}" for reason, nbytes in _stayed(s)]
+    return ["kept where they were:", *lines] if lines else []
 
 
 def _degraded(s: Statistics) -> list[str]:

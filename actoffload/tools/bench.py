@@ -22,9 +22,6 @@ from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Column, Table
 
 from ..config import default_paths
 from ..errors import ActOffloadError, ChecksumError, ConfigError, SpoolFullError, SpoolPathError
@@ -34,7 +31,7 @@ from ..storage.engines import ENGINES
 from ..storage.engines.base import EngineCapabilities
 from ..storage.spool import Extent, Spool, Transfer
 from ..storage.spool_files import MAX_BLOCK_BYTES
-from .console import JsonOption, PathOption, print_json, progress_bar, strings
+from .console import JsonOption, PathOption, print_json, print_rows, progress_bar, strings
 
 Direction = Literal["write", "read", "mixed"]
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
@@ -132,12 +129,9 @@ def command(
     best = best_of(rates)
     if as_json:
         rows = [asdict(one) | {"sustained": one.sustained} for one in rates]
-        found: dict[str, Any] = {"samples": [asdict(one) for one in samples], "rates": rows}
-        found |= {"failures": [asdict(one) for one in failures], "best": None, "training": None}
-        if best is not None:
-            found["best"] = rows[rates.index(best)]
-            found["training"] = {"step_s": 1.0, "hidden_bytes": best.sustained / 2}
-        print_json(found)
+        found = {"samples": [asdict(one) for one in samples], "failures": [asdict(one) for one in failures]}
+        training = best and {"step_s": 1.0, "hidden_bytes": best.sustained / 2}
+        print_json({**found, "rates": rows, "best": best and rows[rates.index(best)], "training": training})
     else:
         show(rates, failures, best)
     raise typer.Exit(0 if best is not None else 1)
@@ -182,20 +176,16 @@ def best_of(rates: Sequence[Rates]) -> Rates | None:
 
 def show(rates: Sequence[Rates], failures: Sequence[Failure], best: Rates | None) -> None:
     """Print the table, the engines that could not run with the reasons, and the advice."""
-    console = Console()
-    names = ("block", "at once", *DIRECTIONS, "both ways")
-    table = Table("engine", *(Column(name, justify="right") for name in names), title="GB/s", title_justify="left")
+    rows = []
     for one in rates:
-        setting = one.setting
-        name = setting.engine if one.direct else f"{setting.engine} (page cache)"
+        name = one.setting.engine if one.direct else f"{one.setting.engine} (page cache)"
         numbers = (f"{rate / 1e9:.2f}" for rate in (one.write, one.read, one.mixed, one.sustained))
-        cells = (name, format_size(setting.block_bytes), str(setting.depth), *numbers)
-        table.add_row(*cells, style="bold" if one == best else None)
-    if rates:
-        console.print(table)
+        rows.append((name, format_size(one.setting.block_bytes), str(one.setting.depth), *numbers))
+    if rows:
+        print_rows(rows, "engine", "block", "at once", *DIRECTIONS, "both ways", title="GB/s")
     lines = dict.fromkeys(f"{one.setting.engine} was not measured: {one.problem}" for one in failures)
     for line in (*lines, *(() if best is None else advice(best))):
-        console.print(escape(line), soft_wrap=True)
+        typer.echo(line)
 
 
 def advice(best: Rates) -> list[str]:

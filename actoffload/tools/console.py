@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import is_dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
@@ -109,12 +110,23 @@ def print_json(payload: object) -> None:
     typer.echo(json.dumps(payload, indent=2))
 
 
-def print_rows(rows: Iterable[Iterable[str]], *head: str, title: str | None = None) -> None:
-    """Print a table; without a head, of names and values."""
-    table = Table(*head, title=title and plain(title), show_header=bool(head), title_justify="left")
-    for row in rows:
-        table.add_row(*map(plain, row))
-    Console().print(table)
+def print_rows(rows: Iterable[Sequence[str]], *head: str, title: str | None = None) -> None:
+    """Print a table."""
+    Console().print(table_of(rows, *head, title=title))
+
+
+def table_of(rows: Iterable[Sequence[str]], *head: str, title: str | None = None) -> Table:
+    """Return a table; without a head, of names and values. Columns of numbers are aligned right."""
+    cells = [[plain(cell) for cell in row] for row in rows]
+    table = Table(
+        title=title and plain(title), title_justify="left", box=SIMPLE_HEAD, show_header=bool(head), pad_edge=False
+    )
+    for number, name in enumerate(head):
+        are_numbers = all(row[number][:1].isdigit() or row[number] == "-" for row in cells)
+        table.add_column(plain(name), justify="right" if are_numbers else "left", overflow="fold")
+    for row in cells:
+        table.add_row(*row)
+    return table
 
 
 class _LinesOrBar(Progress):

@@ -21,12 +21,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import TextColumn
-from rich.table import Column, Table
 
 from .. import errors
 from ..config import OffloadConfig
 from ..sizes import format_size
-from .console import JsonOption, PathOption, check_paths, fail, grouped, print_json, progress_bar, strings
+from .console import JsonOption, PathOption, check_paths, fail, grouped, print_json, print_rows, progress_bar, strings
 from .environment import BUSY_SHARE, find_device
 from .process import block_io, peak_rss_bytes, prepare_process, say, synchronize
 from .rok_points import Spread, verdict
@@ -155,7 +154,11 @@ def show(spec: dict[str, Any], modes: Sequence[Mode], equal: bool) -> None:
         f"GPT of {spec['layers']} layers, width {spec['width']}, on {spec['batch']} × {spec['seq']} bytes of Python's "
         f"standard library, {spec['steps']} steps on {modes[0]['device']}"
     )
-    console.print(_table(modes))
+    moved = [mode["end"]["statistics"] for mode in modes if "statistics" in mode["end"]]
+    unmoved = {"resident_peak_bytes": moved[0]["baseline_peak_bytes"]} if moved else {}
+    columns = [_column(mode, mode["end"].get("statistics", unmoved)) for mode in modes]
+    rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
+    print_rows(rows, "", *(mode["mode"] for mode in modes))  # a column for each, so that it fits 80 columns
     console.print(
         f"The modes took {len(modes[0]['step_s'])} steps in turns. The first {PLANNING_STEPS} do not count, as the "
         "planner looks and plans in them. A ratio is within a turn, with the middle half of all turns; keep's is "
@@ -172,17 +175,6 @@ def show(spec: dict[str, Any], modes: Sequence[Mode], equal: bool) -> None:
         console.print("Losses are equal bit for bit in every step of every mode.", style="green")
     else:
         console.print("LOSSES DIFFER between the modes: this is a bug; please report it.", style="bold red")
-
-
-def _table(modes: Sequence[Mode]) -> Table:
-    """Give each mode a column, so that it fits a terminal of 80 columns."""
-    moved = [mode["end"]["statistics"] for mode in modes if "statistics" in mode["end"]]
-    unmoved = {"resident_peak_bytes": moved[0]["baseline_peak_bytes"]} if moved else {}
-    columns = [_column(mode, mode["end"].get("statistics", unmoved)) for mode in modes]
-    table = Table("", *(Column(escape(mode["mode"]), justify="right") for mode in modes))
-    for name in columns[0]:
-        table.add_row(name, *(column[name] for column in columns))
-    return table
 
 
 def _column(mode: Mode, counted: dict[str, int]) -> dict[str, str]:

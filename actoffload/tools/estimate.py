@@ -95,7 +95,7 @@ def command(
         if as_json:
             print_json(rows)
         else:
-            print_rows(map(_cells, rows), *(rows[0] if presets else _PUBLISHED_HEAD))
+            print_rows(map(_cells, rows), *rows[0])
         return
     answer = Answer(question, split, machine)
     title = f"{question.from_model or question.model} on {answer.hardware.name}, per GPU of {answer.split.gpus}"
@@ -300,30 +300,21 @@ def _machine_rows(hardware: Hardware, result: Estimate) -> list[tuple[str, str]]
 
 def list_presets() -> list[dict[str, Any]]:
     """Return the presets and their sources."""
-    sources: dict[str, dict[str, str]] = {
-        "model": {name: SOURCES[entry.source] for name, entry in MODELS.items()},
-        "gpu": {name: SOURCES[entry["source"]] for name, entry in GPUS.items()},
-        "drive": {name: entry.source for name, entry in DRIVES.items()},
-    }
-    return [
-        {"option": f"--{kind}", "name": name, "source": source}
-        for kind, entries in sources.items()
-        for name, source in entries.items()
-    ]
-
-
-_PUBLISHED_HEAD = ("model", "figure", "published", "ours", "difference", "source")
+    rows = [("--model", name, SOURCES[entry.source]) for name, entry in MODELS.items()]
+    rows += [("--gpu", name, SOURCES[entry["source"]]) for name, entry in GPUS.items()]
+    rows += [("--drive", name, entry.source) for name, entry in DRIVES.items()]
+    return [{"option": option, "name": name, "source": source} for option, name, source in rows]
 
 
 def list_published() -> list[dict[str, Any]]:
-    """Return published figures, with the estimates of the same runs as ``ours``."""
+    """Return published figures, with the estimates of the same runs as ``ours``, and the difference."""
     found = {name: Answer(Question(model=name), {}, {}).result for name in {row["model"] for row in PUBLISHED}}
-    return [row | {"ours": getattr(found[row["model"]], row["figure"]) / UNITS[row["unit"]]} for row in PUBLISHED]
+    rows = []
+    for row in PUBLISHED:
+        ours = getattr(found[row["model"]], row["figure"]) / UNITS[row["unit"]]
+        rows.append(row | {"ours": ours, "difference": f"{ours / row['value'] - 1:+.1%}"})
+    return rows
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    """Return a row of one of the two lists as text."""
-    if "ours" not in row:
-        return list(row.values())
-    figures = [f"{row[name]:.4g} {row['unit']}" for name in ("value", "ours")]
-    return [row["model"], row["figure"], *figures, f"{row['ours'] / row['value'] - 1:+.1%}", row["source"]]
+    return [value if isinstance(value, str) else f"{value:.3g}" for value in row.values()]

@@ -30,8 +30,8 @@ from ..planning.profile import Link, Profile, Region, Storage
 from ..planning.regions import run_again
 from ..policy import KeepReason
 from ..testing.gpt import GPT, GPTConfig
-from .on_paper import Hardware
-from .rok_points import TRANSFORMERS, Case, is_own
+from .on_paper import TABLES, Hardware
+from .rok_points import Case, is_own
 from .saved_bytes import BACKWARD_FACTOR, MIN_BYTES, SavedBytes, WatchedStep, call, count_saved
 
 
@@ -239,13 +239,14 @@ def build(case: Case, device: torch.device | None = None) -> Workload:
     if case.model == "gpt-small":
         sizes = {"layers": case.layers, "width": case.hidden, "seq": case.seq, "head_width": case.head_width}
         return build_gpt(GPTConfig(**sizes, vocab=case.vocab), dtype=dtype, device=device)  # type: ignore[arg-type]
-    if case.model not in TRANSFORMERS:
-        raise ConfigError("model", case.model, f"choose one of 'gpt-small', {', '.join(map(repr, TRANSFORMERS))}")
-    model_type, block, _, changes = TRANSFORMERS[case.model]
-    config = configuration(model_type, **_shape(case), **changes)
+    known = TABLES["transformers"]
+    if case.model not in known:
+        raise ConfigError("model", case.model, f"choose one of 'gpt-small', {', '.join(map(repr, known))}")
+    about = known[case.model]
+    config = configuration(about["type"], **_shape(case), **about["config"])
     built = build_transformers(config, sequence=case.seq, dtype=dtype, device=device)
     # `find_blocks` does not see a decoder of one layer: it is no container of equals.
-    names = (name for name, module in built.model.named_modules() if type(module).__name__ == block)
+    names = (name for name, module in built.model.named_modules() if type(module).__name__ == about["block"])
     return replace(built, blocks=tuple(names))
 
 

@@ -13,12 +13,11 @@ import typer
 
 from ..config import OffloadConfig
 from ..errors import ConfigError
-from ..planning.constants import GIB
 from ..planning.plan import Plan
 from ..planning.profile import Link, Profile
 from ..planning.search import Limits, best, bounded
 from ..sizes import parse_share, parse_size
-from ..tell.parts import Analysis, BudgetRow, analyse, budget_table, one_more
+from ..tell.parts import Analysis, BudgetRow, analyse, budget_table
 from ..tell.plans import render_budgets, render_plan
 from .console import JsonOption, PathOption, grouped, print_json, strings
 from .environment import find_device
@@ -107,7 +106,7 @@ def command(
     limits = budget.of(recorded)
     budgets = budget_table(recorded, limits)
     step, plan = best(recorded, limits)
-    analysis = analyse(step, plan, limits, more=one_more(recorded, plan, limits, GIB))
+    analysis = analyse(step, plan, limits)
     if plan_out is not None:
         plan_out.write_text(plan.to_json() + "\n", encoding="utf-8")
     if as_json:

@@ -11,62 +11,48 @@ Raises:
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 if TYPE_CHECKING:
     from .rok_points import Point, Variant
 
-MIB, GIB = 1 << 20, 1 << 30
 MARKERS = {"keep": "s", "recompute": "^", "offload": "D", "hybrid": "oPX*hv"}
 """The hybrid has one for each budget."""
 LINES = {"keep": ":", "recompute": "--", "offload": "-.", "hybrid": "-"}
+BRIGHT = {"recompute": "#e69f00", "offload": "#00c08b", "hybrid": "#56b4e9"}
+DEEP = {"recompute": "#d55e00", "offload": "#009e73", "hybrid": "#0072b2"}
 SEEN = 0.01
 """The least spread that is drawn, as a share."""
-
-Item = TypeVar("Item")
-Key = TypeVar("Key")
-
-
-class Style(StrEnum):
-    """The use of a picture."""
-
-    PAPER = "paper"
-    """One column of two, 3.3 inches wide, with text of 7 points."""
-    SLIDE = "slide"
-    """16:9, with large text."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """A picture for paper or a slide, on white or on black. Colours are Okabe and Ito's."""
+    """A picture for a column of a paper, with text of 7 points, or for a slide, with large text; on white or black."""
 
-    style: Annotated[Style, typer.Option(help="Draw for a column of a paper, 3.3 inches, or for a slide, 16:9.")] = (
-        Style.PAPER
-    )
+    style: Annotated[
+        Literal["paper", "slide"], typer.Option(help="Draw for a column of a paper, 3.3 inches, or for a slide, 16:9.")
+    ] = "paper"
     dark: Annotated[bool, typer.Option("--dark", help="Draw on black.")] = False
 
     @property
     def colours(self) -> dict[str, str]:
-        """By series; colour-blind people can tell them apart."""
-        bright = {"keep": "white", "recompute": "#e69f00", "offload": "#00c08b", "hybrid": "#56b4e9"}
-        deep = {"keep": "black", "recompute": "#d55e00", "offload": "#009e73", "hybrid": "#0072b2"}
-        return bright if self.dark else deep
+        """By series. Okabe and Ito's, which colour-blind people can tell apart."""
+        return {"keep": "white", **BRIGHT} if self.dark else {"keep": "black", **DEEP}
 
     @property
     def point(self) -> float:
         """The width of a line in points."""
-        return 1.0 if self.style is Style.PAPER else 2.0
+        return 1.0 if self.style == "paper" else 2.0
 
     def path(self, file: Path, ending: str) -> Path:
         """Return the name of a picture beside a results file: ``run.png``, ``run_slide_dark.png``."""
-        parts = ["slide"] * (self.style is Style.SLIDE) + ["dark"] * self.dark
+        parts = ["slide"] * (self.style == "slide") + ["dark"] * self.dark
         return file.with_name("_".join([file.stem, *parts]) + ending)
 
 
@@ -79,16 +65,17 @@ def draw_rok(points: Sequence[Point], paths: Sequence[Path], title: str, look: L
     A line joins a variant's batches. Bars show the middle half and, to the right, the highest peak of a step; one that
     is very long runs out of the panel. A band is the A/A noise of keep. Larger markers are larger batches.
     """
-    groups = _grouped(points, lambda point: point.case.panel)
-    if look.style is Style.SLIDE:  # three in a row: models beside each other, sizes below each other
-        groups = dict(sorted(groups.items(), key=lambda group: group[1][0].case.hidden))
-    unit, unit_name = _unit_of(point.worst_peak_bytes for point in points)
+    if look.style == "slide":  # three in a row: models beside each other, sizes below each other
+        points = sorted(points, key=lambda point: point.case.hidden)
+    panels = list(dict.fromkeys(point.case.panel for point in points))
+    large = max((point.worst_peak_bytes for point in points), default=0) >= 1 << 30
+    unit, unit_name = (1 << 30, "GiB") if large else (1 << 20, "MiB")
     batches = sorted({point.case.batch for point in points if point.tflops})
     sizes = {batch: (2.8 + 1.1 * number) * look.point for number, batch in enumerate(batches)}
     styles = _styles([point for point in points if point.tflops], look)
-    with _panels(groups, paths, title, look) as axes:
-        for mine, axis in zip(groups.values(), axes, strict=True):
-            _draw_rok_panel(axis, mine, unit, styles, sizes, look)
+    with _panels(panels, paths, title, look) as axes:
+        for panel, axis in zip(panels, axes, strict=True):
+            _draw_rok_panel(axis, [p for p in points if p.case.panel == panel], unit, styles, sizes, look)
             if axis.get_subplotspec().is_last_row():
                 axis.set_xlabel(f"activation peak ({unit_name})")
         for batch, size in sizes.items():
@@ -106,9 +93,11 @@ def _draw_rok_panel(
     look: Look,
 ) -> None:
     drawn = sorted((p for p in points if p.tflops), key=lambda p: p.case.batch)
-    lines, ink = _grouped(drawn, lambda p: p.variant), look.colours["keep"]
-    for variant in (variant for variant in styles if variant in lines):
-        style, line = styles[variant], lines[variant]
+    ink = look.colours["keep"]
+    for variant, style in styles.items():
+        line = [p for p in drawn if p.variant == variant]
+        if not line:
+            continue
         axis.plot(*_xy(line, unit), **style, markevery=[], linewidth=look.point)
         for p in line:
             mark = style | {"linestyle": "none", "markersize": sizes[p.case.batch], "label": None}
@@ -184,7 +173,7 @@ def _styles(points: Iterable[Point], look: Look) -> dict[Variant, dict[str, Any]
             edge: dict[str, Any] = {"markerfacecolor": "none", "markeredgewidth": 0.8 * look.point}
         else:
             edge = {"markeredgecolor": "black" if look.dark else "white", "markeredgewidth": 0.5 * look.point}
-        found[variant] = {**style, **edge, "label": variant.in_words, "markersize": 4.5 * look.point}
+        found[variant] = {**style, **edge, "label": variant.label, "markersize": 4.5 * look.point}
     return found
 
 
@@ -202,7 +191,7 @@ def _panels(names: Iterable[str], paths: Sequence[Path], title: str, look: Look)
 
     titles = list(names)
     count = len(titles)
-    if look.style is Style.PAPER:
+    if look.style == "paper":
         columns, fontsize, width = 1 if count <= 3 else 2, 7.0, 3.3
         rows = -(-count // columns)
         height = 1.2 + (1.25 if count > 1 else 1.5) * rows
@@ -227,7 +216,7 @@ def _panels(names: Iterable[str], paths: Sequence[Path], title: str, look: Look)
             _legend(figure, axes[:count], letters)
             figure.suptitle(_wrapped(title, letters))
             for path in paths:
-                figure.savefig(path, dpi=300 if look.style is Style.PAPER else 150)
+                figure.savefig(path, dpi=300 if look.style == "paper" else 150)
         finally:
             pyplot.close(figure)
 
@@ -245,15 +234,3 @@ def _legend(figure: Any, axes: Sequence[Any], letters: int) -> None:
 
 def _wrapped(text: str, letters: int) -> str:
     return "\n".join(textwrap.fill(line, letters) for line in text.splitlines())
-
-
-def _grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    groups: dict[Key, list[Item]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups
-
-
-def _unit_of(sizes: Iterable[int]) -> tuple[int, str]:
-    """Return the divisor of bytes, and its name."""
-    return (GIB, "GiB") if max(sizes, default=0) >= GIB else (MIB, "MiB")

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from ..analysis.report_page import (
-    comparison,
-    links_table,
-    predictions_table,
-    saved_table,
-    waits_table,
-    write_page,
-)
+from ..analysis.report_page import comparison, sections, write_page
 from ..analysis.trace_file import load
 from ..analysis.traced_run import Run, look_at, verdict_of
 from ..errors import ActOffloadError, TraceFileError, printable
-from .console import JsonOption, plain, print_json
+from .console import JsonOption, plain, print_json, table_of
 
 READING_SHARE = 0.1
 """Following a trace takes at most this share of the time: it is read anew each time."""
@@ -96,40 +88,18 @@ def _sound(file: Path | str) -> Iterator[None]:
 
 def render(runs: list[Run]) -> RenderableType:
     """Return the report on runs, one after the other, for a terminal."""
-    names = [Path(run.trace.path).name for run in runs]
-    difference = ["difference"] * (len(runs) - 1)
-    parts: list[RenderableType] = [_table("", [["", *names, *difference], *comparison(runs)])]
-    parts += [f"[bold]{plain(verdict_of(*runs))}[/bold]"] if difference else []
-    for name, run in zip(names, runs, strict=True):
-        parts += [f"\n[bold]{plain(name)}[/bold]: {plain(run.summary())}", plain(run.about()), *_one(run)]
+    head, *numbers = comparison(runs)
+    parts: list[RenderableType] = [table_of(numbers, *head)]
+    parts += [f"[bold]{plain(verdict_of(*runs))}[/bold]"] if runs[1:] else []
+    for run in runs:
+        parts += [f"\n[bold]{plain(run.name)}[/bold]: {plain(run.summary())}", plain(run.about())]
+        for section in sections(run):
+            head, *rows = section.table
+            if rows:
+                parts += [f"\n[bold]{section.title}[/bold]: {plain(section.meaning)}", table_of(rows, *head)]
+        parts += [f"\n{plain(run.what_limits())}"]
+        steps = Table.grid(padding=(0, 1))
+        for number, step in enumerate(run.next_steps, start=1):
+            steps.add_row(f"{number}.", plain(step))
+        parts += ["\n[bold]What to do next[/bold]", steps] if steps.rows else []
     return Group(*parts)
-
-
-def _one(run: Run) -> list[RenderableType]:
-    parts: list[RenderableType] = []
-    tables: dict[str, Sequence[Sequence[str]]] = {
-        "Links": links_table(run),
-        "Dearest waits": waits_table(run),
-        "Predicted and seen": predictions_table(run),
-        "What stayed, and why": saved_table(run),
-    }
-    parts += [_table(title, rows) for title, rows in tables.items() if rows[1:]]
-    parts += [f"\n{plain(text)}" for text in (run.machine_changed, run.wear(), run.what_limits()) if text]
-    steps = Table.grid(padding=(0, 1))
-    for number, step in enumerate(run.next_steps, start=1):
-        steps.add_row(f"{number}.", plain(step))
-    if steps.rows:
-        parts += ["\n[bold]What to do next[/bold]", steps]
-    return parts
-
-
-def _table(title: str, rows: Sequence[Sequence[str]]) -> Table:
-    """Return a table whose head is the first row; columns of numbers are aligned right."""
-    head, *others = rows
-    table = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, name in enumerate(head):
-        are_numbers = all(row[number][:1].isdigit() or row[number] == "-" for row in others)
-        table.add_column(plain(name), justify="right" if are_numbers else "left", overflow="fold")
-    for row in others:
-        table.add_row(*map(plain, row))
-    return table

@@ -18,9 +18,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import TimeElapsedColumn
-from rich.table import Table
 
 from ..errors import ActOffloadError, ConfigError
 from ..planning.profile import Profile
@@ -29,11 +27,11 @@ from ..planning.search import Limits, best
 from ..planning.simulator import Conditions, Prediction, run, simulate
 from ..planning.workload import KEEP, NVME, Choice, Workload
 from ..sizes import format_size
-from .console import JsonOption, PathOption, grouped, print_json, progress_bar, strings
+from .console import JsonOption, PathOption, grouped, print_json, print_rows, progress_bar, strings
 from .environment import BUSY_SHARE, describe_environment, find_device, write_json
 from .on_paper import TABLES, hardware_of
 from .plots import Look, draw_rok
-from .rok_points import SERIES, TRANSFORMERS, Case, Point, Spread, Variant, is_own, verdict
+from .rok_points import SERIES, Case, Point, Spread, Variant, is_own, verdict
 from .workers import FAILURES, failure, run_worker
 
 SIMULATED, PREDICTED = "sim", "predicted"
@@ -94,7 +92,7 @@ def _preset(row: dict[str, Any]) -> Preset:
     for shape in row["grid"]:
         sizes = {name: size for name, size in shape.items() if name not in ("models", "batches")}
         for model in shape["models"]:
-            vocab = {} if "vocab" in sizes else {"vocab": TRANSFORMERS[model][2]}
+            vocab = {} if "vocab" in sizes else {"vocab": TABLES["transformers"][model]["vocab"]}
             cases += [{"model": model, "batch": batch, **sizes, **vocab} for batch in shape["batches"]]
     return msgspec.convert({"cases": cases, **row}, Preset)
 
@@ -452,17 +450,11 @@ def show(points: Sequence[Point], busy: str) -> None:
     """Print a table for each case, in 80 columns, and the warnings."""
     console = Console()
     for case in dict.fromkeys(point.case for point in points):
-        caption = "peak: saved activations; × keep: within the same turn (middle half)"
-        table = Table(title=escape(case.name), title_justify="left", caption=caption, caption_justify="left")
-        table.box, table.padding = None, (0, 2, 0, 0)
-        for name in ("series", "peak", "process", "step", "× keep", "verdict"):
-            table.add_column(
-                name, justify="left" if name in ("series", "verdict") else "right", no_wrap=name != "verdict"
-            )
         mine = [point for point in points if point.case == case]
-        for point in sorted(mine, key=lambda p: (SERIES.index(p.variant.series), p.peak_bytes)):
-            table.add_row(point.variant.label, *map(escape, _cells(point)))
-        console.print(table)
+        mine.sort(key=lambda point: (SERIES.index(point.variant.series), point.peak_bytes))
+        rows = [(point.variant.label, *_cells(point)) for point in mine]
+        print_rows(rows, "series", "peak", "process", "step", "× keep", "verdict", title=case.name)
+    console.print("peak: saved activations; × keep: within the same turn (middle half)", style="dim", markup=False)
     if busy:
         console.print(f"WARNING: {busy}; trust verdicts, not single figures.", style="bold yellow", markup=False)
     different = [point.label for point in points if point.identical is False]

@@ -7,20 +7,6 @@ from dataclasses import asdict, dataclass
 from statistics import median, quantiles
 from typing import Any
 
-TRANSFORMERS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
-    # The activation is one kernel, as Megatron's; "gelu_new" saves five more tensors.
-    "gpt": (
-        *("gpt2", "GPT2Block", 50304),
-        {"activation_function": "gelu_pytorch_tanh", "bos_token_id": 0, "eos_token_id": 0}
-        | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-    ),
-    "bert": ("bert", "BertLayer", 30592, dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)),
-    "t5": (
-        *("t5", "T5Block", 32128),
-        {"feed_forward_proj": "gelu", "decoder_start_token_id": 0, "pad_token_id": 0, "dropout_rate": 0.0},
-    ),
-}
-"""By a case's model: the type, the class of a layer, SSDTrain's vocabulary and the rest of the configuration."""
 LEAST_NOISE = 0.01
 """Two steps of keep are taken to differ by this share at least."""
 SERIES = ("keep", "recompute", "offload", "hybrid")
@@ -69,18 +55,10 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """``"hybrid 40%"``, ``"hybrid = recompute"``, ``"hybrid"``, ``"keep"``."""
+        """The series and its budget: ``"hybrid ≤ 40% of keep"``, ``"hybrid ≤ recompute"``, ``"hybrid"``, ``"keep"``."""
         if not self.level:
             return self.series
-        return f"{self.series} = {self.level}" if self.level in SERIES else f"{self.series} {float(self.level):.0%}"
-
-    @property
-    def in_words(self) -> str:
-        """The label for a legend."""
-        if not self.level:
-            return self.series
-        budget = f"{self.level}'s peak" if self.level in SERIES else f"{float(self.level):.0%} of keep"
-        return f"{self.series} at {budget}"
+        return f"{self.series} ≤ {self.level if self.level in SERIES else f'{float(self.level):.0%} of keep'}"
 
 
 @dataclass(frozen=True)

@@ -166,24 +166,24 @@ def main():
         accelerator.backward(model(torch.randn(4096, 256)).square().mean())
         optimizer.step()
 
-main()
 """
 
 
 def test_a_run_ends_with_one_line(tmp_path: Path) -> None:
-    """Although its model has gone by then."""
+    """Its model has gone by then, or lives."""
     script = tmp_path / "train.py"
-    script.write_text(LOOP)
     options = ("--target", "nvme", "--path", str(tmp_path), "-o", "device_budget=25%")
-    for more, details in (
-        ((), "trace -- PROGRAM"),
-        (("-o", f"trace={tmp_path}/run.json"), f"report {tmp_path}/run.json"),
+    for more, call, details in (
+        ((), "main()", "trace -- PROGRAM"),
+        (("-o", f"trace={tmp_path}/run.json"), "model = main()", f"report {tmp_path}/run.json"),
     ):
+        script.write_text(f"{LOOP}    return model\n\n{call}\n")
         done = run(*options, *more, str(script))
         assert done.returncode == 0, done.stderr
         line = done.stderr.splitlines()[-1]
         found = r"actoffload: 3 steps: activations' peak .*iB, [0-9.]+% waited, .* to NVMe; details: actoffload "
         assert re.fullmatch(found + re.escape(details), line)
+        assert done.stderr.count("; details: ") == 1
     assert not run(*options, "-o", "announce=none", str(script)).stderr
 
 

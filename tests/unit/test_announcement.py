@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import re
+import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,31 @@ def test_one_line_says_once_what_is_active_what_moves_and_what_stays(
     assert "below min_bytes)" in line
     assert "of parameters, buffers and inputs never moves" in line
     assert "rank" not in line
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_the_last_line_is_of_the_whole_run_and_keeps_nothing_alive(tmp_path: Path, interrupted: bool) -> None:
+    """The offloader goes with its model, and its store with it; the line is written then."""
+    lines: list[str] = []
+    model = Chain()
+    attachment = actoffload.attach(
+        model, target="nvme", path=str(tmp_path), min_bytes=1024, policy="all", announce=lines.append
+    )
+    attachment.offloader.sum_up(at_end=True)
+    for number in range(4):
+        model(batch(256)).square().sum().backward()
+        if interrupted and number == 1:  # by Ctrl-C: a new store takes its place, and its counts begin anew
+            attachment.offloader.store.abort_if_interrupted(KeyboardInterrupt())
+    offloader, store = weakref.ref(attachment.offloader), weakref.ref(attachment.offloader.store)
+    del attachment, model
+    gc.collect()
+    assert offloader() is None
+    for thread in threading.enumerate():
+        if thread.name.startswith(("actoffload-last-line", "actoffload-close")):
+            thread.join(60)
+    assert store() is None
+    assert re.fullmatch(r"actoffload: [24] forward passes: activations' peak .*iB, .*; details: .*", lines[-1])
+    assert ("2 forward" in lines[-1]) == interrupted
 
 
 def test_it_says_when_nothing_moves_and_what_to_look_at(make_offloader: MakeOffloader) -> None:

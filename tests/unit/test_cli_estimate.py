@@ -119,7 +119,9 @@ def test_adapters_leave_the_states_of_the_rest_out() -> None:
     ],
 )
 def test_the_first_line_says_what_to_do(options: tuple[str, ...], told: str) -> None:
-    assert told in run("--model", "ssdtrain-8192", *options).splitlines()[0]
+    first, second, *_ = run("--model", "ssdtrain-8192", *options).splitlines()
+    assert told in first
+    assert second.startswith("WEAR: "), "before the tables"
 
 
 def test_presets_are_listed() -> None:

@@ -275,7 +275,7 @@ def write(file: Path, samples: Sequence[dict[str, Any]]) -> Path:
 def test_redraw_prints_what_dominates_and_draws(tmp_path: Path) -> None:
     file = write(tmp_path / "r.json", all_points()[:-1])
     text = invoke("--redraw", str(file))
-    for said in ("out of memory", "hybrid 60%", "slower", "A/A noise", "Losses and gradients are equal"):
+    for said in ("out of memory", "hybrid ≤ 60% of keep", "slower", "A/A noise", "Losses and gradients are equal"):
         assert said in text
     assert "busy" not in text
     assert (tmp_path / "r.png").exists() == (find_spec("matplotlib") is not None)

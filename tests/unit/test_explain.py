@@ -18,11 +18,9 @@ from actoffload.planning.simulator import simulate
 from actoffload.sizes import format_size
 from actoffload.tell.parts import (
     OUTSIDE,
-    BudgetRow,
     Row,
     analyse,
     budget_table,
-    one_more,
     part_of,
 )
 from actoffload.tell.plans import render_budgets, render_plan
@@ -110,8 +108,7 @@ def test_the_text_names_everything() -> None:
     profile, limits = transformer(), Limits(device_budget=GIB)
     plan = make(profile, limits)
     seen = Observed(step_s=0.15, forward_wait_s=0.002, backward_wait_s=0.0, peak_bytes=GIB - 5)
-    analysis = analyse(profile, plan, limits, more=one_more(profile, plan, limits))
-    text = render_plan(profile, plan, limits, analysis=analysis, seen=seen)
+    text = render_plan(profile, plan, limits, seen=seen)
     for part in (
         "plan of auto on cuda, device budget 1.0 GiB; disk 5 GB/s out, 6 back",
         "predicted",
@@ -119,7 +116,6 @@ def test_the_text_names_everything() -> None:
         "layers.5",
         "the peak, ",
         "most of it: ",
-        "1.0 GiB more of budget would buy ",
     ):
         assert part in text, part
     step = next(line.split() for line in text.splitlines() if line.startswith("  step"))
@@ -135,27 +131,7 @@ def test_a_declined_plan_says_so() -> None:
     text = render_plan(profile, make(profile, Limits()))
     assert "declined: moving lowers the peak by less than " in text
     assert "  layers.0 … loss: the plan declines to move" in text, "equal reasons share a line"
-    assert "more of budget" not in text
     assert "no budget" in text
-
-
-def test_more_memory_is_priced() -> None:
-    profile, limits = transformer(), Limits(device_budget=GIB)
-    plan = make(profile, limits)
-    more = one_more(profile, plan, limits)
-    assert more is not None
-    assert more.device_budget == 2 * GIB
-    assert (more.step_s or 0.0) < (plan.predicted_step_s or 0.0)
-    assert one_more(profile, plan, Limits()) is None
-    huge = Limits(device_budget=100 * GIB)
-    fits = make(profile, huge)
-    same = analyse(profile, fits, huge, more=one_more(profile, fits, huge))
-    assert "1.0 GiB more of budget would buy no time" in render_plan(profile, fits, huge, analysis=same)
-    none = BudgetRow(device_budget=2 * GIB, step_s=None, peak_bytes=None)
-    text = render_plan(profile, plan, limits, analysis=analyse(profile, plan, limits, more=none))
-    assert "still no plan keeps it" in text
-    tight = Limits(device_budget=1)
-    assert one_more(profile, plan, tight, 1) == BudgetRow(device_budget=2, step_s=None, peak_bytes=None)
 
 
 def test_many_parts_share_lines() -> None:
@@ -165,6 +141,18 @@ def test_many_parts_share_lines() -> None:
     table = text[text.index("  part ") : text.index("\nwhy\n")].splitlines()[1:-1]
     assert len(table) <= MOST_ROWS
     assert " … layers." in table[0]
+
+
+def test_blocks_of_many_sizes_share_rows_too() -> None:
+    """Neighbours with one treatment, each of another size: more rows than a screen has."""
+    profile = transformer()
+    plan = make(profile, Limits())
+    analysis = analyse(profile, plan)
+    block = analysis.rows[0]
+    rows = tuple(replace(block, name=f"layers.{n}", saved_bytes=(n + 1) << 20) for n in range(MOST_ROWS + 1))
+    text = render_plan(profile, plan, analysis=replace(analysis, rows=rows))
+    total = format_size(sum(row.saved_bytes for row in rows))
+    assert re.search(rf"layers\.0 … layers\.{MOST_ROWS} +{block.what} +{total}", text)
 
 
 def test_equal_blocks_share_a_row_and_say_what_each_saves() -> None:

@@ -12,10 +12,11 @@ import torch
 
 from actoffload import OffloadConfig, Offloader
 from actoffload.config import make_config
+from actoffload.planning.observed import Observed
 from actoffload.policy import KeepReason
 from actoffload.statistics import Statistics
 from actoffload.tell.facts import Facts
-from actoffload.tell.report import Report, render_report
+from actoffload.tell.report import Report, closing_line, render_report
 from actoffload.tiers.accounts import Accounts
 from tests.harness import Chain, MakeOffloader, batch, train_step
 
@@ -158,6 +159,21 @@ def test_micro_batches_and_optimizer_steps_are_told_apart(make_offloader: MakeOf
     assert (found.steps, found.microbatches, found.optimizer_steps) == (7, 6, 2)
     assert "2 steps (6 micro-batches): activations' peak" in offloader.report()
     assert offloader.explain().startswith("2 steps (6 micro-batches): ")
+
+
+def test_the_run_in_one_line_has_steps_peaks_waits_and_bytes() -> None:
+    step = Observed(step_s=2.0, forward_wait_s=0.25, backward_wait_s=0.5)
+    host = {"nvme_written_bytes": 0, "host_written_bytes": 1 << 30, "plan_peak_bytes": 8 * MIB}
+    nothing = {"nvme_written_bytes": 0, "forwarded_bytes": 0, "resident_peak_bytes": 40 * MIB, "optimizer_steps": 0}
+    for changes, line in (
+        ({}, "3 steps (6 micro-batches): activations' peak 40.0 → 10.0 MiB, 37.5% waited, 90.0 MiB to NVMe"),
+        (host, "3 steps (6 micro-batches): activations' peak 40.0 → 8.0 MiB, 37.5% waited, 1.0 GiB to host memory"),
+        (nothing, "7 forward passes: activations' peak 40.0 MiB, 37.5% waited, nothing moved"),
+    ):
+        facts = Facts(config=OffloadConfig(target="nvme"), counts=_statistics(**changes), step=step)
+        assert facts.summary == line
+        assert render_report(facts).startswith(f"actoffload (target nvme): {line}\n")
+        assert closing_line(facts) == f"actoffload: {line}; details: actoffload trace -- PROGRAM"
 
 
 def test_without_an_optimizer_forward_passes_are_counted(make_offloader: MakeOffloader) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import sys
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from actoffload import OffloadConfig, Offloader
-from actoffload.analysis.report_page import COLOURS, comparison, predictions_table, tiles, write_page
+from actoffload.analysis.report_page import COLOURS, comparison, sections, tiles, write_page
 from actoffload.analysis.trace_file import Counter, Moved, Note, Phase, TraceFile, Wait, load
 from actoffload.analysis.traced_run import (
     AWAY,
@@ -26,6 +27,7 @@ from actoffload.analysis.traced_run import (
     SAVED,
     SAVED_SUM,
     Run,
+    format_number,
     look_at,
     verdict_of,
 )
@@ -150,7 +152,7 @@ def test_numbers_memory_links_waits_and_what_stayed() -> None:
         assert sum(moment.by_kind.values()) - moment.by_kind[AWAY] == moment.total
     (link,) = run.links()
     assert (link.name, link.nbytes, link.can_do) == ("disk write", 8 * MIB, 16 * MIB)
-    assert link.used == pytest.approx({"forward": 0.25, "backward": 0.25}), "half of each, at half of what it can do"
+    assert link.used == pytest.approx({"forward": 0.5, "backward": 0.5}), "from the middle of one to that of the other"
     waits = [(wait.module, wait.count, round(wait.total_s, 9)) for wait in run.dearest_waits()]
     assert waits == [("a", 2, 0.5), ("b", 1, 0.1)]
     assert run.kept() == {"input": 7, "policy": 4}
@@ -164,7 +166,19 @@ def test_a_prediction_for_a_micro_batch_stands_beside_what_a_micro_batch_took() 
     known = {**trace.metadata, "predicted": {"step_s": 0.5}, "seen": {"step_s": 0.6}}
     for what, seen_s in (("a step", 2.0), ("a micro-batch", 0.6)):
         run = look_at(replace(trace, metadata={**known, "planned_for": what}))
-        assert predictions_table(run)[1:] == [(what, "500 ms", format_time(seen_s))]
+        assert sections(run)[-1].table[1:] == [(what, "500 ms", format_time(seen_s))]
+
+
+def test_no_link_is_in_use_for_more_than_all_of_a_phase() -> None:
+    """Even if a step moves bytes at ten times the rate of the run, by transfers that lie upon each other."""
+    trace = _by_hand().trace
+    (ours, _), slow = trace.transfers, 0.1 * MIB
+    trace.counters["disk write"].add(9.5, {"bytes_per_s": 0.0, "can_do": slow})
+    each = [replace(ours, begin_s=8.0 + n / 8, end_s=10.0 - n / 8, track=f"disk write #{n}") for n in range(1, 4)]
+    run = look_at(replace(trace, transfers=tuple(each)))
+    (link,) = run.links()
+    assert link.can_do < link.nbytes / 2.0
+    assert link.used == pytest.approx({"forward": 0.875, "backward": 0.875})
 
 
 # -- what to do next --------------------------------------------------------------------------------------------------
@@ -268,10 +282,14 @@ def test_the_report_of_a_real_run(traces: dict[str, Path]) -> None:
     assert abs(sum(saved.values()) - statistics["activation_bytes"] / 5) < len(saved) + 1, "each is rounded down"
 
 
-def test_the_page_the_report_and_the_statistics_have_the_same_figures(traces: dict[str, Path]) -> None:
+def test_the_page_the_report_and_the_statistics_have_the_same_figures(traces: dict[str, Path], tmp_path: Path) -> None:
     run = look_at(load(traces["budget"]))
-    metadata = run.trace.metadata
-    peak, before = (metadata["statistics"][name] for name in ("plan_peak_bytes", "baseline_peak_bytes"))
+    metadata, numbers = run.trace.metadata, run.numbers()
+    statistics = metadata["statistics"]
+    peak, before = (statistics[name] for name in ("plan_peak_bytes", "baseline_peak_bytes"))
+    assert numbers["moved_bytes"] == statistics["nvme_written_bytes"] / numbers["steps"]
+    waited_s = statistics["pack_wait_s"] + statistics["unpack_wait_s"]
+    assert numbers["wait_s"] == pytest.approx(waited_s / numbers["steps"], rel=0.01, abs=1e-5)
     shown = {name: f"{value} {note}" for name, value, note in tiles(run)}
     report = metadata["report"].splitlines()
     assert run.summary() == report[0].removeprefix("actoffload (target nvme): ")
@@ -280,10 +298,18 @@ def test_the_page_the_report_and_the_statistics_have_the_same_figures(traces: di
         assert format_size(nbytes).split()[0] in report[0]
     process = next(line for line in report if "whole process" in line)
     for name in ("process_peak_bytes", "process_before_bytes"):
-        size = format_size(metadata["statistics"][name])
+        size = format_size(statistics[name])
         assert size in process
         assert size in shown["process, peak"]
     assert shown["what limits"].strip().lower() in metadata["diagnosis"][0].lower()
+    assert shown["a step"].startswith(f"{format_time(run.step_s)} waits {format_time(numbers['wait_s'])} ")
+    assert comparison([run])[1:] == [(label, format_number(name, numbers[name])) for name, label in LABELS.items()]
+    write_page([run], tmp_path / "page.html")
+    page = html.unescape((tmp_path / "page.html").read_text(encoding="utf-8"))
+    figures = [run.summary(), *(cell for _, *cells in tiles(run) for cell in cells)]
+    tables = [comparison([run]), *(section.table for section in sections(run))]
+    for text in (*figures, *(cell for table in tables for row in table for cell in row)):
+        assert text in page
 
 
 def test_a_long_step_has_few_moments_and_its_highest_one() -> None:
@@ -303,6 +329,8 @@ def test_a_difference_within_the_noise_of_the_steps_is_none() -> None:
     assert "a step is 50% slower" in verdict_of(replace(run, lengths_s=(2.0, 2.0)), replace(run, lengths_s=(3.0, 3.0)))
     rows = {row[0]: row[1:] for row in comparison([run, replace(run, step_s=3.0)])}
     assert rows[LABELS["step_s"]] == ("2 s", "3 s", "+1 s (+50%)")
+    rows = {row[0]: row[1:] for row in comparison([run, replace(run, step_s=1.0)])}
+    assert rows[LABELS["step_s"]] == ("2 s", "1 s", "-1 s (-50%)")
 
 
 def test_a_prediction_says_that_the_machine_has_changed() -> None:
@@ -311,6 +339,11 @@ def test_a_prediction_says_that_the_machine_has_changed() -> None:
         seen = Observed(step_s=factor * profile.step_s + 1.0, forward_wait_s=0.0, backward_wait_s=1.0)
         assert told in machine_changed(profile, seen)
         assert bool(told) is bool(machine_changed(profile, seen)), "waits are the plan's, and prove nothing"
+        trace = _by_hand().trace
+        known = {**trace.metadata, "predicted": {"step_s": 1.0}, "machine_changed": machine_changed(profile, seen)}
+        run = look_at(replace(trace, metadata=known))
+        assert run.machine_changed in sections(run)[-1].meaning
+        assert told in sections(run)[-1].meaning
 
 
 def test_a_copy_of_nothing_is_no_use_of_a_link(tmp_path: Path) -> None:
@@ -373,8 +406,8 @@ def test_a_page_needs_jinja(traces: dict[str, Path], monkeypatch: pytest.MonkeyP
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 MOST_BYTES = 1_500_000
-TEXT = {"light": "rgb(27, 27, 27)", "dark": "rgb(236, 236, 236)"}
-CUT = """[...document.querySelectorAll("h1, h3, p, li, td, th, small, b, summary, .label, .y span, .x")].filter(one => {
+TEXT = {"light": "rgb(0, 0, 0)", "dark": "rgb(255, 255, 255)"}
+CUT = """[...document.querySelectorAll("h1, h3, p, li, td, th, small, .tile b, summary, .x, .y")].filter(one => {
   const box = one.getBoundingClientRect();
   return box.width && (one.scrollWidth > one.clientWidth + 1 && getComputedStyle(one).display !== "inline"
     || box.left < 0 || box.right > innerWidth);
@@ -404,7 +437,7 @@ def page(file: Path) -> Iterator[Page]:
 
 def test_the_page_answers_first_and_is_small(file: Path, traces: dict[str, Path]) -> None:
     text = file.read_text(encoding="utf-8")
-    order = ["<h1>", 'class="tile"', "Side by side", "What to do next", "Memory over one step", "Transfers and waits"]
+    order = ["<h1>", 'class="tile"', "What to do next", "over one step", "disk write: ", "All numbers"]
     places = [text.index(each) for each in (*order, "What stayed, and why", "Predicted and seen")]
     assert places == sorted(places)
     assert text.count('<div class="tile"') == 8, "four for each run"
@@ -423,11 +456,12 @@ def test_the_page_answers_first_and_is_small(file: Path, traces: dict[str, Path]
 def test_each_colour_is_one_thing_and_none_is_missing(file: Path) -> None:
     """A chart names its parts by the classes of `COLOURS`; what is away has the colour of what it is."""
     assert {*KINDS, "write", "read", "wait"} == COLOURS.keys()
-    assert len(set(COLOURS.values())) == len(COLOURS) - 1
+    assert len(set(COLOURS.values())) == len(COLOURS)
+    assert f", {COLOURS[SAVED]} " in COLOURS[AWAY]
     text = file.read_text(encoding="utf-8")
-    drawn = re.findall(r'<path class="([a-z-]+)"|<svg [^>]*class="([a-z-]+)"', text)
-    assert drawn
-    assert {path or band for path, band in drawn} <= {name.replace(" ", "-") for name in COLOURS}
+    drawn = set(re.findall(r'<b class="([a-z-]+)"|<i class="bar ([a-z-]+)"', text))
+    assert {kind or band for kind, band in drawn} <= {name.replace(" ", "-") for name in COLOURS}
+    assert {"saved-activations", "away", "write", "read"} <= {kind or band for kind, band in drawn}
 
 
 def test_no_text_can_be_cut(file: Path, traces: dict[str, Path]) -> None:
@@ -435,40 +469,43 @@ def test_no_text_can_be_cut(file: Path, traces: dict[str, Path]) -> None:
     text = file.read_text(encoding="utf-8")
     found = re.findall(r"^\s*([^{}@]+) \{ ([^{}]*) \}$", text.partition("<style>")[2], re.MULTILINE)
     rules = dict(reversed(found))  # the first of a selector, before those for narrow windows
-    assert {name for name, rule in rules.items() if "nowrap" in rule} == {".y span, .x"}
-    assert {name for name, rule in rules.items() if "hidden" in rule} == {".chart svg, .band svg"}, "they have no text"
+    assert {name for name, rule in rules.items() if "nowrap" in rule} == {".x, .y, .phase"}
+    assert not any("hidden" in rule for rule in rules.values())
     assert "overflow-wrap: break-word" in rules["body"]
-    assert "overflow-wrap: anywhere" in rules["th, td"]
-    assert "minmax(0, 1fr)" in rules[".runs"]
-    ticks = re.findall(r'<div class="y"[^>]*><span>([^<]*)|<span class="x"[^>]*>([^<]*)', text)
-    assert 0 < max(len(a or b) for a, b in ticks) <= 9
+    assert "overflow-wrap: anywhere" in rules["td:first-child"]
+    assert "minmax(min(100%, var(--least)), 1fr)" in rules[".grid"]
+    assert 0 < max(map(len, re.findall(r'<span class="[xy]"[^>]*>([^<]*)', text))) <= 9
 
 
 def test_a_browser_shows_the_page_without_an_error_or_the_network(page: Page) -> None:
-    assert page.evaluate("[...document.querySelectorAll('.whole .chart')].every(one => one.clientWidth > 300)")
+    assert page.evaluate("[...document.querySelectorAll('.chart')].slice(0, 3).every(one => one.clientWidth > 300)")
     assert page.evaluate("performance.getEntriesByType('resource').map(entry => entry.name)") == []
     timing = "performance.getEntriesByType('navigation')[0].domComplete"
     assert page.evaluate(timing) > 0, "it has been drawn"
     assert page.problems == []
 
 
-def test_a_label_shows_under_the_pointer(page: Page) -> None:
-    label = "[...document.querySelectorAll('.whole .moments span')].map(one => getComputedStyle(one).display)"
-    assert set(page.evaluate(label)) == {"none"}
-    spot = """(() => {
-      const area = document.querySelectorAll(".whole .chart")[1];
+def test_the_figures_of_a_moment_are_under_the_pointer(page: Page) -> None:
+    """The browser shows a title after a moment. No line or label of the chart covers it."""
+    title = """(() => {
+      const area = document.querySelectorAll(".memory")[1];
       area.scrollIntoView({block: "center"});
-      const box = area.getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2]; })()"""
-    page.point_at(*page.evaluate(spot))
-    page.wait_for(f"{label}.includes('block')")
+      const box = area.getBoundingClientRect(), moments = [...area.querySelectorAll(".moment")];
+      return moments.map(one => one.getBoundingClientRect()).filter(one => one.width > 2).map(one =>
+        document.elementFromPoint(one.x + one.width / 2, box.y + box.height - 5).closest("[title]")?.title ?? "");
+    })()"""
+    found = page.evaluate(title)
+    assert len(found) > 3
+    assert all(re.match(r"[\d.]+ [mµ]?s\n", each) and "before training: " in each for each in found)
 
 
 def test_activations_alone_can_be_chosen(page: Page) -> None:
-    shown = "['.whole', '.only'].map(name => document.querySelector(name + ' .chart').clientHeight > 0)"
-    assert page.evaluate(shown) == [True, False]
-    page.evaluate("document.getElementById('only').click()")
-    assert page.evaluate(shown) == [False, True]
-    page.evaluate("document.getElementById('only').click()")
+    shown = "[...document.querySelectorAll('.memory')].map(one => one.checkVisibility())"
+    assert page.evaluate(shown) == [True, True, False, False]
+    page.evaluate("document.querySelector('details').open = true")
+    assert page.evaluate(shown) == [True] * 4
+    alone = "[...document.querySelectorAll('details .memory b')].map(one => one.className)"
+    assert set(page.evaluate(alone)) == {"saved-activations", "away"}
 
 
 @pytest.mark.parametrize("scheme", TEXT)
