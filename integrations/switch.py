@@ -26,8 +26,21 @@ _in_trainer = contextvars.ContextVar("in_trainer", default=False)
 """A trainer is attached as a whole, so the models and engines that it prepares are not attached again."""
 
 
+_to_sum_up: list[Offloader] = []
+"""Held until the program ends, because their models may go before."""
+
+
 def _sum_up_at_exit(offloader: Offloader) -> None:
-    atexit.register(offloader.sum_up)  # which holds it until then: its model may have gone before
+    if not _to_sum_up:
+        atexit.register(_sum_up)
+    _to_sum_up.append(offloader)
+
+
+def _sum_up() -> None:
+    """Write a line for each model; one whose forward never ran (adapters that a trainer prepares apart) adds none."""
+    ran = [each for each in _to_sum_up if each.statistics().packed_tensors]
+    for each in ran or _to_sum_up[:1]:
+        each.sum_up()
 
 
 def patch(module: ModuleType) -> None:
