@@ -150,6 +150,10 @@ class Attachment(Hooking):
         there: Attachment | None = module.__dict__.get(ATTACHMENT)
         return there if there is not None and there.module is module else None
 
+    def report(self) -> str:
+        """Return the run's counts and their reasons as text, as `Offloader.report` does."""
+        return self.offloader.report()
+
     def detach(self) -> None:
         """Restore the module from its next call on. Tensors saved before stay usable. Idempotent."""
         if not _detach(self.module, self):

@@ -47,7 +47,7 @@ def attach(trainer: Trainer, **options: Any) -> TrainerAttachment:
         options: the fields of `actoffload.OffloadConfig`: ``target``, ``path``, ...; ``announce="none"`` for silence.
 
     Returns:
-        The attachment, also found as ``trainer.actoffload``: ``.offloader`` and ``.detach()``.
+        The attachment, also found as ``trainer.actoffload``: ``.report()``, ``.offloader`` and ``.detach()``.
 
     Raises:
         ConfigError: ``trainer`` is not a trainer, is attached already, offloads activations in a way that cannot be
@@ -97,6 +97,10 @@ class TrainerAttachment(TrainerCallback):
         """The offloader of this model for these options; trainers of one model with the same options share it."""
         return self._context.offloader
 
+    def report(self) -> str:
+        """Return the run's counts and their reasons as text, as `Offloader.report` does."""
+        return self.offloader.report()
+
     def detach(self) -> None:
         """Restore the trainer. Tensors saved so far stay usable. Idempotent."""
         if not self._attached:
@@ -130,20 +134,32 @@ class TrainerAttachment(TrainerCallback):
             flag.write(flag.off)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Add the counts since the last log, for every logger: W&B, TensorBoard, MLflow, trackio, ..."""
+        """Add the counts since the last log, for every logger (W&B, TensorBoard, ...) and to ``state.log_history``."""
         if logs is None or "loss" not in logs:
             return
         before, now = self._reported, self.offloader.statistics()
         self._reported = now
         plans, self._plans = self._plans, self.offloader.plan_history
-        planned_anew = int(plans != self._plans)
-        logs.update({**now.metrics(since=before), "actoffload/planned_anew": planned_anew})
+        found = {**now.metrics(since=before), "actoffload/planned_anew": int(plans != self._plans)}
+        logs.update(found)
+        # The trainer has put a copy of these logs there before it calls its callbacks.
+        last = state.log_history[-1] if state.log_history else {}
+        if "loss" in last and last.get("step") == state.global_step:
+            last.update(found)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # Again: the program may have switched a flag on since it attached the trainer.
         self._take_over()
         _refuse_conflicts(self.trainer)
         self._began_at, self._runs = state.global_step, 0
+        if self.offloader.statistics().packed_tensors:  # its first line came in an earlier training
+            headline, _, _ = self.report().partition("\n")
+            self._announce(f"{headline} so far; training begins again")
+
+    def _announce(self, line: str) -> None:
+        announce = self.offloader.config.announce
+        if announce != "none":
+            (announce if callable(announce) else _print_once)(line)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         _logger.info(self.offloader.report())

@@ -33,7 +33,8 @@ def sum_up(parts: Mapping[str, Any]) -> None:
 def sum_up_at_end(offloader: object) -> None:
     """Write the line at exit, or as the offloader dies, whichever comes first. Nothing of it lives longer for that.
 
-    Its model often goes before the process ends, and its host memory and files on disk with it.
+    Its model often goes before the process ends, and its host memory and files on disk with it. An offloader whose
+    model never ran adds no line: trainers also prepare adapters, for their parameters alone.
     """
     # The finalizer holds the attributes, which never refer to the offloader itself: it would live for ever.
     dying = weakref.finalize(offloader, _sum_up_later, vars(offloader))
@@ -44,10 +45,15 @@ def sum_up_at_end(offloader: object) -> None:
 def _sum_up_later(parts: Mapping[str, Any]) -> None:
     # On a thread, because the line needs locks, which a finalizer must not take. The process waits for it to end.
     with contextlib.suppress(RuntimeError):  # the system starts no more threads
-        threading.Thread(target=sum_up, args=(parts,), name="actoffload-last-line").start()
+        threading.Thread(target=_sum_up_if_it_ran, args=(parts,), name="actoffload-last-line").start()
 
 
 def _sum_up_if_alive(dying: weakref.finalize[Any, Any]) -> None:
     alive = dying.detach()
     if alive is not None:
-        sum_up(*alive[2])
+        _sum_up_if_it_ran(*alive[2])
+
+
+def _sum_up_if_it_ran(parts: Mapping[str, Any]) -> None:
+    if parts["store"].statistics().steps:
+        sum_up(parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -281,6 +282,52 @@ def test_logs_say_when_it_was_planned_anew(tmp_path: Path) -> None:
         trainer.train()
         assert offloader.autopilot is not None
         assert sum(told) == len(offloader.autopilot.history) >= 1
+
+
+def test_the_history_of_logs_has_the_numbers_of_each_log(tmp_path: Path) -> None:
+    trainer, sent = make_trainer(tmp_path, max_steps=4, eval_strategy="steps", eval_steps=2), list[dict[str, Any]]()
+
+    class Logs(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            sent.append(ours(logs))
+
+    def ours(log: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in log.items() if name.startswith("actoffload/")}
+
+    trainer.add_callback(Logs())
+    with attached(trainer, **spool(tmp_path)) as offloader:
+        trainer.train()
+        history = trainer.state.log_history
+        assert [ours(entry) for entry in history] == sent
+        assert [bool(ours(entry)) for entry in history] == ["loss" in entry for entry in history]
+        moved = sum(entry.get("actoffload/moved_bytes", 0) for entry in history)
+        assert moved == offloader.statistics().moved_bytes > 0
+        trainer.state.save_to_json(str(tmp_path / "state.json"))
+
+
+def test_each_training_has_a_first_line_and_a_report(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options: dict[str, Any] = {"target": "nvme", "path": tmp_path, "min_bytes": 1024}
+    trainer = make_trainer(tmp_path)
+    other, quiet = (Trainer(trainer.model, trainer.args, train_dataset=trainer.train_dataset) for _ in range(2))
+    attachment = attach(trainer, **options)
+    trainer.train()
+    trainer.train()
+    assert trainer.actoffload.report().startswith("actoffload (target nvme): ")
+    attachment.detach()
+    again = attach(other, **options)
+    other.train()
+    again.detach()
+    silent = attach(quiet, **options, announce="none")
+    quiet.train()
+    quiet.train()
+    silent.detach()
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("actoffload")]
+    again_line = r"actoffload \(target nvme\): \d+ steps: .* so far; training begins again"
+    assert len(lines) == 3
+    assert lines[0].startswith("actoffload: target nvme")
+    assert all(re.fullmatch(again_line, line) for line in lines[1:]), lines
+    for one in {attachment.offloader, again.offloader, silent.offloader}:
+        one.close()
 
 
 def test_a_trainer_that_passes_by_is_warned_of(tmp_path: Path, transformers_log: pytest.LogCaptureFixture) -> None:

@@ -44,7 +44,9 @@ ELSEWHERE = {
     r"docs/frameworks/megatron\.md, .*": "integration/test_megatron_arguments.py::documented_lines",
     r"docs/upstream/torchtitan\.md, .*": "integration/test_torchtitan.py::found",
     r"docs/upstream/(?!torchtitan).*": "integration/test_upstream.py::test_the_shim_moves_and_changes_no_loss",
-    r"docs/(frameworks/(?!megatron)|remat).*": "integration/test_upstream.py::test_a_block_puts_a_model_inside",
+    r"docs/frameworks/recipes\.md, .*": "unit/test_recipes.py::test_a_line_of_code_attaches_the_model",
+    r".*(axolotl|llamafactory-cli|swift|musubi_tuner\S+) .*": "unit/test_recipes.py::test_variables_are_ours",
+    r"docs/(frameworks/(?!megatron|recipes)|remat).*": "integration/test_upstream.py::test_a_block_puts_a_model_inside",
 }
 SMALLER = {
     "make demo": "DEMO_ARGS=--help",
@@ -129,8 +131,8 @@ def test_nothing_is_left_out() -> None:
         assert re.search(rf"^(def )?{name}\b", text, re.MULTILINE), f"{file} has no {name}"
     everything = list(pages.pieces())
     assert len(pages.BLOCKS) == sum(piece.kind == "python" for piece in everything), "one below each heading"
-    kinds = {piece.kind for piece in everything}
-    assert kinds == {"prose", "bash", "python", "diff", "text", "{eval-rst}", "{toctree}"}, "another is not looked at"
+    known = {"prose", "bash", "python", "yaml", "diff", "text", "{eval-rst}", "{toctree}"}
+    assert {piece.kind for piece in everything} == known, "another is not looked at"
     prose = [piece for piece in everything if piece.kind == "prose"]
     indented = [piece.name for piece in prose if re.search(r"\n\n    +[^ \n-]", piece.text)]
     assert indented == [], "a block of code stands between fences that name its language"

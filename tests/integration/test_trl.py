@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import frameworks_cpu
 from benchmarks.harness import run_sample
 from tests.integration.evidence import assert_evidence
-from tests.integration.hf_models import QUIET, attached, compare, llama, sentence, tokenizer
+from tests.integration.hf_models import QUIET, attached, compare, llama, make_trainer, sentence, tokenizer
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 for _package in ("trl", "peft", "datasets"):
@@ -144,6 +145,17 @@ def test_its_own_flag_is_taken_over(
     with attached(trainer, target="nvme", path=tmp_path):
         assert isinstance(trainer.maybe_activation_offload_context, nullcontext)
     assert trainer.maybe_activation_offload_context is theirs
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator has what both ask for")
+def test_without_us_a_target_means_true_and_fails_on_a_cpu(model_path: str, tmp_path: Path) -> None:
+    """As docs/integrations.md says; test_switch.py has the same flags with the switch."""
+    with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'type'"):
+        sft(model_path, tmp_path / "out", "plain", activation_offloading="nvme")
+    chosen = {"use_reentrant": False, "offload": "nvme"}
+    trainer = make_trainer(tmp_path, activation_checkpointing=True, activation_checkpointing_kwargs=chosen)
+    with pytest.raises(RuntimeError, match="pin_memory=True requires"):
+        trainer.train()
 
 
 def test_its_own_flag_is_taken_over_when_it_comes_later(model_path: str, tmp_path: Path) -> None:

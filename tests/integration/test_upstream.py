@@ -15,7 +15,7 @@ from tests.integration.processes import ROOT, launch
 NOTES = {file.stem: file.read_text(encoding="utf-8") for file in (ROOT / "docs/upstream").glob("*.md")}
 RUN = ("deepspeed", "transformers", "trl")
 """test_torchtitan.py runs the other one."""
-BLOCKS = [name for name in pages.BLOCKS if re.match(r"docs/(frameworks/(?!megatron)|remat)", name)]
+BLOCKS = [name for name in pages.BLOCKS if re.match(r"docs/(frameworks/(?!megatron|recipes)|remat)", name)]
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,11 @@ THEIRS = {
     "gradient_checkpointing gradient_checkpointing_kwargs model_init use_reentrant",
     "lightning": "activation_checkpointing_policy",
     "diffusers and timm": "enable_gradient_checkpointing set_grad_checkpointing",
-    "LLaMA-Factory": "use_unsloth_gc",
+    "axolotl and ms-swift": "activation_cpu_offload fsdp_config layer_offloading legacy hidden_states",
+    "LLaMA-Factory": "MCA USE_MCA USE_V1 use_reentrant_gc use_unsloth_gc",
+    "unsloth": "get_peft_model use_gradient_checkpointing",
+    "verl": "FSDPEngine actor_rollout_ref enable_activation_offload engine sft_trainer",
+    "OneTrainer and litgpt": "fabric offload_fraction trainer.model.transformer trainer.model.unet",
     "trl": "SFTTrainer activation_offloading",
     "deepspeed": "aio_handle non_reentrant_checkpoint partition_activations",
     "megatron": "extra_args_provider gpt_config_from_args parse_and_validate_args pretrain "
@@ -50,7 +54,8 @@ THEIR_FLAGS = (
     "--compile.enable --compile.memory_policy --compile.mode --config --cpu-offloading --cpu-offloading-num-layers "
     "--fine-grained-activation-offloading --help --its-own --module --nproc-per-node --offload-modules "
     "--gradient_checkpointing_kwargs --overlap-moe-expert-parallel-comm --pp --recompute-granularity "
-    "--training.disable_cuda_graphs"
+    "--training.disable_cuda_graphs --gradient_checkpointing --gradient_checkpointing_cpu_offload --dataset_config "
+    "--blocks_to_swap --block_swap_h2d_only --fp8_scaled --dataset"
 )
 YOUR_FILES = re.compile(
     r"(?:train|run|run\.rank0|before|plan|profile|config|page|FILE|mine)\.(?:py|json|html)|.*_DATE\.json"
