@@ -381,6 +381,8 @@ class _Step:
                 if until > now:
                     self.waits.append((p, until - now))
                 now = until
+        if transfers.left[p] and self.workload.profile.storages[p].let_go:
+            device.remove(p, now)  # before the fetch of the next one, as the offloader does
         self.ahead.arrive(p, now, place)
 
     def _hold(self, p: int, now: float) -> None:
