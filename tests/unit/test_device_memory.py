@@ -17,6 +17,7 @@ from actoffload import OffloadConfig, Offloader
 from actoffload.autotune.shapes import Shape
 from actoffload.errors import BudgetError, ConfigError
 from actoffload.planning.profile import RECOMPUTED, Profile, Storage
+from actoffload.runtime.run_so_far import Beside
 from actoffload.testing.simulated_device import NAME, SimulatedDevice
 from tests.harness import (
     Chain,
@@ -28,6 +29,7 @@ from tests.harness import (
     simulated,
     train_step,
 )
+from tests.host_bound import highest_allocated
 
 MIB = 1 << 20
 WIDTH, ROWS = 64, 2048
@@ -88,13 +90,13 @@ def _train(
     optimizer = torch.optim.Adam(model.parameters(), foreach=False)
     for step in range(steps):
         torch.accelerator.synchronize()
-        torch.accelerator.reset_peak_memory_stats()
-        for part in range(accumulate):
-            _step(model, rows[(step + part) % len(rows)], offloader)
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.accelerator.synchronize()
-        peaks.append(torch.accelerator.max_memory_allocated())
+        with highest_allocated() as found:
+            for part in range(accumulate):
+                _step(model, rows[(step + part) % len(rows)], offloader)
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.accelerator.synchronize()
+        peaks.append(max(found))
     return peaks, model
 
 
@@ -280,8 +282,8 @@ def test_a_share_is_of_what_the_device_has(device: SimulatedDevice, given: str, 
     with _offloader(device_memory=given) as offloader:
         _train(3, offloader)
         pilot = autopilot_of(offloader)
-        left, other = offloader.store.shared.budget.limit_bytes, pilot._shape.other_bytes
-    assert left + other == pytest.approx(share * (1 << 28), rel=0.02)
+        left, beside = offloader.store.shared.budget.limit_bytes, pilot._shape.beside
+    assert left + beside.nbytes == pytest.approx(share * (1 << 28), rel=0.02)
 
 
 @pytest.mark.parametrize("asks", [False, True], ids=["", "statistics between"])
@@ -344,9 +346,10 @@ def test_what_a_step_needs_beside_saved_tensors_is_as_where_all_regions_ran_agai
     held = Storage(index=None, nbytes=50, birth_s=0.0, need_s=None, last_need_s=1.0, kept=RECOMPUTED)
     some, none = Profile(storages=(held,), backward_s=1.0), Profile(storages=(), backward_s=1.0)
     shape = Shape(())
-    shape.needs_beside(some, 100, 10, settled=True)
+    first, second = Beside(100, 10, {0: 5}), Beside(180, 20, {})
+    shape.needs_beside(some, first, settled=True)
     shape.once = frozenset({1})
-    shape.needs_beside(some, 180, 20, settled=False)
-    assert (shape.other_bytes, shape.began_bytes, shape.settled) == (100, 10, True)
-    shape.needs_beside(none, 180, 20, settled=False)
-    assert (shape.other_bytes, shape.began_bytes, shape.settled) == (180, 20, False), "nothing keeps room free"
+    shape.needs_beside(some, second, settled=False)
+    assert (shape.beside, shape.settled) == (first, True)
+    shape.needs_beside(none, second, settled=False)
+    assert (shape.beside, shape.settled) == (second, False), "nothing keeps room free"
