@@ -173,6 +173,57 @@ def test_the_first_line_and_the_report_name_the_peak_of_the_device(device: Simul
     assert float(told[1]) * MIB == pytest.approx(peak, rel=0.04)
 
 
+class _Forward(nn.Module):
+    """A block that takes much memory in its first run alone."""
+
+    TAKES = 8 * MIB
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.raises = _Block(), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.raises:
+            raise ValueError("raises")
+        if torch._C._current_graph_task_id() == -1:
+            torch.empty(self.TAKES, dtype=torch.uint8, device=NAME)
+        out: Tensor = self.block(x)
+        return out
+
+
+@pytest.mark.simulated
+def test_the_forward_of_a_region_has_its_room_and_backward_has_it_afterwards(device: SimulatedDevice) -> None:
+    blocks = 8
+    torch.manual_seed(0)
+    model = nn.Sequential(*(_Checkpointed(_Forward()) for _ in range(blocks))).to(NAME)
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+
+    def step(offloader: Offloader | None = None) -> int:
+        with highest_allocated() as found:
+            _step(model, ROWS, offloader)
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.accelerator.synchronize()
+        return max(found)
+
+    saved = ROWS * WIDTH * 4  # by each block: its input
+    limit = [step() for _ in range(2)][-1] - 3 * saved
+    _empty(device)
+    device.limit(limit)
+    with _offloader(device_memory=limit) as offloader:
+        offloader.use(model)
+        assert max([step(offloader) for _ in range(10)]) <= limit
+        shape = autopilot_of(offloader)._shape
+        assert shape.beside.in_forward.keys() == set(range(blocks))
+        assert limit - shape.beside.nbytes > blocks * saved, "backward may have all inputs at once"
+        model[1].block.raises = True
+        with pytest.raises(ValueError, match="raises"), offloader:
+            model(_batch(ROWS))
+        accounts = offloader.store.shared.accounts
+        assert offloader.statistics().live_records == 0
+        assert accounts.baseline_bytes == 0
+
+
 @pytest.mark.simulated
 def test_states_that_pass_the_number_alone_are_an_error_before_the_second_forward(device: SimulatedDevice) -> None:
     peaks, model = _train(1, None, rows=(8,))
