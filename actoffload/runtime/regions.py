@@ -143,6 +143,7 @@ class Regions:
                     accounts.pack_wait_s += tier.make_room(region.taken_bytes)
                 accounts.baseline_bytes += region.taken_bytes
                 accounts.add_resident(region.taken_bytes)
+                self._run.taken_bytes += region.taken_bytes
         return region
 
     def over(self, region: Region) -> None:
@@ -151,6 +152,7 @@ class Regions:
             region.recorded.over = True
         if region.taken_bytes:
             self._shared.accounts.deferred.append(region.taken_bytes)
+            self._run.taken_bytes -= region.taken_bytes
 
     @aborts_when_interrupted
     def end(self, region: Region) -> None:
@@ -158,7 +160,6 @@ class Regions:
         if region.recorded is not None:
             with self._shared.lock:
                 self._profiler.region_ended(region.recorded)
-                self._shared.accounts.count_deferred()
                 self._look_at_memory(region.place)
 
     def forward_ended(self, tape: Tape[Record]) -> None:

@@ -37,6 +37,7 @@ class RunSoFar:
         process_before_bytes: the resident memory of the process then.
         first_step: the time at which the first step ended, and its counts; it allocates memory that all steps use.
         beside: the memory beside saved tensors in the last recorded step.
+        taken_bytes: bytes beside saved tensors that count as resident, for the forwards of regions.
         passed_bytes: the most bytes on the device in the forwards and backwards of the last step, if that was a new
             peak; else 0, as an allocator reports the highest peak alone.
         states_bytes: the most bytes on the device as an optimizer's step ended: parameters, gradients and states.
@@ -49,7 +50,7 @@ class RunSoFar:
         self.process_before_bytes = 0
         self.first_step: tuple[float, Accounts] | None = None
         self.beside = Beside(0, 0, {})
-        self.passed_bytes = self.states_bytes = 0
+        self.passed_bytes = self.states_bytes = self.taken_bytes = 0
         self.peak_beside_bytes: int | None = None
         self._forwards_now: dict[int, int] = {}
         self._resets = False
@@ -142,7 +143,9 @@ class RunSoFar:
         if memory is None:
             return
         (allocated, most), accounts = memory, self._accounts
-        held, resident = accounts.recomputed_bytes, accounts.resident_bytes - accounts.recomputed_bytes
+        accounts.count_deferred()
+        held = accounts.recomputed_bytes
+        resident = accounts.resident_bytes - held - self.taken_bytes
         beside = allocated - resident - held
         if most > self._most_bytes:
             beside = max(beside, most - min(resident, self._resident_bytes) - max(held, self._held_bytes))

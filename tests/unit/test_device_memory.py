@@ -6,6 +6,7 @@ import gc
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from actoffload import OffloadConfig, Offloader
 from actoffload.autotune.shapes import Shape
 from actoffload.errors import BudgetError, ConfigError
 from actoffload.planning.profile import RECOMPUTED, Profile, Storage
-from actoffload.runtime.run_so_far import Beside
+from actoffload.runtime.run_so_far import Beside, RunSoFar
 from actoffload.testing.simulated_device import NAME, SimulatedDevice
+from actoffload.tiers.accounts import Accounts
 from tests.harness import (
     Chain,
     MakeOffloader,
@@ -216,7 +218,8 @@ def test_the_forward_of_a_region_has_its_room_and_backward_has_it_afterwards(dev
         shape = autopilot_of(offloader)._shape
         assert shape.beside.in_forward.keys() == set(range(blocks))
         assert limit - shape.beside.nbytes > blocks * saved, "backward may have all inputs at once"
-        model[1].block.raises = True
+        broken: Any = model[1].block
+        broken.raises = True
         with pytest.raises(ValueError, match="raises"), offloader:
             model(_batch(ROWS))
         accounts = offloader.store.shared.accounts
@@ -391,6 +394,42 @@ def test_what_a_recomputation_holds_is_a_part_of_what_is_saved(device: Simulated
         budget = autopilot_of(offloader).limits.device_budget
         assert budget is not None
         assert budget >= 0.7 * offloader.statistics().baseline_peak_bytes
+
+
+class _Allocator:
+    """In the place of `Tiers`: an allocator that counts, and whose peak can begin anew."""
+
+    def __init__(self) -> None:
+        self.shared = SimpleNamespace(config=SimpleNamespace(device_memory=1000))
+        self.now = self.most = 100
+
+    def take(self, peak: int, now: int) -> Any:
+        self.most, self.now = max(self.most, peak), now
+        return self
+
+    def in_use(self) -> tuple[int, int]:
+        return self.now, self.most
+
+    def reset_peak(self) -> None:
+        self.most = self.now
+
+
+def test_what_only_the_forward_of_a_region_needs_is_known_apart() -> None:
+    accounts, tiers = Accounts(), _Allocator()
+    run: Any = RunSoFar(accounts)
+    run.begin_looking(tiers, recorded=True)
+    run.look_at_memory(tiers.take(peak=900, now=100), place=0)
+    run.look_at_memory(tiers.take(peak=300, now=100), place=1)
+    run.look_at_memory(tiers.take(peak=400, now=100))
+    accounts.add_resident(50)
+    run.look_at_memory(tiers.take(peak=500, now=150))  # between two looks 50 may have been resident or not
+    accounts.add_resident(70)
+    run.taken_bytes = 70
+    run.look_at_memory(tiers.take(peak=150, now=150))
+    run.look_at_memory(tiers.take(peak=560, now=150))
+    run.backward_ends(tiers, recorded=True)
+    assert run.beside == Beside(510, 100, {0: 390})
+    assert run.passed_bytes == 900
 
 
 def test_what_a_step_needs_beside_saved_tensors_is_as_where_all_regions_ran_again() -> None:
