@@ -159,11 +159,11 @@ class Checkpoints:
         with _disable_current_modes():  # the region's modes must not see the operations that make room
             recomputation = self._regions.again(region, nested=nested)
         note = self._note if region.recorded is not None and not nested else None
-        with _Counted(recomputation, inputs, self._is_static, note):
-            try:
+        try:
+            with _Counted(recomputation, inputs, self._is_static, note):
                 return function(*args, **kwargs)
-            finally:
-                self._regions.ran_again(recomputation)
+        finally:
+            self._regions.ran_again(recomputation)
 
     def _is_static(self, tensor: Tensor, storage: torch.UntypedStorage) -> bool:
         return self._exclusions.why_static(tensor, storage) is not None

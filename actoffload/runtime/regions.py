@@ -44,7 +44,8 @@ class Recomputation:
         region: the region that runs again, or that has the nested checkpoint which does.
         key: equal for all recomputations of one kind: the region's place, or less than 0 for a nested checkpoint.
         saved: each storage with its bytes, by its number. The weak reference keeps the number its own.
-        leaving: the numbers of storages whose copy to the host is under way, so that they count already, until its end.
+        leaving: storages, by their numbers, whose copy to the host is under way, so that they count until its end. The
+            weak reference keeps the number its own.
         held: the profiler's entry for its bytes; None while no step is recorded.
     """
 
@@ -54,7 +55,7 @@ class Recomputation:
         self.region = region
         self.key = -1 - region.place if nested else region.place
         self.saved: dict[int, tuple[StorageRef, int]] = {}
-        self.leaving: set[int] = set()
+        self.leaving: dict[int, StorageRef] = {}
         self.held: SavedStorage | None = None
 
     def alive_bytes(self) -> int:
@@ -155,7 +156,7 @@ class Regions:
             region.recorded.over = True
         if region.taken_bytes:
             self._shared.accounts.deferred.append(region.taken_bytes)
-            self._run.taken_bytes -= region.taken_bytes
+            self._run.given_back.append(region.taken_bytes)
 
     @aborts_when_interrupted
     def end(self, region: Region) -> None:
@@ -228,7 +229,7 @@ class Regions:
         """Note that a record died in a recomputation: the cached output of a selective checkpoint, for example."""
         if record.outgoing is not None and record.identity is not None:
             for recomputation in self.running:
-                recomputation.leaving.add(record.identity.cdata)
+                recomputation.leaving[record.identity.cdata] = record.identity
 
     def _look_at_memory(self, place: int | None = None) -> None:
         """Look at memory in a recorded step: around a region's forward, its recomputation, and its backward."""

@@ -7,6 +7,7 @@ import weakref
 from typing import NamedTuple
 
 from ..events import now
+from ..locks import Mailbox
 from ..memory.process_memory import rss_bytes
 from ..tiers.accounts import Accounts
 from ..tiers.tiers import Tiers
@@ -37,7 +38,8 @@ class RunSoFar:
         process_before_bytes: the resident memory of the process then.
         first_step: the time at which the first step ended, and its counts; it allocates memory that all steps use.
         beside: the memory beside saved tensors in the last recorded step.
-        taken_bytes: bytes beside saved tensors that count as resident, for the forwards of regions.
+        taken_bytes: bytes beside saved tensors that count as resident, for the forwards of regions; ``given_back``: the
+            bytes of those forwards that have ended since the last look, as finalizers append them.
         passed_bytes: the most bytes on the device in the forwards and backwards of the last step, if that was a new
             peak; else 0, as an allocator reports the highest peak alone.
         states_bytes: the most bytes on the device as an optimizer's step ended: parameters, gradients and states.
@@ -51,6 +53,7 @@ class RunSoFar:
         self.first_step: tuple[float, Accounts] | None = None
         self.beside = Beside(0, 0, {})
         self.passed_bytes = self.states_bytes = self.taken_bytes = 0
+        self.given_back: Mailbox[int] = Mailbox()
         self.peak_beside_bytes: int | None = None
         self._forwards_now: dict[int, int] = {}
         self._resets = False
@@ -144,6 +147,7 @@ class RunSoFar:
             return
         (allocated, most), accounts = memory, self._accounts
         accounts.count_deferred()
+        self.taken_bytes -= sum(self.given_back.drain())
         held = accounts.recomputed_bytes
         resident = accounts.resident_bytes - held - self.taken_bytes
         beside = allocated - resident - held

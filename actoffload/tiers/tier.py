@@ -377,13 +377,15 @@ class Tier(ABC):
         turn = self._copied_in_place
         if not turn:
             return
+        left = LOOK_AT
         for record in tuple(islice(turn, LOOK_AT)):
             data = record.data
             if data is None or record.state not in MOVING:
                 turn.remove(record)  # among the first few
+                left -= 1
             elif data.data_ptr() != record.address:
                 record.was_resized = True
-        turn.rotate(-LOOK_AT)  # so that with many under way each is seen every few saves
+        turn.rotate(-left)  # so that with many under way each is seen every few saves, and none is passed over
 
     def stay(self, record: Record) -> None:
         """End the move of a storage that was `resized`: backward gets the storage itself, as without offloading."""
