@@ -137,7 +137,8 @@ class Checkpoints:
         finally:
             # If the region raised, a finalizer may close this generator, in any thread. So this takes no lock.
             entry.region = None
-            self._regions.over(region)
+            if region.recorded is not None:
+                region.recorded.over = True
         self._regions.end(region)
 
     def counted(self, region: Region, nested: bool, given: tuple[Any, ...], options: dict[str, Any]) -> Body:

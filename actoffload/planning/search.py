@@ -110,10 +110,9 @@ def bounded(base: Profile, limits: Limits) -> Limits:
 def own_budget(base: Profile) -> int:
     """The bytes that a step with checkpointed regions may save without a budget: its own peak less a margin.
 
-    Moving needs memory too, for example of a storage whose copy has just ended, and of one that is `Storage.let_go`.
+    Moving needs memory too, for example of a storage whose copy has just ended.
     """
-    in_use = max((s.nbytes for s in base.storages if s.let_go and s.movable), default=0)
-    return int((1 - MEMORY_MARGIN) * base.baseline_peak_bytes) - in_use
+    return int((1 - MEMORY_MARGIN) * base.baseline_peak_bytes)
 
 
 def best(profile: Profile, limits: Limits) -> tuple[Profile, Plan]:

@@ -37,7 +37,6 @@ class SavedStorage:
     kept: str
     need: Stamp = None
     death: Stamp = None
-    let_go: bool = False
     input_of: RunRegion | None = None
 
 
@@ -205,7 +204,6 @@ class Profiler:
             return
         entry = self._saved[number]
         entry.need = self.stopwatch.stamp()
-        entry.let_go = record.waiting <= 0
         run = entry.input_of
         if run is not None and run.held is None and (alive or record.handles > 1):
             entry.input_of = None  # the program holds the input, or another node saved it as well: the bytes stay
@@ -371,7 +369,6 @@ class Profiler:
             module=entry.module,
             tape=entry.tape,
             kept=entry.kept,
-            let_go=entry.let_go,
             region=entry.region,
             input_of=run.place if run is not None and (cached or entry.nbytes > run.input_bytes) else None,
         )

@@ -341,7 +341,10 @@ class ActivationStore:
                     self.shared.reporter.event(EventKind.UNPACK_WAIT, record, since_s=since_s)
                     self.prefetch.window.waited()
             self.prefetch.given(record, waited_s)
-            return storage, begin, self._pass(record, round_, tier)
+            next_round = self._pass(record, round_, tier)
+            if record.waiting <= 0:  # `storage` holds the bytes for this unpack, later ones have the weak reference
+                tier.evict(record)
+            return storage, begin, next_round
 
     @aborts_when_interrupted
     def passed(self, record: Record | KeptPlace, round_: int) -> int:
@@ -373,8 +376,6 @@ class ActivationStore:
             if self.profiler.running:
                 self.profiler.needed(record, alive=record.alive or record.held_elsewhere())
                 self.run.look_at_memory(self.tiers)
-            if record.waiting <= 0:  # `obtain` holds the bytes for this unpack, later ones have the weak reference
-                tier.evict(record)  # before the next fetch, which has its room in the budget
         self.prefetch.during_backward(record.tape)
         tier.release_due()  # last: a fetch above may still take an original that is due, without a copy
         self._backward_end.expect()

@@ -12,7 +12,7 @@ from actoffload.errors import BudgetError, ConfigError
 from actoffload.planning.plan import Plan
 from actoffload.planning.profile import Link, Profile, Region, RegionSave, Storage
 from actoffload.planning.regions import choosable, with_regions
-from actoffload.planning.search import Limits, best, floor, own_budget, plan, propose
+from actoffload.planning.search import Limits, best, floor, plan, propose
 from actoffload.planning.simulator import Conditions, simulate
 from tests.profiles import (
     Accelerator,
@@ -233,16 +233,6 @@ def test_what_is_saved_as_a_region_ends_keeps_its_place() -> None:
     assert [s.nbytes for s in with_regions(base, {0, 1}).storages] == [1, 2, 3, 1, 2, 3]
     alone = replace(base, storages=tuple(replace(s, input_of=n) for n, s in enumerate(inputs)))
     assert [s.nbytes for s in with_regions(alone, {1}).storages] == [1, 2, 3]
-
-
-def test_the_input_of_a_region_that_runs_once_may_be_saved_by_more_than_one_operator() -> None:
-    base = _llama(52, layers=3)
-    base = replace(base, storages=tuple(replace(s, let_go=s.movable) for s in base.storages))
-    inputs = [s.let_go for s in with_regions(base, {1}).storages if s.movable and s.region is None]
-    assert [s.let_go for s in with_regions(base, ()).storages if s.movable] == [True] * len(inputs)
-    assert inputs.count(False) == 1
-    own = own_budget(replace(base, storages=tuple(replace(s, let_go=False) for s in base.storages)))
-    assert own_budget(base) == own - max(s.nbytes for s in base.storages if s.movable), "it takes memory all the same"
 
 
 def test_the_end_of_a_region_that_saves_nothing_moves_no_save() -> None:
