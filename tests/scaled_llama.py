@@ -288,7 +288,7 @@ def run(
             after = offloader.statistics()  # counts what the last step waited for as well
             plan = offloader.autopilot.plan if offloader.autopilot is not None else None
             predicted = None if plan is None else plan.predicted_peak_bytes
-            once = 0 if plan is None or plan.once is None else len(plan.once)
+            once, in_part = (0, 0) if plan is None else (len(plan.once), len(plan.in_part))
         finally:
             offloader.abort()
         return found | {
@@ -296,6 +296,7 @@ def run(
             "moved_bytes": BYTES * (after.moved_bytes - before.moved_bytes),
             "waited_s": after.wait_s - before.wait_s,
             "once": once,
+            "in_part": in_part,
             "highest_bytes": max(one["peak_bytes"] for one in taken),
             "steps_s": [one["step_s"] for one in taken],
             "predicted_peak_bytes": None if predicted is None else BYTES * predicted,
