@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 from ..errors import BudgetError, ConfigError
 from ..sizes import format_size
@@ -28,6 +27,7 @@ from .constants import (
     SAFETY,
     SHARES_AHEAD,
     SPREAD,
+    STAY_IN_PART,
     TRIMS,
 )
 from .plan import Plan
@@ -404,6 +404,10 @@ class _Mix:
     once: frozenset[int] = field(compare=False)
 
 
+_Pattern = Callable[[int], frozenset[int]]
+"""Returns the choice of a size."""
+
+
 class _Regions:
     """Tries choices of regions, each with a few choices of storages that leave."""
 
@@ -438,13 +442,13 @@ class _Regions:
         best = min(near, key=lambda mix: (mix.moved_bytes, mix.step_s))
         return Proposal(once=best.once, step_s=best.step_s, peak_bytes=best.peak_bytes)
 
-    def _search(self, patterns: Iterable[Callable[[int], frozenset[int]]], most: int) -> None:
+    def _search(self, patterns: Iterable[_Pattern], most: int) -> None:
         for pattern in patterns:
             before, around = (0, 0), (0, most)
             while around != before:
                 before, around = around, self._close_in(pattern, *around)
 
-    def _patterns(self) -> list[Callable[[int], frozenset[int]]]:
+    def _patterns(self) -> list[_Pattern]:
         """The sets of regions to try, by their size: the first, the cheapest by the byte, the last, or evenly spread.
 
         Each has the last region of a forward: all that it saves is resident anyway while it runs again.
@@ -460,23 +464,27 @@ class _Regions:
         # Spread from the first to the last, so that the link always has bytes to move.
         return [*patterns, partial(_spread, places)]
 
-    def _mixed(self) -> list[Callable[[int], frozenset[int]]]:
+    def _mixed(self) -> list[_Pattern]:
         """Choices with regions that run again in part, by their size.
 
         One region after the other runs in part instead of again, and then one after the other once instead of in part.
         """
         partly, count = self._partly, len(self._partly)
-        last = frozenset(self._places[-1:])
-        once = self._patterns() if self._places else [lambda size: last]
+        once = self._patterns() if self._places else [lambda size: frozenset[int]()]
 
-        def mixed(in_parts: Callable[[int], frozenset[int]], once: Callable[[int], frozenset[int]], size: int) -> Any:
-            places = last | (once(size - count) if size > count else frozenset())
-            return places | {in_part(place) for place in in_parts(min(size, count)) if place not in places}
+        def mixed(parts: _Pattern, once: _Pattern, size: int) -> frozenset[int]:
+            places = once(size - count) if size > count else frozenset[int]()
+            return places | {in_part(place) for place in parts(min(size, count)) if place not in places}
 
-        in_parts = [partial(_first_of, partly), partial(_first_of, partly[::-1]), partial(_spread, partly)]
-        return [partial(mixed, in_parts[n], once[m]) for n, m in ((0, 0), (1, -1), (2, -1))]
+        def spread(size: int) -> frozenset[int]:
+            # The last ones come back first, so their results may stay: the link moves those of the others.
+            stay = min(size, STAY_IN_PART)
+            return frozenset(partly[count - stay :]) | _spread(partly[: count - stay], size - stay)
 
-    def _close_in(self, pattern: Callable[[int], frozenset[int]], low: int, high: int) -> tuple[int, int]:
+        early, late = partial(_first_of, partly), partial(_first_of, partly[::-1])
+        return [partial(mixed, early, once[0]), partial(mixed, late, once[-1]), partial(mixed, spread, once[-1])]
+
+    def _close_in(self, pattern: _Pattern, low: int, high: int) -> tuple[int, int]:
         """Try a few sizes from ``low`` to ``high``; return the neighbours of the best of them."""
         counts = sorted({low + (high - low) * step // (SPREAD - 1) for step in range(SPREAD)})
         found = []
