@@ -343,6 +343,9 @@ class OffloadConfig:
                 raise ConfigError(name, getattr(self, name), "only a planner can keep it: leave policy at 'auto'")
         if self.device_memory is not None and self.device_budget is not None:
             raise ConfigError("device_memory", self.device_memory, "device_budget bounds a part of it: give one")
+        if type(self.policy) is Plan and self.policy.in_part and self.checkpoints != "selective":
+            remedy = "the plan's regions run again in part, which has a contract of its own: give 'selective'"
+            raise ConfigError("checkpoints", self.checkpoints, remedy)
 
     @property
     def paths(self) -> tuple[str, ...]:

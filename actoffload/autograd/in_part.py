@@ -55,10 +55,11 @@ def _is_plain(tensor: Tensor) -> bool:
 class _Result:
     """What one call of an operator returned: at first its tensors, then what is cached in their place."""
 
-    __slots__ = ("aliases", "out", "versions")
+    __slots__ = ("aliases", "changed", "is_cached", "out", "versions")
 
     def __init__(self, out: Any) -> None:
         self.out = out
+        self.changed = self.is_cached = False
         self.versions = _versions(out)
         self.aliases: list[tuple[Tensor, int]] = []
         """Of each alias with a version counter of its own: a tensor that shares it, and the version."""
@@ -80,6 +81,7 @@ class Results:
         self._results: dict[tuple[Any, int], _Result] = {}
         self._waiting: list[tuple[tuple[Any, int], _Result]] = []
         self._stored: dict[int, list[tuple[StorageRef, tuple[Any, int]]]] = defaultdict(list)
+        self._on_cpu: list[tuple[StorageRef, _Result]] = []
         self.taken_bytes = 0
         """Of the results that second runs have taken."""
 
@@ -93,17 +95,22 @@ class Results:
             if isinstance(tensor, Tensor):
                 ref = StorageRef(tensor.untyped_storage())
                 self._stored[ref.cdata].append((ref, key))
+                if tensor.is_cpu and tensor.nbytes:
+                    self._on_cpu.append((ref, result))
 
     def saved(self, tensor: Tensor) -> None:
         """Cache the results so far, as the region saves a tensor. The second run ends with the last one saved.
 
         So a result that no save follows is not needed, and moving it would be in vain.
         """
+        self._look_for_freed()
         waiting, self._waiting = self._waiting, []
         for key, result in waiting:
-            if result.versions != _versions(result.out):  # an operator that no mode sees has changed it
-                self._results.pop(key, None)
-            elif self._results.get(key) is result:
+            # The versions show what an operator that no mode sees has changed.
+            if result.changed or result.versions != _versions(result.out):
+                del self._results[key]
+            else:
+                result.is_cached = True
                 result.out = tree_map(lambda leaf: self._cached(leaf) if isinstance(leaf, Tensor) else leaf, result.out)
 
     def _cached(self, tensor: Tensor) -> Cached:
@@ -111,27 +118,41 @@ class Results:
             return Cached(self._packer.pack(tensor) if self._is_open() else Kept(tensor.detach()))
 
     def written(self, tensors: list[Any]) -> None:
-        """Drop the results that an operator is about to change: the second run has to compute them anew."""
-        for _, key in self._found(tensors):
-            self._results.pop(key, None)
+        """Note that an operator is about to change results: the second run has to compute them anew.
+
+        What is cached of them lives on: a forward whose saved tensors have all died would count as over.
+        """
+        for key in self._found(tensors):
+            self._results[key].changed = True
 
     def aliased(self, inputs: Any, outputs: Any) -> None:
         """Note an alias that has a version counter of its own: a change of it would not show in the result's."""
-        for key in {key for _, key in self._found(inputs) if key in self._results}:
+        for key in self._found(inputs):
             with quietly():
                 probes = [version_probe(one.detach()) for one in tree_leaves(outputs) if isinstance(one, Tensor)]
             self._results[key].aliases += [(probe, probe._version) for probe in probes]
 
-    def _found(self, tree: Any) -> list[tuple[StorageRef, tuple[Any, int]]]:
+    def _look_for_freed(self) -> None:
+        """Note the results whose storage the program has freed: it will resize the second run's as well.
+
+        PyTorch cannot resize the memory into which a CPU tensor is read back.
+        """
+        for ref, result in self._on_cpu:
+            storage = ref.lock()
+            result.changed |= storage is not None and not storage.nbytes()
+
+    def _found(self, tree: Any) -> set[tuple[Any, int]]:
+        """The calls whose results share memory with a tensor of a tree."""
         stored = [entry for cdata in numbers(tree) for entry in self._stored.get(cdata, ())] if self._stored else []
-        return [entry for entry in stored if not entry[0].gone()]
+        return {key for ref, key in stored if not ref.gone() and key in self._results}
 
     def ended(self) -> None:
         """Forget what only the first run needs, and the results that no save has followed."""
-        for key, result in self._waiting:
-            if self._results.get(key) is result:
-                del self._results[key]
+        self._look_for_freed()
+        for key, _ in self._waiting:
+            del self._results[key]
         self._waiting.clear()
+        self._on_cpu.clear()
         self._stored.clear()
 
     # -- a second run -------------------------------------------------------------------------------------------------
@@ -142,8 +163,11 @@ class Results:
         Raises:
             StorageReadError: it could not be read back.
         """
-        result = self._results.pop(key, None)
-        if result is None or any(probe._version != version for probe, version in result.aliases):
+        result = self._results.get(key)
+        if result is None or not result.is_cached:  # not yet, in a backward inside of the first run
+            return None
+        del self._results[key]
+        if result.changed or any(probe._version != version for probe, version in result.aliases):
             return None
         try:
             out = tree_map(lambda leaf: leaf.value() if isinstance(leaf, Cached) else leaf, result.out)

@@ -140,8 +140,9 @@ class Plan:
         if not legal:
             raise ConfigError("policy", text[:80], _REMEDY)
         chosen = [*plan.once, *plan.in_part]
-        if len(set(chosen)) != len(chosen):
-            raise ConfigError("policy", text[:80], "a region is listed twice in 'once' and 'in_part'")
+        if len(set(chosen)) != len(chosen) or (plan.regions and max(chosen, default=0) >= plan.regions):
+            remedy = "not a plan: 'once' and 'in_part' name a region twice, or one that there is not"
+            raise ConfigError("policy", text[:80], remedy)
         return plan
 
     def difference(self, other: Plan) -> tuple[int, ...]:
