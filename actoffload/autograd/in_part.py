@@ -55,18 +55,24 @@ def _is_plain(tensor: Tensor) -> bool:
 class _Result:
     """What one call of an operator returned: at first its tensors, then what is cached in their place."""
 
-    __slots__ = ("aliases", "changed", "is_cached", "out", "versions")
+    __slots__ = ("aliases", "changed", "is_cached", "out", "streams", "versions")
 
     def __init__(self, out: Any) -> None:
         self.out = out
         self.changed = self.is_cached = False
-        self.versions = _versions(out)
+        self.versions, self.streams = _versions(out), _streams(out)
         self.aliases: list[tuple[Tensor, int]] = []
         """Of each alias with a version counter of its own: a tensor that shares it, and the version."""
 
 
 def _versions(out: Any) -> list[int]:
     return [leaf._version for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+
+
+def _streams(out: Any) -> list[Any]:
+    """The present streams of the results' devices."""
+    found = {leaf.device for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and not leaf.is_cpu}
+    return [torch.accelerator.current_stream(device) for device in found if device.type != "meta"]
 
 
 class Results:
@@ -106,8 +112,10 @@ class Results:
         self._look_for_freed()
         waiting, self._waiting = self._waiting, []
         for key, result in waiting:
-            # The versions show what an operator that no mode sees has changed.
-            if result.changed or result.versions != _versions(result.out):
+            # The versions show what an operator that no mode sees has changed. A copy would begin after the work of the
+            # present stream, so that of another one may not have computed the result by then.
+            fits = (result.versions, result.streams) == (_versions(result.out), _streams(result.out))
+            if result.changed or not fits:
                 del self._results[key]
             else:
                 result.is_cached = True

@@ -235,7 +235,6 @@ class Profiler:
         """Note that a checkpointed region begins to run in this thread."""
         begin = self.stopwatch.stamp()
         region = RunRegion(place, self._tape_of(tape, begin), name, once, begin, collectives=collectives())
-        region.host_s = -self.stopwatch.host_s()
         self._regions.append(region)
         self._running()  # drops the regions that are over
         self._stack().append(region)
@@ -245,7 +244,6 @@ class Profiler:
         """Note that the forward of a region has ended."""
         if region in self._regions:
             region.end = self.stopwatch.stamp()
-            region.host_s += self.stopwatch.host_s()
             region.count_collectives()
 
     def region_saved(self, region: RunRegion, nbytes: int, reason: KeepReason | None) -> None:

@@ -146,6 +146,7 @@ class Regions:
             self._most = max(self._most, len(tape.regions))
             if self._profiler.running:
                 region.recorded = self._profiler.region_began(tape, region.place, name, region.once)
+                self._note_host(region, -1)
         return region
 
     @aborts_when_interrupted
@@ -153,7 +154,13 @@ class Regions:
         """Note that the forward of a region has ended."""
         if region.recorded is not None:
             with self._shared.lock:
+                self._note_host(region, 1)
                 self._profiler.region_ended(region.recorded)
+
+    def _note_host(self, region: Region, sign: int) -> None:
+        """Begin (-1) or end (1) the host's time in a recorded first run, which counts for a run in part."""
+        if region.selective and region.recorded is not None:
+            region.recorded.host_s += sign * self._profiler.stopwatch.host_s()
 
     def forward_ended(self, tape: Tape[Record]) -> None:
         """Note that a forward has ended.
