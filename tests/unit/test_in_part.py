@@ -15,10 +15,12 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import actoffload
 from actoffload import Offloader, Plan
+from actoffload.autograd import in_part as module
 from actoffload.autograd.in_part import Caching, Noting, stands_in
 from actoffload.errors import ConfigError
 from actoffload.planning.regions import in_part
-from tests.harness import MakeOffloader, assert_empty, assert_same_bits
+from actoffload.testing.simulated_device import NAME, SimulatedDevice
+from tests.harness import MakeOffloader, assert_empty, assert_same_bits, same_bits, simulated
 
 Body = Callable[["Net", Tensor], Any]
 WIDTH = 64
@@ -45,7 +47,7 @@ def gradients(net: Net, context: Any, backward: Callable[[Tensor, Net], None] | 
     torch.manual_seed(1)
     net.zero_grad(set_to_none=True)
     net.kept.clear()
-    x = torch.randn(8, 4, WIDTH).requires_grad_()
+    x = torch.randn(8, 4, WIDTH).to(net.up.weight.device).requires_grad_()
     with context:
         loss = net(x).square().mean()
     if backward is None:
@@ -341,3 +343,56 @@ def large(net: Net, x: Tensor) -> Any:
     for _ in range(PRODUCTS):
         x = net.up(x).sin()
     return net.down(x)[:8]
+
+
+# -- on a device ------------------------------------------------------------------------------------------------------
+
+SEEDS, TRIES = 6, 4
+
+
+def _on_another_stream(net: Net, x: Tensor) -> Any:
+    """A product on another stream, while the first one saves something. Nothing orders the two before the end."""
+    main, side = torch.accelerator.current_stream(), torch.Stream(x.device)
+    w = net.up.weight
+    side.wait_stream(main)
+    with side:
+        y = x.flatten(0, 1).mm(w)
+    z = x.sin() * x.cos()
+    main.wait_stream(side)
+    return (y.sin() * z.flatten(0, 1)).view_as(x)
+
+
+def _wrong(device: SimulatedDevice, body: Body) -> int:
+    """In how many of some seeds, each with another delay, gradients differ."""
+    net, wrong = Net(body).to(NAME), 0
+    for _ in range(2):  # the first backward of a process rounds otherwise
+        expected = [grad.cpu() for grad in gradients(net, nullcontext())]
+    for seed in range(SEEDS):
+        device.reset()
+        device.delay(0.002, seed)
+        with simulated(checkpoints="selective", pending_bytes=1, announce="none") as offloader:
+            offloader.store.regions.follow(frozenset(map(in_part, (0, 1))))
+            found = gradients(net, offloader)
+            assert offloader.statistics().regions_in_part == 2
+            device.synchronize()
+            wrong += not all(map(same_bits, [grad.cpu() for grad in found], expected))
+    device.reset()
+    device.take_violations()
+    return wrong
+
+
+@pytest.mark.simulated
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node")
+@pytest.mark.parametrize("body", [plain, in_place_later, _on_another_stream], ids=lambda body: body.__name__)
+def test_on_a_device_a_result_is_copied_after_it_was_computed(body: Body, device: SimulatedDevice) -> None:
+    assert _wrong(device, body) == 0
+
+
+@pytest.mark.simulated
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node")
+def test_a_copy_that_begins_after_the_other_stream_is_wrong(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rule's own test: without the look at the streams the copy reads what was not computed yet."""
+    monkeypatch.setattr(module, "_streams", lambda out: [])
+    assert any(_wrong(device, _on_another_stream) for _ in range(TRIES))
