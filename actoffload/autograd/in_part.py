@@ -53,7 +53,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 class _Result:
-    """What one call of an operator returned: at first its tensors, then what is cached in their place."""
+    """The result of one call of an operator: at first its tensors, then the handles in their place."""
 
     __slots__ = ("aliases", "changed", "is_cached", "out", "streams", "versions")
 
@@ -128,7 +128,7 @@ class Results:
     def written(self, tensors: list[Any]) -> None:
         """Note that an operator is about to change results: the second run has to compute them anew.
 
-        What is cached of them lives on: a forward whose saved tensors have all died would count as over.
+        Their cached bytes live on: a forward whose saved tensors have all died would count as over.
         """
         for key in self._found(tensors):
             self._results[key].changed = True

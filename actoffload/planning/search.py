@@ -418,7 +418,7 @@ class _Regions:
         self._places = [place for place in choosable(base) if place not in barred]
         self._partly = partly_choosable(base)
         self._seconds: defaultdict[int, float] = defaultdict(float)
-        """What each member of a choice takes off the step."""
+        """The seconds by which each member of a choice shortens the step."""
         self._saved: defaultdict[int, int] = defaultdict(int)
         for region in base.regions:
             place = region.place

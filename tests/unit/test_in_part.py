@@ -129,6 +129,14 @@ def in_place_later(net: Net, x: Tensor) -> Any:
     return net.down(y.mul_(1.5).sin()) * z
 
 
+def by_data(net: Net, x: Tensor) -> Any:
+    """No version counter shows this change, but it is an operator's, inside of the region."""
+    y = net.up(x)
+    z = x.sin() * x.cos()
+    y.data.mul_(2)
+    return net.down(y.sin()) * z
+
+
 class Doubles(torch.autograd.Function):
     """Doubles its input where it lies, past the dispatcher, and says so."""
 
@@ -199,7 +207,18 @@ def without_gradient(net: Net, x: Tensor) -> Any:
     return net.down(x).sin() * y
 
 
-BODIES = [plain, with_dropout, attention, convolution, in_place, in_place_later, a_kernel, a_kernel_later, freed]
+BODIES = [
+    plain,
+    with_dropout,
+    attention,
+    convolution,
+    in_place,
+    in_place_later,
+    by_data,
+    a_kernel,
+    a_kernel_later,
+    freed,
+]
 BODIES += [freed_later, views, with_gradient, nested, without_gradient]
 
 
