@@ -179,7 +179,7 @@ def freed_later(net: Net, x: Tensor) -> Any:
 
 def changed_outside(net: Net, x: Tensor) -> Any:
     """The region's result is a product that the program changes later."""
-    y = net.up(x)
+    y = x @ net.up.weight
     net.kept.append(y)
     return net.down(y.sin())
 
@@ -402,7 +402,9 @@ def _wrong(device: SimulatedDevice, body: Body) -> int:
 
 @pytest.mark.simulated
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node")
-@pytest.mark.parametrize("body", [plain, in_place_later, _on_another_stream], ids=lambda body: body.__name__)
+@pytest.mark.parametrize(
+    "body", [plain, in_place_later, freed, freed_later, _on_another_stream], ids=lambda body: body.__name__
+)
 def test_on_a_device_a_result_is_copied_after_it_was_computed(body: Body, device: SimulatedDevice) -> None:
     assert _wrong(device, body) == 0
 
