@@ -285,6 +285,8 @@ class _Step:
                 if p in self._in_forward:
                     self._forward_takes(self._in_forward[p], now, ends=kind == LEAVE)
                 continue
+            if self.workload.results[p] and kind in (NEED, DEATH):
+                self.ahead.held_bytes += self.workload.results[p] * (1 if kind == NEED else -1)
             mode = modes[p]
             if kind in (BIRTH, NEED):
                 if kind == BIRTH:
