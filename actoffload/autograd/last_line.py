@@ -55,5 +55,5 @@ def _sum_up_if_alive(dying: weakref.finalize[Any, Any]) -> None:
 
 
 def _sum_up_if_it_ran(parts: Mapping[str, Any]) -> None:
-    if parts["store"].statistics().steps:
+    if parts["store"].shared.accounts.steps:
         sum_up(parts)

@@ -356,10 +356,12 @@ class Profiler:
         need_s = None if entry.need is None else max(birth_s, seconds(entry.need))
         last_s = max(birth_s, need_s or 0.0, seconds(self._end if entry.death is None else entry.death))
         run = entry.input_of
-        again_s = None if run is None or run.held is None else max(birth_s, seconds(run.held.birth))
-        cached = again_s is not None and again_s < (need_s or 0.0)
-        if cached:  # by a selective checkpoint: the second run takes it over, and counts it from its begin on
-            need_s, last_s = again_s, again_s or 0.0
+        cached = False
+        if run is not None and run.held is not None and need_s is not None:
+            again_s = max(birth_s, seconds(run.held.birth))
+            cached = again_s < need_s
+            if cached:  # by a selective checkpoint: the second run takes it over, and counts it from its begin on
+                need_s = last_s = again_s
         return Storage(
             index=entry.index,
             nbytes=entry.nbytes,

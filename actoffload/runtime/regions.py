@@ -182,10 +182,10 @@ class Regions:
             for tier in self.tiers.by_device.values():
                 shared.accounts.unpack_wait_s += tier.make_room(expected)
             self._look_at_memory()
-            self.running.append(recomputation)
             if region.recorded is not None:
                 recomputation.held = self._profiler.recomputation_begins(region.recorded, nested=nested)
-        self._backward_end.expect()
+            self._backward_end.expect()
+            self.running.append(recomputation)  # last: after an error, nothing would remove it
         return recomputation
 
     @aborts_when_interrupted

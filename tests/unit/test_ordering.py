@@ -28,6 +28,7 @@ from actoffload.testing.simulated_device import DEVICES, NAME, SimulatedAccelera
 from actoffload.tiers.copy_streams import Batch, CopyStreams
 from actoffload.tiers.device_tier import DeviceTier
 from actoffload.tiers.record import State
+from actoffload.tiers.tier import LOOK_AT
 from tests.harness import (
     ADVERSARIES,
     Adversary,
@@ -765,6 +766,22 @@ def test_a_read_that_ends_as_its_last_handle_dies_is_no_error(
             assert offloader.statistics().live_records == 0
         offloader.close()  # joins the engine's threads
     assert raised == []
+
+
+def test_copies_under_way_are_looked_at_in_turn_although_others_have_died(device: SimulatedDevice) -> None:
+    """One that is freed and filled again at its old address shows no trace later."""
+    x = torch.randn(SIZE, SIZE).to(NAME).requires_grad_()
+    with simulated(policy="all", min_bytes=1, pending_bytes="1GiB") as offloader:
+        with offloader:
+            saved = [x * factor for factor in range(1, 25)]
+            graphs = [one.sin() for one in saved]
+        del graphs[::2]
+        for one in saved:
+            one.untyped_storage().resize_(0)
+        with lock_of(offloader):
+            for _ in range(len(saved) // LOOK_AT):
+                tier_of(offloader).notice_resized()
+            assert [record.was_resized for record in records_of(offloader)] == [True] * len(graphs)
 
 
 def _freed_and_filled(context: Any, meanwhile: Callable[[], None], then: Callable[[], None] = lambda: None) -> Tensor:
