@@ -82,12 +82,15 @@ def write_page(runs: Sequence[Run], path: Path) -> None:
     # One scale for both runs, so that a reader can compare their charts by eye.
     length_s = max(run.end_s - run.begin_s for run in runs)
     shown: list[dict[str, Any]] = [
-        {"name": run.name, "about": run.about(), "tiles": tiles(run), "next_steps": run.next_steps} for run in runs
+        {"name": run.name, "about": run.about(), "tiles": tiles(run), "next_steps": run.next_steps}
+        | {"bands": _bands(run, length_s)}
+        for run in runs
     ]
+    memories = [run.memory() for run in runs]  # once: a trace may have many moments
     for name, kinds in (("whole", KINDS), ("alone", (SAVED, AWAY))):
-        top = max(sum(moment.by_kind[kind] for kind in kinds) for run in runs for moment in run.memory())
-        for one, run in zip(shown, runs, strict=True):
-            one |= {name: _chart(run, kinds, max(1.0, 1.08 * top), length_s), "bands": _bands(run, length_s)}
+        top = max(sum(moment.by_kind[kind] for kind in kinds) for memory in memories for moment in memory)
+        for one, run, memory in zip(shown, runs, memories, strict=True):
+            one[name] = _chart(run, memory, kinds, max(1.0, 1.08 * top), length_s)
     text = page.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8")).render(
         title=verdict_of(*runs) if len(runs) > 1 else f"{runs[0].name}: {runs[0].summary()}",
         runs=shown,
@@ -156,9 +159,8 @@ def sections(run: Run) -> list[Section]:
     ]
 
 
-def _chart(run: Run, kinds: Sequence[str], top: float, length_s: float) -> dict[str, Any]:
+def _chart(run: Run, memory: list[Moment], kinds: Sequence[str], top: float, length_s: float) -> dict[str, Any]:
     """Return the parts of a chart of memory over the step that is shown. Sizes are shares of its width and height."""
-    memory = run.memory()
     ends = [*(moment.time_s for moment in memory[1:]), run.end_s - run.begin_s]
     unit, name = (GIB, "GiB") if top >= GIB else (MIB, "MiB")
     labels = [("y", "bottom", at * unit / top, f"{at:g} {name}") for at in _ticks(top / unit)]
