@@ -34,8 +34,12 @@ NOTHING: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 _filling = renewed_in_child(threading.RLock())
 """Held while a wrapper's alias has its inner tensors. Reentrant, because code of the subclass runs under it."""
 _SHARES = torch._C.DispatchKey.ADInplaceOrView
-_SHARED_ANYWAY = nullcontext()
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def counters_are_shared() -> bool:
+    """Return whether an alias shares its tensor's version counter here anyway, so that `sharing_counters` is no use."""
+    return not torch._C._dispatch_tls_is_dispatch_key_excluded(_SHARES)
 
 
 def sharing_counters() -> AbstractContextManager[None]:
@@ -44,8 +48,8 @@ def sharing_counters() -> AbstractContextManager[None]:
     Dispatch modes run below autograd, and PyTorch's selective checkpoints (from 2.14 on) call hooks from one. There an
     alias would get a version counter of its own, and a change of the original would go unseen.
     """
-    if not torch._C._dispatch_tls_is_dispatch_key_excluded(_SHARES):
-        return _SHARED_ANYWAY
+    if counters_are_shared():
+        return nullcontext()
     guard: AbstractContextManager[None] = torch._C._SetExcludeDispatchKeyGuard(_SHARES, False)
     return guard
 
@@ -251,6 +255,8 @@ def unpack(handle: Any) -> Tensor:
 def unpack_only(handle: Any) -> Tensor:
     """Return the tensor that a handle stands for, without holding it for a custom Function."""
     let_go()  # first: a Function that has returned frees its tensors before this one needs memory
+    if counters_are_shared():
+        return handle.unpack()  # type: ignore[no-any-return]
     with sharing_counters():
         return handle.unpack()  # type: ignore[no-any-return]
 
@@ -282,7 +288,8 @@ class Handle:
         """
         record = self.record
         # The check comes first, as `obtain` may return the original storage with its present contents.
-        check_version(self.probe._version, self.version, self.dtype, self.shape, record.module)
+        if self.probe._version != self.version:
+            check_version(self.probe._version, self.version, self.dtype, self.shape, record.module)
         storage, begin, self.round = self.store.obtain(record, self.round)
         return view_in(self, storage, begin)
 
