@@ -14,8 +14,8 @@ from ..version import __version__
 from .console import fail
 from .environment import without_errno
 
-COMMANDS = ["demo", "doctor", "bench", "estimate", "plan", "report", "rok", "run", "top", "trace"]
-ELSEWHERE = {"top": ("report", "top"), "trace": ("run", "traced")}
+COMMANDS = ["demo", "doctor", "bench", "estimate", "plan", "report", "rok", "run", "top", "trace", "try"]
+ELSEWHERE = {"top": ("report", "top"), "trace": ("run", "traced"), "try": ("trial", "command")}
 """The module and the function of a command; the others are each the ``command`` of the module of their name."""
 OF_PROGRAMS = {"allow_interspersed_args": False}
 """For `run` and `trace`: the first word that is no option and all words after it belong to the program."""

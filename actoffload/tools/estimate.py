@@ -131,23 +131,16 @@ def activations_of(question: Question, split: Parallelism) -> Activations:
     Raises:
         ConfigError: the model is not known, cannot be split so, or has nothing that repeats.
     """
-    from .models import adapt, count
+    from .models import count
 
     start = question.start
-    sequence, micro_batch = question.sequence or start.sequence, question.micro_batch or start.micro_batch
+    micro_batch = question.micro_batch or start.micro_batch
     # The built-in GPT can be built as one rank's share: without sequence parallelism its norms stay whole there.
     rank_only = start.kind == BUILT_IN and not split.sequence_parallel
-    workload, label = _build(question, sequence, split.tensor if rank_only else 1)
+    workload, label = build_on_paper(question, split.tensor if rank_only else 1)
     if split.tensor > 1 and not (rank_only or split.sequence_parallel):
         remedy = "a model other than Megatron's needs --sequence-parallel, under which every tensor is split"
         raise ConfigError("tensor", split.tensor, remedy)
-    if question.adapters is not None:
-        if question.trained < 1:
-            raise ConfigError(
-                "trained", question.trained, "the rank of adapters says what is trained: leave one of the two out"
-            )
-        adapt(workload, question.adapters)
-        label += f", adapters of rank {question.adapters}"
     saved = count(workload, micro_batch)
     if not saved.blocks:
         raise ConfigError(
@@ -170,8 +163,25 @@ def activations_of(question: Question, split: Parallelism) -> Activations:
     )
 
 
+def build_on_paper(question: Question, tensor: int = 1) -> tuple[Workload, str]:
+    """Return the model on meta tensors, with its adapters, and its name; of the built-in GPT one of ``tensor`` ranks.
+
+    Raises:
+        ConfigError: the model is not known, or an option does not fit it.
+    """
+    from .models import adapt
+
+    workload, label = _build(question, question.sequence or question.start.sequence, tensor)
+    if question.adapters is None:
+        return workload, label
+    if question.trained < 1:
+        remedy = "the rank of adapters says what is trained: leave one of the two out"
+        raise ConfigError("trained", question.trained, remedy)
+    adapt(workload, question.adapters)
+    return workload, f"{label}, adapters of rank {question.adapters}"
+
+
 def _build(question: Question, sequence: int, tensor: int) -> tuple[Workload, str]:
-    """Return the model on the meta device and its name; of the built-in GPT one of ``tensor`` ranks' share."""
     import torch
 
     from ..testing.gpt import GPTConfig

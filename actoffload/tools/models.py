@@ -241,13 +241,30 @@ def build(case: Case, device: torch.device | None = None) -> Workload:
         return build_gpt(GPTConfig(**sizes, vocab=case.vocab), dtype=dtype, device=device)  # type: ignore[arg-type]
     known = TABLES["transformers"]
     if case.model not in known:
-        raise ConfigError("model", case.model, f"choose one of 'gpt-small', {', '.join(map(repr, known))}")
+        config = _small(case)
+        return build_transformers(config, sequence=case.seq, dtype=dtype, device=device)
     about = known[case.model]
     config = configuration(about["type"], **_shape(case), **about["config"])
     built = build_transformers(config, sequence=case.seq, dtype=dtype, device=device)
     # `find_blocks` does not see a decoder of one layer: it is no container of equals.
     names = (name for name, module in built.model.named_modules() if type(module).__name__ == about["block"])
     return replace(built, blocks=tuple(names))
+
+
+def _small(case: Case) -> Any:
+    """Return the configuration of any type of Transformers in a case's sizes, with few heads and experts.
+
+    Raises:
+        ConfigError: there is no such type, or Transformers is not installed.
+    """
+    heads = case.hidden // case.head_width
+    narrow = {"intermediate_size": 4 * case.hidden, "head_dim": case.head_width, "num_key_value_heads": heads}
+    experts = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4)
+    narrow |= experts | {"num_experts_per_tok": 2, "moe_intermediate_size": case.hidden}
+    ends = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
+    default = configuration(case.model)
+    changes = {name: size for name, size in (narrow | ends).items() if getattr(default, name, None) is not None}
+    return configuration(case.model, **_shape(case), **changes)
 
 
 def _shape(case: Case) -> dict[str, Any]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from ..memory.process_memory import peak_rss_bytes, rss_bytes
 
-__all__ = ["block_io", "peak_rss_bytes", "prepare_process", "rss_bytes", "say", "synchronize"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["block_io", "peak_rss_bytes", "prepare_process", "rss_bytes", "say", "sum_of_bits", "synchronize"]
 
 
 def prepare_process(device: str, threads: int | None, seed: int) -> None:
@@ -38,6 +41,17 @@ def synchronize(device: str) -> None:
 def say(something: dict[str, Any]) -> None:
     """Print a JSON object for the parent process."""
     print(json.dumps(something), flush=True)
+
+
+def sum_of_bits(tensor: Tensor | None) -> int:
+    """Return the sum of a tensor's elements, each read as a whole number of its size; 0 for None."""
+    import torch
+
+    if tensor is None:
+        return 0
+    # A sum of integers has no rounding, so one bit that differs shows.
+    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return int(tensor.view(kinds[tensor.element_size()]).sum())
 
 
 def block_io() -> Any:

@@ -262,7 +262,7 @@ def predict(spec: dict[str, Any]) -> dict[str, Any]:
         samples.append(sample)
         try:
             budget = budget_of(variant.level, plain.baseline_peak_bytes, peaks)
-            found = _predict_variant(base, plain, variant.series, budget)
+            found = predict_variant(base, plain, variant.series, budget)
         except ActOffloadError as error:
             sample |= failure(error)
             continue
@@ -287,7 +287,8 @@ def budget_of(level: str, whole: int | None, peaks: Mapping[str, int | None]) ->
     return peak if level in SERIES else int(float(level) * peak)
 
 
-def _predict_variant(base: Profile, plain: Profile, series: str, budget: int | None) -> Prediction:
+def predict_variant(base: Profile, plain: Profile, series: str, budget: int | None) -> Prediction:
+    """Predict a series: ``base`` runs every block again, and ``plain`` runs all once; ``budget`` is the hybrid's."""
     if series == "hybrid":
         # Without a budget: lower the peak of a step that recomputes nothing, as far as that costs no time.
         limits = Limits(device_budget=budget, tiers=("nvme",))

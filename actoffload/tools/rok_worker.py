@@ -34,7 +34,7 @@ from ..memory import cpu_allocator
 from ..testing import simulated_device
 from ..tiers.accelerator import Accelerator
 from .models import Workload, build
-from .process import peak_rss_bytes, prepare_process, say, synchronize
+from .process import peak_rss_bytes, prepare_process, say, sum_of_bits, synchronize
 from .rok import NO_BLOCKS, OFFLOAD_READS_AHEAD, SIMULATED, budget_of
 from .rok_points import Case, Variant
 from .saved_bytes import BACKWARD_FACTOR
@@ -191,7 +191,7 @@ class Round:
         step_s = self.now() - begin_s
         bits = (
             float(loss.detach()).hex(),
-            *(_sum_of_bits(parameter.grad) for parameter in self.parameters),
+            *(sum_of_bits(parameter.grad) for parameter in self.parameters),
         )
         # The first step of all sets the bits: it is keep's, in which nothing moves.
         self.expected = self.expected or bits
@@ -236,15 +236,6 @@ class Round:
             return
         self._step(mode)
         mode.process_peak_bytes = peak_rss_bytes()
-
-
-def _sum_of_bits(gradient: torch.Tensor | None) -> int:
-    """Return the sum of a gradient's elements, each read as a whole number of its size."""
-    if gradient is None:
-        return 0
-    # A sum of integers has no rounding, so one bit that differs shows.
-    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return int(gradient.view(kinds[gradient.element_size()]).sum())
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:

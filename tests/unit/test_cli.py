@@ -99,7 +99,7 @@ from actoffload.tools import main
 main()
 """
 HEAVY = {"torch", "matplotlib", "transformers", "accelerate", "deepspeed", "kvikio"}
-COMMANDS = ["demo", "doctor", "bench", "estimate", "plan", "report", "rok", "run", "top", "trace"]
+COMMANDS = ["demo", "doctor", "bench", "estimate", "plan", "report", "rok", "run", "top", "trace", "try"]
 STARTS = ["--version", "--help", *(f"{name} --help" for name in COMMANDS)]
 REFUSED = ["benhc", "estimate --gpu abacus", "plan /no/such/file", "bench --engine tape", "demo --paht x", "run"]
 

@@ -28,6 +28,8 @@ OUTPUT = ("text", "{eval-rst}", "{toctree}", "prose")
 """Kinds of blocks that are no code: the style sheet wraps their lines."""
 GROUPS = ("Start", "Use", "Understand", "Project")
 MOST_LINES_OF_A_FRAMEWORK = 45
+NOTEBOOKS = {path.stem for path in DOCS.glob("*.ipynb")}
+"""`make docs` runs them; a cell that raises is an error."""
 CSS = (DOCS / "static" / "site.css").read_text(encoding="utf-8")
 
 
@@ -47,9 +49,10 @@ def code_lines() -> Iterator[tuple[str, str]]:
     for name, kind, text in pages.pieces():
         if kind not in OUTPUT and name.startswith(("README", "docs/")) and "upstream" not in name:
             yield from ((name, line) for line in text.splitlines())
-    for cell in json.loads(text_of("docs/tutorial.ipynb"))["cells"]:
-        if cell["cell_type"] == "code":
-            yield from (("docs/tutorial.ipynb", line) for line in "".join(cell["source"]).splitlines())
+    for name in (f"docs/{notebook}.ipynb" for notebook in NOTEBOOKS):
+        for cell in json.loads(text_of(name))["cells"]:
+            if cell["cell_type"] == "code":
+                yield from ((name, line) for line in "".join(cell["source"]).splitlines())
 
 
 def test_no_line_of_code_is_cut() -> None:
@@ -119,7 +122,7 @@ def test_every_page_is_in_one_group() -> None:
     found = entries(DOCS / "index.md")
     assert tuple(dict.fromkeys(group for group, _ in found)) == GROUPS
     found += entries(DOCS / "integrations.md")
-    there = {str(path.relative_to(DOCS).with_suffix("")) for path in SITE} | {"tutorial"}
+    there = {str(path.relative_to(DOCS).with_suffix("")) for path in SITE} | NOTEBOOKS
     assert Counter(name for _, name in found) == Counter(there - {"index"})
 
 

@@ -1,0 +1,123 @@
+"""``actoffload try``: predictions for GPUs, a trial on this machine, and errors that name what to change."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from actoffload.tools import trial
+from actoffload.tools.models import build
+from actoffload.tools.rok_points import Case
+from tests import commands
+from tests.commands import invoke
+
+run, answer = partial(invoke, "try"), partial(commands.answer, "try")
+OWN = """
+import torch
+from torch import nn
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+def build():
+    return Stack(), lambda size: torch.randn(size, 512, 64)
+
+def without_blocks():
+    return nn.Linear(4, 4), lambda size: torch.randn(size, 4)
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    """The file of a model with six blocks."""
+    file = tmp_path / "mine.py"
+    file.write_text(OWN, encoding="utf-8")
+    return str(file)
+
+
+def test_predicted_steps_lie_between_checkpointing_and_keeping_all(own: str) -> None:
+    found = answer(f"{own}:build", "--no-measure", "--batch", "64", "--gpu", "h100-sxm", "--gpu", "rtx-4090")
+    assert [row["gpu"] for row in found["gpus"]] == ["h100-sxm", "rtx-4090"]
+    assert found["regions"] == 6
+    assert found["checkpointed_bytes"] < found["kept_bytes"]
+    weights = 6 * (64 * 256 + 256 + 256 * 64 + 64)
+    assert found["states_bytes"] == weights * 4 * (1 + 1 + 2)  # in float32: weights, gradients, two moments
+    for row in found["gpus"]:
+        assert row["kept"] <= row["more_memory"] <= row["same_memory"] <= 1
+        assert row["kept"] < 0.9, "a block that does not run again saves a third of its backward"
+        assert row["fits"] == {"checkpointed": True, "more_memory": True, "kept": True}
+
+
+def test_a_faster_link_shortens_the_step(own: str) -> None:
+    by_target = {
+        target: answer(f"{own}:build", "--no-measure", "--gpu", "gh200", "--target", target)
+        for target in ("host", "nvme")
+    }
+    ratios = {target: found["gpus"][0]["more_memory"] for target, found in by_target.items()}
+    assert ratios["host"] < ratios["nvme"]
+
+
+def test_a_step_that_does_not_fit_is_named(own: str) -> None:
+    found = answer(f"{own}:build", "--no-measure", "--batch", "5000", "--gpu", "rtx-4090")
+    (row,) = found["gpus"]
+    assert row["fits"] == {"checkpointed": True, "more_memory": True, "kept": False}
+    assert "all but the last" in run(f"{own}:build", "--no-measure", "--batch", "5000", "--gpu", "rtx-4090")
+
+
+def test_the_trial_trains_with_and_without_and_compares_bits(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "WARM_UP", 2)
+    monkeypatch.setattr(trial, "TURNS", 1)
+    text = run(f"{own}:build", "--gpu", "h100-sxm")
+    assert "your model, each of its blocks checkpointed" in text
+    assert "× checkpointing's step" in text
+    assert "equal bit for bit" in text
+
+
+def _turns(*bits: list[Any]) -> dict[str, dict[str, Any]]:
+    one = {"step_s": [1.0] * 20, "peak_bytes": 1 << 20, "others_cpu_share": 0.0}
+    return {name: one | {"bits": its} for name, its in zip(("checkpointed", "ours"), bits, strict=True)}
+
+
+def test_different_bits_are_an_error(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "take_turns", lambda *_, **__: _turns([1], [2]))
+    assert "BITS DIFFER" in run(f"{own}:build", "--gpu", "h100-sxm", status=1)
+
+
+def test_a_trial_that_fails_says_why(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = _turns([1], [1]) | {"ours": {"error": "no room on disk", "oom": False}}
+    monkeypatch.setattr(trial, "take_turns", lambda *_, **__: failed)
+    assert "It could not be measured: no room on disk" in run(f"{own}:build", "--gpu", "h100-sxm", status=1)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert", "t5", "llama", "mistral", "qwen3", "gemma2", "mixtral", "qwen3_moe"])
+def test_a_small_model_of_each_type_can_be_built(kind: str) -> None:
+    pytest.importorskip("transformers")
+    made = build(Case(model=kind, **trial.SMALL, batch=1), torch.device("meta"))  # type: ignore[arg-type]
+    assert len(made.blocks) >= trial.SMALL["layers"] - 1
+    assert sum(parameter.numel() for parameter in made.model.parameters()) < 70e6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("no-such-model",), "FILE.py:FUNCTION, a config.json, or a model type"),
+        (("{own}:without_blocks",), "there are no blocks to recompute"),
+        (("{own}:missing",), "has no function 'missing'"),
+        (("llama3-8b", "--gpu", "gtx-1"), "no such preset; there are"),
+        (("llama3-8b", "--target", "tape"), "choose one of 'nvme', 'host'"),
+        (("{own}:build", "--sequence", "4"), "make_batch(size) says it"),
+    ],
+)
+def test_what_cannot_work_is_refused(own: str, arguments: tuple[str, ...], part: str) -> None:
+    assert part in run(*(one.replace("{own}", own) for one in arguments), status=2)
