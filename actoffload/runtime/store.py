@@ -373,9 +373,12 @@ class ActivationStore:
             record.round = round_
         if isinstance(record, Record):
             record.waiting = record.handles - 1 if again else record.waiting - 1
+            let_go = tier.lets_go_first and record.waiting <= 0
             if self.profiler.running:
-                self.profiler.needed(record, alive=record.alive or record.held_elsewhere())
+                self.profiler.needed(record, alive=record.alive or record.held_elsewhere(), let_go=let_go)
                 self.run.look_at_memory(self.tiers)
+            if let_go:  # before the next fetch, which has its room in the budget
+                tier.evict(record)
         self.prefetch.during_backward(record.tape)
         tier.release_due()  # last: a fetch above may still take an original that is due, without a copy
         self._backward_end.expect()

@@ -235,6 +235,14 @@ def test_what_is_saved_as_a_region_ends_keeps_its_place() -> None:
     assert [s.nbytes for s in with_regions(alone, {1}).storages] == [1, 2, 3]
 
 
+def test_the_input_of_a_region_that_runs_once_may_be_saved_by_more_than_one_operator() -> None:
+    base = _llama(52, layers=3)
+    base = replace(base, storages=tuple(replace(s, let_go=s.movable) for s in base.storages))
+    inputs = [s.let_go for s in with_regions(base, {1}).storages if s.movable and s.region is None]
+    assert [s.let_go for s in with_regions(base, ()).storages if s.movable] == [True] * len(inputs)
+    assert inputs.count(False) == 1
+
+
 def test_the_end_of_a_region_that_saves_nothing_moves_no_save() -> None:
     """Its second run ends early, with the last save; so do the times that it shows."""
     region = Region(
