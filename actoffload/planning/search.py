@@ -417,7 +417,7 @@ class _Regions:
         self._tried: dict[frozenset[int], _Mix] = {}
 
     def propose(self) -> Proposal:
-        """The set that moves the least, among the shortest steps within the budget; see the function `propose`."""
+        """The set with the shortest step within the budget; see the function `propose`."""
         self._try(frozenset())
         if self._places:
             self._search()
@@ -425,8 +425,6 @@ class _Regions:
         if best.over:
             budget = self._limits.device_budget or 0
             raise BudgetError(budget, best.peak_bytes, f"{format_size(best.peak_bytes)}, by any mix of regions")
-        near = [m for m in self._tried.values() if not m.over and m.step_s <= (1 + ALIKE_STEPS) * best.step_s]
-        best = min(near, key=lambda mix: (mix.moved_bytes, mix.step_s))
         return Proposal(once=best.once, step_s=best.step_s, peak_bytes=best.peak_bytes)
 
     def _search(self) -> None:
