@@ -433,7 +433,7 @@ class _Regions:
                 before, around = around, self._close_in(pattern, *around)
 
     def _patterns(self) -> list[Callable[[int], frozenset[int]]]:
-        """The sets of regions to try, by their size: the cheapest by the byte, first ones first, or evenly spread.
+        """The sets of regions to try, by their size: the first, the cheapest by the byte, or evenly spread.
 
         Each has the last region of a forward: all that it saves is resident anyway while it runs again.
         """
@@ -445,6 +445,7 @@ class _Regions:
         cheap = sorted(early, key=lambda place: -round(10 * rates[place] / most))
         # Spread from the first to the last, so that the link always has bytes to move.
         return [
+            lambda k: frozenset(early[:k]),
             lambda k: frozenset(cheap[:k]),
             lambda k: frozenset(places[-1 - i * (count - 1) // max(1, k - 1)] for i in range(k)),
         ]
