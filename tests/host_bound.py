@@ -8,7 +8,8 @@ forward, and 50 GB/s go over the link, all sizes here an eighth of that. The hos
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from actoffload.planning.observed import Observed
 from actoffload.runtime.profiler import Profiler
 from actoffload.runtime.store import ActivationStore
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
+from actoffload.tiers.accelerator import Accelerator
 from actoffload.tiers.device_tier import DeviceTier
 
 TENSORS, NBYTES = 64, 1 << 20
@@ -98,6 +100,23 @@ def use_virtual_time(device: SimulatedDevice, patch: pytest.MonkeyPatch) -> None
     for name, module in list(sys.modules.items()):
         if name.startswith("actoffload") and getattr(module, "now", None) is not None:
             patch.setattr(module, "now", lambda: device.clock_s)
+
+
+@contextmanager
+def highest_allocated() -> Iterator[list[int]]:
+    """Collect the peaks of the device's allocator in the context: the last one, and each that the library resets."""
+    found: list[int] = []
+    reset = Accelerator.reset_peak
+
+    def note(accelerator: Accelerator, index: int) -> None:
+        found.append(torch.accelerator.max_memory_allocated(index))
+        reset(accelerator, index)
+
+    torch.accelerator.reset_peak_memory_stats()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Accelerator, "reset_peak", note)
+        yield found
+    found.append(torch.accelerator.max_memory_allocated())
 
 
 def charge(

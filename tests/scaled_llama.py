@@ -30,7 +30,7 @@ from actoffload import OffloadConfig, Offloader
 from actoffload.memory.host_pool import HostPool
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice, install
 from actoffload.tiers.accelerator import Accelerator
-from tests.host_bound import charge, use_virtual_time
+from tests.host_bound import charge, highest_allocated, use_virtual_time
 
 BYTES, FLOPS = 256, 8192
 LINK_BYTES_PER_S = 52e9
@@ -165,24 +165,24 @@ class Step:
         """
         device = self.device
         device.synchronize()
-        torch.accelerator.reset_peak_memory_stats()
         base_bytes = getattr(self, "base_bytes", 0)
         began_s = device.clock_s
-        with context:
-            loss = self.model(self._x).square().mean()
-            if backward_inside:
+        with highest_allocated() as peaks:
+            with context:
+                loss = self.model(self._x).square().mean()
+                if backward_inside:
+                    loss.backward()
+            if apart:
+                device.synchronize()
+            forward_s = device.clock_s - began_s
+            if not backward_inside:
                 loss.backward()
-        if apart:
+            del loss
+            held_bytes = torch.accelerator.memory_allocated() - base_bytes
+            host_s = device.clock_s - began_s
             device.synchronize()
-        forward_s = device.clock_s - began_s
-        if not backward_inside:
-            loss.backward()
-        del loss
-        held_bytes = torch.accelerator.memory_allocated() - base_bytes
-        host_s = device.clock_s - began_s
-        device.synchronize()
         step_s = device.clock_s - began_s
-        peak_bytes = torch.accelerator.max_memory_allocated() - base_bytes
+        peak_bytes = max(peaks) - base_bytes
         self.model.zero_grad(set_to_none=False)
         return {
             "step_s": step_s,

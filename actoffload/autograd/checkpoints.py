@@ -137,8 +137,7 @@ class Checkpoints:
         finally:
             # If the region raised, a finalizer may close this generator, in any thread. So this takes no lock.
             entry.region = None
-            if region.recorded is not None:
-                region.recorded.over = True
+            self._regions.over(region)
         self._regions.end(region)
 
     def counted(self, region: Region, nested: bool, given: tuple[Any, ...], options: dict[str, Any]) -> Body:

@@ -183,7 +183,7 @@ class Autopilot:
         placement.probe = shape.probe if shape.steps.measures else None
         followed = shape.stage is Stage.FOLLOWED
         self._shared.watches_host = followed and placement.probe is None and shape.steps.measures
-        self._shared.budget.limit_bytes = self._budgets.of(shape, self._shapes)
+        self._budgets.bound(shape, self._shapes)
         self._budgets.begin_peak(shape)
         if self._profiler.finished:
             return  # the device has not ended the recorded step yet, so its times are not known
@@ -282,7 +282,7 @@ class Autopilot:
         profile = self._recording.profile()
         if profile is None:
             return
-        shape.needs_beside(profile, self._run.beside_bytes, self._run.began_bytes, settled=self._settled)
+        shape.needs_beside(profile, self._run.beside, settled=self._settled)
         if shape.stage is Stage.PAPER:
             self._make_real(shape, profile)
             return
@@ -348,7 +348,7 @@ class Autopilot:
     def _know(self, shape: Shape, plan: Plan, profile: Profile, measured_s: float | None = None) -> None:
         """Remember the length of a step with these regions, under this plan."""
         budget = self._budgets.of(shape, self._shapes)
-        shape.know(Tried(shape.once, plan, profile, budget, shape.other_bytes, shape.began_bytes, measured_s))
+        shape.know(Tried(shape.once, plan, profile, budget, shape.beside, measured_s))
 
     def _tries_others(self, shape: Shape, than_s: float, reason: str) -> bool:
         """Whether, on paper, a step with other regions run once is shorter than this. Then the next step proves it."""
@@ -427,7 +427,7 @@ class Autopilot:
         self._follow(shape, plan, profile, "first plan")
 
     def _follow_known(self, shape: Shape, known: Tried, reason: str) -> None:
-        shape.other_bytes, shape.began_bytes = known.other_bytes, known.began_bytes
+        shape.beside = known.beside
         self._follow(shape, replace(known.plan, predicted_step_s=known.step_s), known.profile, reason, known.once)
 
     def _run_once(self, shape: Shape, once: frozenset[int], reason: str = "") -> None:

@@ -26,7 +26,7 @@ class Budgets:
     """
 
     def __init__(self, store: ActivationStore) -> None:
-        self._shared, self._tiers, self._run = store.shared, store.tiers, store.run
+        self._shared, self._tiers, self._run, self._regions = store.shared, store.tiers, store.run, store.regions
         self._config = store.shared.config
         self._given: int | None = None
         """The ``device_budget`` of the running step; None as well for a share of a peak that is not known yet."""
@@ -59,12 +59,18 @@ class Budgets:
             bounds.append(own_budget(shape.base))
         return min((nbytes for nbytes in bounds if nbytes is not None), default=None)
 
-    def limits(self, device_budget: int | None) -> Limits:
-        """The limits of a plan with this budget."""
+    def bound(self, shape: Shape, known: Iterable[Shape]) -> None:
+        """Bound the step of a shape that begins."""
+        self._shared.budget.limit_bytes = self.of(shape, known)
+        self._regions.in_forward = self._like(shape, known).in_forward
+
+    def limits(self, shape: Shape, known: Iterable[Shape]) -> Limits:
+        """The limits of a plan for a shape."""
         config = self._config
         tiers = {"host": ("host",), "nvme": ("nvme",)}.get(config.target, ("host", "nvme"))
         return Limits(
-            device_budget=device_budget,
+            device_budget=self.of(shape, known),
+            in_forward=self._like(shape, known).in_forward,
             host_budget=sum(pool.capacity_bytes for pool in self._tiers.pools) or None,
             nvme_budget=None if config.nvme_budget is None else config.size("nvme_budget", 0),
             pending_bytes=None if config.pending_bytes is None else config.size("pending_bytes", 0),
@@ -82,10 +88,10 @@ class Budgets:
     def room_bytes(self) -> int | None:
         """Saved bytes for which the device has room beside all else; None while that is not known."""
         usable, memory = self._tiers.usable_bytes(), self._tiers.in_use()
-        if usable is None or memory is None or not self._run.beside_bytes:
+        if usable is None or memory is None or not self._run.beside.nbytes:
             return None
         # Memory in use counts as room too, except for the part beside saved tensors: the rest is saved tensors now.
-        return max(0, int((1 - MEMORY_MARGIN) * usable) + memory[0] - self._run.beside_bytes)
+        return max(0, int((1 - MEMORY_MARGIN) * usable) + memory[0] - self._run.beside.nbytes)
 
     # -- device_memory ------------------------------------------------------------------------------------------------
 
@@ -127,12 +133,18 @@ class Budgets:
 
     def _left_bytes(self, shape: Shape, known: Iterable[Shape]) -> int:
         """The part of ``device_memory`` for saved tensors; 0 while nothing shows the other needs of such a step."""
-        if shape.other_bytes is None:  # a larger shape's step needs no less beside its saved tensors
-            larger = [one for one in known if one.other_bytes is not None and one.elements >= shape.elements]
-            if not larger:
-                return 0
-            shape = min(larger, key=lambda one: one.elements)
+        like = self._like(shape, known)
+        if like.beside is None:
+            return 0
         memory = self._tiers.in_use()
         # Optimizer states that appeared since that step was recorded take their part.
-        grown = 0 if memory is None or shape.settled else max(0, memory[0] - shape.began_bytes)
-        return max(0, self.device_bytes - (shape.other_bytes or 0) - grown)
+        grown = 0 if memory is None or like.settled else max(0, memory[0] - like.beside.began_bytes)
+        return max(0, self.device_bytes - like.beside.nbytes - grown)
+
+    @staticmethod
+    def _like(shape: Shape, known: Iterable[Shape]) -> Shape:
+        """The shape, or a larger one if nothing shows what its own steps need beside saved tensors: no more."""
+        if shape.beside is not None:
+            return shape
+        larger = (one for one in known if one.beside is not None and one.elements >= shape.elements)
+        return min(larger, key=lambda one: one.elements, default=shape)

@@ -44,7 +44,7 @@ class Making:
 
     def limits(self, shape: Shape) -> Limits:
         """The limits of a plan for a shape's steps."""
-        return self._budgets.limits(self._budgets.of(shape, self._shapes))
+        return self._budgets.limits(shape, self._shapes)
 
     def plan(self, shape: Shape, profile: Profile) -> Plan:
         """Plan. If a plan without a budget needs more memory than the device has, the memory it has is the budget.

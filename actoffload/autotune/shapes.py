@@ -12,6 +12,7 @@ from ..planning.constants import MOST_SHAPES, MOST_TRIED, PROBE_SHARE, REST_STEP
 from ..planning.plan import Plan
 from ..planning.profile import Profile
 from ..runtime.decision import InputShapes
+from ..runtime.run_so_far import Beside
 from ..tell.facts import ShapeFacts
 from .observations import StepsUnderPlan
 
@@ -43,7 +44,7 @@ class Tried:
         once: the regions that run once.
         plan: the plan that these steps followed, or would follow; ``profile``: the step that it was made from.
         budget: the most bytes that they might save.
-        other_bytes: as in `Shape`; ``began_bytes``: likewise.
+        beside: as in `Shape`.
         measured_s: the length of a step; None while it is only predicted.
     """
 
@@ -51,8 +52,7 @@ class Tried:
     plan: Plan
     profile: Profile
     budget: int | None
-    other_bytes: int | None
-    began_bytes: int
+    beside: Beside | None
     measured_s: float | None = None
 
     @property
@@ -76,8 +76,8 @@ class Shape:
         stage: the purpose of the next step; ``why``: why it is recorded, although there is a plan.
         moving: the compute seconds of a step that moved everything, and the bytes that it moved both ways.
         most_bytes: a bound of saved bytes beside the options' own; None if there is none.
-        other_bytes: the most memory beside saved tensors in a recorded step; None before there is one.
-        began_bytes: the memory as that step began; ``settled``: optimizer states and gradients were part of it.
+        beside: the memory beside saved tensors in a recorded step, None before there is one; ``settled``: optimizer
+            states and gradients were part of it.
         rest: how many steps without hooks are left; ``signature``: the signature of the model's forward in them.
         may_rest: whether any step may run without hooks.
         unsettled: how many steps began unsettled while the planner waited for a settled one.
@@ -96,8 +96,7 @@ class Shape:
         self.stage, self.why = Stage.SAFE, ""
         self.moving = 0.0, 0
         self.most_bytes: int | None = None
-        self.other_bytes: int | None = None
-        self.began_bytes = 0
+        self.beside: Beside | None = None
         self.settled = False
         self.unsettled = 0
         self.rest, self.may_rest = 0, True
@@ -105,6 +104,11 @@ class Shape:
         self.recorded_at = 0
         self.predicted_s: float | None = None
         self.tried: list[Tried] = []
+
+    @property
+    def in_forward(self) -> dict[int, int]:
+        """As `Beside.in_forward`."""
+        return {} if self.beside is None else self.beside.in_forward
 
     def have_recorded(self, why: str, *, on_paper: bool = False) -> None:
         """Have the next step under the plan recorded; ``on_paper``: no step has followed this plan yet."""
@@ -144,15 +148,15 @@ class Shape:
         """Lower the bound of the bytes that these steps may save."""
         self.most_bytes = max(0, int(nbytes if self.most_bytes is None else min(nbytes, self.most_bytes)))
 
-    def needs_beside(self, profile: Profile, other_bytes: int, began_bytes: int, *, settled: bool) -> None:
+    def needs_beside(self, profile: Profile, beside: Beside, *, settled: bool) -> None:
         """Take over the memory that a recorded step had beside saved tensors; see the attributes.
 
         Where a region runs once, memory of saved tensors that backward has used counts as memory beside them, so the
         two together are no more than where it runs again. While any region runs again, reading ahead leaves the room of
         a whole recomputation free. So the numbers of the step in which all regions ran again stay right.
         """
-        if not self.once or self.other_bytes is None or not profile.recompute_bytes:
-            self.other_bytes, self.began_bytes, self.settled = other_bytes, began_bytes, settled
+        if not self.once or self.beside is None or not profile.recompute_bytes:
+            self.beside, self.settled = beside, settled
 
     @property
     def probe(self) -> int | None:
@@ -195,7 +199,8 @@ class Shape:
         again = next((tried for tried in self.tried if tried.once == AGAIN), None)
         base_s = None if again is None else again.plan.predicted_step_s
         # Until a step has shown it, the most that there was beside saved tensors counts, at whatever moment.
-        beside = self.other_bytes if self.steps.beside_bytes is None else self.steps.beside_bytes
+        most = 0 if self.beside is None else self.beside.nbytes
+        beside = most if self.steps.beside_bytes is None else self.steps.beside_bytes
         return ShapeFacts(
             inputs=str(self),
             profile=self.profile,
@@ -206,7 +211,7 @@ class Shape:
             base_s=base_s or (0.0 if self.base is None else self.base.step_s),
             base_bytes=0 if self.base is None else self.base.baseline_peak_bytes,
             predicted_s=self.predicted_s,
-            other_bytes=beside or 0,
+            other_bytes=beside,
             device_bytes=device_bytes,
         )
 

@@ -42,6 +42,8 @@ class Storage:
         module: the innermost module that saved it.
         tape: which forward of the step saved it, from 0.
         kept: why it can never move (a value of `KeepReason`); empty if it may move.
+        let_go: whether a copy that has come back counts as resident no more from ``need_s`` on, and not only from
+            ``last_need_s`` on: only one tensor waited for it.
         region: the checkpointed region, by its place, that ran once and saved it; None outside of regions.
         input_of: the region, by its place, whose checkpoint alone saves it, as an input: nothing saves it if that
             region runs once. None for any other storage.
@@ -55,6 +57,7 @@ class Storage:
     module: str | None = None
     tape: int = 0
     kept: str = ""
+    let_go: bool = False
     region: int | None = None
     input_of: int | None = None
 

@@ -144,11 +144,18 @@ class _Shift:
         place = (bisect_left if early else bisect_right)(self._begins, time_s)
         return max(self._least[place - 1], time_s + self._total[place]) if place else time_s
 
+    def is_outside(self, begin_s: float, end_s: float) -> bool:
+        """Whether no time is inserted or removed between two moments."""
+        return bisect_left(self._begins, begin_s) == bisect_left(self._begins, end_s)
+
 
 def _moved(storage: Storage, shift: _Shift) -> Storage:
     birth_s, last_s = shift(storage.birth_s), shift(storage.last_need_s, early=True)
     need_s = None if storage.need_s is None else shift(storage.need_s)
-    return replace(storage, birth_s=birth_s, need_s=need_s, last_need_s=max(last_s, need_s or birth_s, birth_s))
+    # If a region that reads it runs once, more than one of the region's operators may save it.
+    let_go = storage.let_go and shift.is_outside(storage.need_s or 0.0, storage.last_need_s)
+    last_s = max(last_s, need_s or birth_s, birth_s)
+    return replace(storage, birth_s=birth_s, need_s=need_s, last_need_s=last_s, let_go=let_go)
 
 
 def _moved_region(region: Region, shift: _Shift) -> Region:

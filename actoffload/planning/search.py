@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate
 
 from ..errors import BudgetError, ConfigError
@@ -417,7 +416,7 @@ class _Regions:
         self._tried: dict[frozenset[int], _Mix] = {}
 
     def propose(self) -> Proposal:
-        """The set that moves the least, among the shortest steps within the budget; see the function `propose`."""
+        """The set with the shortest step within the budget; see the function `propose`."""
         self._try(frozenset())
         if self._places:
             self._search()
@@ -425,8 +424,6 @@ class _Regions:
         if best.over:
             budget = self._limits.device_budget or 0
             raise BudgetError(budget, best.peak_bytes, f"{format_size(best.peak_bytes)}, by any mix of regions")
-        near = [m for m in self._tried.values() if not m.over and m.step_s <= (1 + ALIKE_STEPS) * best.step_s]
-        best = min(near, key=lambda mix: (mix.moved_bytes, mix.step_s))
         return Proposal(once=best.once, step_s=best.step_s, peak_bytes=best.peak_bytes)
 
     def _search(self) -> None:
@@ -436,20 +433,22 @@ class _Regions:
                 before, around = around, self._close_in(pattern, *around)
 
     def _patterns(self) -> list[Callable[[int], frozenset[int]]]:
-        """The sets of regions to try, by their size: the first, the cheapest by the byte, the last, or evenly spread.
+        """The sets of regions to try, by their size: the first, the cheapest by the byte, or evenly spread.
 
         Each has the last region of a forward: all that it saves is resident anyway while it runs again.
         """
-        places, last, count = self._places, self._places[-1], len(self._places)
-        early = [last, *places[:-1]]
-        late = places[::-1]
+        places, count = self._places, len(self._places)
+        early = [places[-1], *places[:-1]]
         rates = {place: self._seconds[place] / max(1, self._saved[place]) for place in early}
         most = max(rates.values()) or 1.0
         # Rates within a tenth count as equal and keep the order of `early`: measured times are noisy.
         cheap = sorted(early, key=lambda place: -round(10 * rates[place] / most))
-        patterns = [partial(_first_of, order) for order in (early, cheap, late)]
         # Spread from the first to the last, so that the link always has bytes to move.
-        return [*patterns, lambda k: frozenset(places[-1 - i * (count - 1) // max(1, k - 1)] for i in range(k))]
+        return [
+            lambda k: frozenset(early[:k]),
+            lambda k: frozenset(cheap[:k]),
+            lambda k: frozenset(places[-1 - i * (count - 1) // max(1, k - 1)] for i in range(k)),
+        ]
 
     def _close_in(self, pattern: Callable[[int], frozenset[int]], low: int, high: int) -> tuple[int, int]:
         """Try a few sizes from ``low`` to ``high``; return the neighbours of the best of them."""
@@ -476,7 +475,3 @@ class _Regions:
             peak = search.predict(choice).peak_bytes
             found = self._tried[once] = _Mix(over, step_s, moved, peak, once)
         return found
-
-
-def _first_of(order: Sequence[int], count: int) -> frozenset[int]:
-    return frozenset(order[:count])

@@ -13,8 +13,8 @@ Inside, a storage is known by its number (``p``), and times are seconds since th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ..errors import ConfigError, StateError
 from .constants import MOST_MODULES
@@ -35,7 +35,7 @@ from .transfers import (
     Clock,
     Transfers,
 )
-from .workload import BIRTH, DEATH, DROP, DROP_AT_ONCE, HOLD, KEEP, NEED, NVME, Choice, Workload
+from .workload import BIRTH, DEATH, DROP, DROP_AT_ONCE, ENTER, HOLD, KEEP, LEAVE, NEED, NVME, Choice, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +48,14 @@ class Conditions:
         nvme_budget: most bytes on disk.
         pending_bytes: most bytes on their way out of the device at once. Before the limit is passed, a device's compute
             stream waits, and a CPU tensor stays, or with a ``device_budget`` forward waits.
+        in_forward: by the place of a region, bytes that its forward takes beside saved tensors. They count as saved.
     """
 
     device_budget: int | None = None
     host_budget: int | None = None
     nvme_budget: int | None = None
     pending_bytes: int | None = None
+    in_forward: Mapping[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("device_budget", "host_budget", "nvme_budget", "pending_bytes"):
@@ -267,6 +269,7 @@ class _Step:
         self._releases = [0] * len(self.modes)
         self._has_budget = conditions.device_budget is not None
         self._most_pending = conditions.pending_bytes
+        self._in_forward = conditions.in_forward
         self._at_peak: tuple[list[bool], list[int], list[bool]] | None = None
 
     def run(self) -> None:
@@ -274,11 +277,15 @@ class _Step:
         modes, state, links, clock = self.modes, self.transfers.state, self.transfers.links, self.clock
         device = self.device
         for base, kind, p in self.workload.events:
-            mode = modes[p]
             now = base + clock.delay
             # Transfers that end at this moment end first: an event finds the room and the storages that they bring.
             if links.next_end <= now:
                 self.transfers.advance(now)
+            if kind in (ENTER, LEAVE):
+                if p in self._in_forward:
+                    self._forward_takes(self._in_forward[p], now, ends=kind == LEAVE)
+                continue
+            mode = modes[p]
             if kind in (BIRTH, NEED):
                 if kind == BIRTH:
                     self._save(p, mode, now)
@@ -381,7 +388,15 @@ class _Step:
                 if until > now:
                     self.waits.append((p, until - now))
                 now = until
+        if transfers.left[p] and self.workload.profile.storages[p].let_go:
+            device.remove(p, now)  # before the fetch of the next one, as the offloader does
         self.ahead.arrive(p, now, place)
+
+    def _forward_takes(self, nbytes: int, now: float, *, ends: bool) -> None:
+        """The forward of a region begins, which takes these bytes, or ends."""
+        if not ends and self.device.used + nbytes > self.device.limit:
+            now = self._wait_for_room(nbytes, now, FORWARD)
+        self.device.take(-nbytes if ends else nbytes, now)
 
     def _hold(self, p: int, now: float) -> None:
         """A region runs again, and holds the storages that it saves."""

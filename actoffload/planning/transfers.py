@@ -88,7 +88,10 @@ class Device:
 
     def add(self, p: int, now: float) -> None:
         self.holds[p] = True
-        self.used += self._nbytes[p]
+        self.take(self._nbytes[p], now)
+
+    def take(self, nbytes: int, now: float) -> None:
+        self.used += nbytes
         if self.used > self.peak:
             self.peak, self.peak_time, self.peak_phase = self.used, now, self.phase
             if self.on_peak is not None:

@@ -14,10 +14,11 @@ KEEP, HOST, NVME = 0, 1, 2
 
 TIER_NAMES = {KEEP: "", HOST: "host", NVME: "nvme"}
 
-DROP, BIRTH, NEED, DEATH, HOLD, DROP_AT_ONCE = range(6)
+DROP, LEAVE, BIRTH, ENTER, NEED, DEATH, HOLD, DROP_AT_ONCE = range(8)
 """Events, in the order of their execution at one moment. `HOLD` and `DROP` are the birth and the death of a storage
 that a recomputation holds. At one moment backward lets go of its region first, then needs the inputs of the next
-region, and then the next recomputation begins. `DROP_AT_ONCE` is the death of such a storage that lives for no time."""
+region, and then the next recomputation begins. `DROP_AT_ONCE` is the death of such a storage that lives for no time.
+`ENTER` and `LEAVE` begin and end a region's forward; they have the region's place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class Workload:
     Attributes:
         nbytes: size.
         need: base time of the first use in backward; None if there is no use, or if a recomputation holds the storage.
-        events: ``(base time, kind, storage)`` in order.
+        events: ``(base time, kind, storage or place)`` in order.
         order: the storages that backward needs, in that order.
         place: the place of a storage in ``order``; -1 if backward never needs it.
         recorded: whether a forward has a record of the storage; a storage without one is small, or stays for good.
@@ -176,4 +177,7 @@ class Workload:
             events += [(born, birth, p), (died, death, p)]
             if need_s is not None:
                 events.append((moment(need_s), NEED, p))
+        for region in self.profile.regions:
+            begin, end = moment(region.begin_s), moment(region.end_s)
+            events += [(begin, ENTER, region.place), (max(begin + 1, end), LEAVE, region.place)]
         return [(time * ROUNDING, kind, p) for time, kind, p in sorted(events)]

@@ -37,6 +37,7 @@ class SavedStorage:
     kept: str
     need: Stamp = None
     death: Stamp = None
+    let_go: bool = False
     input_of: RunRegion | None = None
 
 
@@ -197,13 +198,17 @@ class Profiler:
         if self.running:
             self._shared.died(entry)
 
-    def needed(self, record: Record, *, alive: bool) -> None:
-        """Note that backward has a record's bytes from now on; ``alive``: the program holds them as well."""
+    def needed(self, record: Record, *, alive: bool, first: bool) -> None:
+        """Note that backward has a record's bytes from now on; ``alive``: the program holds them as well.
+
+        ``first``: the store lets go of what nothing waits for before the next fetch.
+        """
         number = self._number_of.get(record) if self.running else None
         if number is None or self._saved[number].need is not None:
             return
         entry = self._saved[number]
         entry.need = self.stopwatch.stamp()
+        entry.let_go = first and record.waiting <= 0
         run = entry.input_of
         if run is not None and run.held is None and (alive or record.handles > 1):
             entry.input_of = None  # the program holds the input, or another node saved it as well: the bytes stay
@@ -371,6 +376,7 @@ class Profiler:
             module=entry.module,
             tape=entry.tape,
             kept=entry.kept,
+            let_go=entry.let_go,
             region=entry.region,
             input_of=run.place if run is not None and (cached or entry.nbytes > run.input_bytes) else None,
         )

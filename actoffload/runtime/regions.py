@@ -24,15 +24,17 @@ class Region:
         tape: of its forward; ``place``: the number of the region in it, from 0.
         once: it does not run again in backward.
         recorded: the profiler's entry; None while no step is recorded.
+        taken_bytes: bytes beside saved tensors that count as resident while its forward runs.
     """
 
-    __slots__ = ("once", "place", "recorded", "tape")
+    __slots__ = ("once", "place", "recorded", "taken_bytes", "tape")
 
     def __init__(self, tape: Tape[Record], once: bool) -> None:
         self.tape = tape
         self.place = len(tape.regions)
         self.once = once
         self.recorded: RunRegion | None = None
+        self.taken_bytes = 0
 
 
 class Recomputation:
@@ -80,6 +82,7 @@ class Regions:
         any_once: a region of this process has run once.
         expected: the number of regions that the first forward must have under the user's plan.
         held: the recomputations that held bytes at the last count; ``running``: those that have not ended.
+        in_forward: as `Beside.in_forward`, for the running step.
     """
 
     any_once: ClassVar[bool] = False
@@ -102,6 +105,7 @@ class Regions:
         """The most that each region held when it ran again, by `Recomputation.key`."""
         self.held: list[Recomputation] = []
         self.running: list[Recomputation] = []
+        self.in_forward: dict[int, int] = {}
         self._most = 0
         """The most regions that a forward had."""
 
@@ -134,15 +138,33 @@ class Regions:
             tape.regions.append(region.once)
             self._most = max(self._most, len(tape.regions))
             if self._profiler.running:
+                self._look_at_memory()
                 region.recorded = self._profiler.region_began(tape, region.place, name, region.once)
+            region.taken_bytes = self.in_forward.get(region.place, 0)
+            if region.taken_bytes:
+                accounts = self._shared.accounts
+                for tier in self.tiers.by_device.values():  # before the region allocates them, in stream order
+                    accounts.pack_wait_s += tier.make_room(region.taken_bytes)
+                accounts.baseline_bytes += region.taken_bytes
+                accounts.add_resident(region.taken_bytes)
+                self._run.taken_bytes += region.taken_bytes
         return region
+
+    def over(self, region: Region) -> None:
+        """Note that the forward of a region has ended or raised. A finalizer may call this, so it takes no lock."""
+        if region.recorded is not None:
+            region.recorded.over = True
+        if region.taken_bytes:
+            self._shared.accounts.deferred.append(region.taken_bytes)
+            self._run.given_back.append(region.taken_bytes)
 
     @aborts_when_interrupted
     def end(self, region: Region) -> None:
-        """Note that the forward of a region has ended."""
+        """Note that the forward of a region has ended, after `over`."""
         if region.recorded is not None:
             with self._shared.lock:
                 self._profiler.region_ended(region.recorded)
+                self._look_at_memory(region.place)
 
     def forward_ended(self, tape: Tape[Record]) -> None:
         """Note that a forward has ended.
@@ -209,10 +231,10 @@ class Regions:
             for recomputation in self.running:
                 recomputation.leaving[record.identity.cdata] = record.identity
 
-    def _look_at_memory(self) -> None:
-        """Look at memory in a recorded step: around a recomputation, and around the backward of its region."""
+    def _look_at_memory(self, place: int | None = None) -> None:
+        """Look at memory in a recorded step: around a region's forward, its recomputation, and its backward."""
         if self._profiler.running:
-            self._run.look_at_memory(self.tiers)
+            self._run.look_at_memory(self.tiers, place)
 
     def passed(self) -> None:
         """Count the bytes that recomputations still hold. The lock is held."""

@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import copy
 import weakref
+from typing import NamedTuple
 
 from ..events import now
+from ..locks import Mailbox
 from ..memory.process_memory import rss_bytes
 from ..tiers.accounts import Accounts
 from ..tiers.tiers import Tiers
 from .optimizer_steps import Watcher, optimizer_steps
+
+
+class Beside(NamedTuple):
+    """The bytes on the device beside resident saved tensors in a step.
+
+    Attributes:
+        nbytes: the most, but for the forwards of checkpointed regions.
+        began_bytes: all bytes on the device as the step began.
+        in_forward: by the place of a region, how many more there were in its forward, if there were.
+    """
+
+    nbytes: int
+    began_bytes: int
+    in_forward: dict[int, int]
 
 
 class RunSoFar:
@@ -21,8 +37,9 @@ class RunSoFar:
         memory_before: `Tiers.memory` as the first forward began.
         process_before_bytes: the resident memory of the process then.
         first_step: the time at which the first step ended, and its counts; it allocates memory that all steps use.
-        beside_bytes: the most bytes on the device beside resident saved tensors, in the last recorded step.
-        began_bytes: the bytes on the device as that step began.
+        beside: the memory beside saved tensors in the last recorded step.
+        taken_bytes: bytes beside saved tensors that count as resident, for the forwards of regions; ``given_back``: the
+            bytes of those forwards that have ended since the last look, as finalizers append them.
         passed_bytes: the most bytes on the device in the forwards and backwards of the last step, if that was a new
             peak; else 0, as an allocator reports the highest peak alone.
         states_bytes: the most bytes on the device as an optimizer's step ended: parameters, gradients and states.
@@ -34,8 +51,12 @@ class RunSoFar:
         self.memory_before = (0, 0)
         self.process_before_bytes = 0
         self.first_step: tuple[float, Accounts] | None = None
-        self.beside_bytes = self.began_bytes = self.passed_bytes = self.states_bytes = 0
+        self.beside = Beside(0, 0, {})
+        self.passed_bytes = self.states_bytes = self.taken_bytes = 0
+        self.given_back: Mailbox[int] = Mailbox()
         self.peak_beside_bytes: int | None = None
+        self._forwards_now: dict[int, int] = {}
+        self._resets = False
         self._beside_now = self._began_now = self._resident_bytes = self._held_bytes = 0
         self._most_bytes = 0
         self._accounts = accounts
@@ -91,11 +112,14 @@ class RunSoFar:
 
     def begin_looking(self, tiers: Tiers, *, recorded: bool) -> None:
         """Begin to look at memory in this step, without the peaks of earlier steps."""
-        if recorded and tiers.shared.config.device_memory is not None:
+        limited = recorded and tiers.shared.config.device_memory is not None
+        if limited:
             tiers.reset_peak()
         memory = tiers.in_use()
+        self._forwards_now = {}
         if memory is not None:
             self._began_now, self._most_bytes = memory
+            self._resets = limited and memory[0] == memory[1]  # else nobody can reset the peak: a process's, say
             self._held_bytes = self._accounts.recomputed_bytes
             self._resident_bytes = self._accounts.resident_bytes - self._held_bytes
             self._beside_now = self.passed_bytes = 0
@@ -108,8 +132,11 @@ class RunSoFar:
             memory = tiers.in_use()
             self._most_bytes = 0 if memory is None else memory[1]  # a lower peak than earlier ones counts as new
 
-    def look_at_memory(self, tiers: Tiers) -> None:
+    def look_at_memory(self, tiers: Tiers, place: int | None = None) -> None:
         """Note the bytes beside saved tensors on the device, now and at a peak since the last look. In few steps only.
+
+        After the forward of a region, at ``place``, they count apart, unless the allocator's peak cannot begin anew at
+        each look: that forward's peak would then hide what the rest of the step needs.
 
         Between two looks the allocator may have passed its peak. The peak then included at least the lesser of the
         resident bytes at both looks. Of the bytes that a recomputation holds, the greater count: a plan counts all of
@@ -119,22 +146,34 @@ class RunSoFar:
         if memory is None:
             return
         (allocated, most), accounts = memory, self._accounts
-        held, resident = accounts.recomputed_bytes, accounts.resident_bytes - accounts.recomputed_bytes
+        accounts.count_deferred()
+        self.taken_bytes -= sum(self.given_back.drain())
+        held = accounts.recomputed_bytes
+        resident = accounts.resident_bytes - held - self.taken_bytes
         beside = allocated - resident - held
         if most > self._most_bytes:
             beside = max(beside, most - min(resident, self._resident_bytes) - max(held, self._held_bytes))
-            self._most_bytes = self.passed_bytes = most
-        self._beside_now = max(self._beside_now, beside)
+            self._most_bytes, self.passed_bytes = most, max(self.passed_bytes, most)
+        if self._resets:
+            self._most_bytes = allocated
+            if most > allocated:
+                tiers.reset_peak()
+        if place is not None and self._resets:
+            self._forwards_now[place] = max(self._forwards_now.get(place, 0), beside)
+        else:
+            self._beside_now = max(self._beside_now, beside)
         self._resident_bytes, self._held_bytes = resident, held
 
     def backward_ends(self, tiers: Tiers, *, recorded: bool) -> None:
-        """Look once more as a backward has ended, and set `beside_bytes` if the step was recorded."""
+        """Look once more as a backward has ended, and set `beside` if the step was recorded."""
         self.look_at_memory(tiers)
         memory = None if self.peak_beside_bytes is None else tiers.in_use()
         if self.peak_beside_bytes is not None and memory is not None:
             self.peak_beside_bytes = max(self.peak_beside_bytes, memory[1] - self._accounts.step_peak_bytes)
         if recorded and self._beside_now:
-            self.beside_bytes, self.began_bytes = self._beside_now, self._began_now
+            most = self._beside_now
+            more = {place: nbytes - most for place, nbytes in self._forwards_now.items() if nbytes > most}
+            self.beside = Beside(most, self._began_now, more)
 
     @property
     def elapsed_s(self) -> float:

@@ -308,11 +308,9 @@ class ActivationStore:
 
     @aborts_when_interrupted
     def obtain(self, record: Record, round_: int) -> tuple[torch.UntypedStorage, int, int]:
-        """Return the storage with a record's bytes, the byte of the original at which it begins, and the next round.
+        """Wait for a record's bytes; return their storage, the byte of the original where it begins, the next round.
 
-        Args:
-            record: the call blocks until its bytes are there.
-            round_: how often this handle was unpacked before, as `obtain` returned it.
+        ``round_`` is how often this handle was unpacked before, as `obtain` returned it.
 
         Raises:
             StorageReadError: the only copy could not be read.
@@ -374,8 +372,10 @@ class ActivationStore:
         if isinstance(record, Record):
             record.waiting = record.handles - 1 if again else record.waiting - 1
             if self.profiler.running:
-                self.profiler.needed(record, alive=record.alive or record.held_elsewhere())
+                self.profiler.needed(record, alive=record.alive or record.held_elsewhere(), first=tier.lets_go_first)
                 self.run.look_at_memory(self.tiers)
+            if tier.lets_go_first and record.waiting <= 0:  # the next fetch has its room in the budget
+                tier.evict(record)
         self.prefetch.during_backward(record.tape)
         tier.release_due()  # last: a fetch above may still take an original that is due, without a copy
         self._backward_end.expect()

@@ -74,8 +74,7 @@ class DeviceTier(Tier):
         spill: str,
         window_bytes: int | None,
     ) -> None:
-        super().__init__(shared, spool)
-        self.copies = copies
+        super().__init__(shared, spool, copies)
         self.window = ReleaseWindow(copies, window_bytes, self._source_released, self._has_its_source)
         self._pool = pool
         self._spill_mode = spill if spool is not None else "never"

@@ -37,8 +37,7 @@ class DirectTier(Tier):
     copies: CopyStreams
 
     def __init__(self, shared: Shared, spool: Spool, copies: CopyStreams) -> None:
-        super().__init__(shared, spool)
-        self.copies = copies
+        super().__init__(shared, spool, copies)
         self._disk = spool
         self._waiter = ThreadPoolExecutor(1, "actoffload-direct")
         self._waiter.submit(int)  # as in `DeviceTier`

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from actoffload import OffloadConfig, Offloader, Plan
 from actoffload.planning.plan import PlanEntry
@@ -25,6 +26,7 @@ from tests.harness import (
     only_engine,
     same_bits,
     simulated,
+    tape_records,
     train_step,
 )
 
@@ -107,6 +109,33 @@ def test_on_a_device_kept_ones_make_the_compute_stream_wait_for_copies(
         assert statistics.resident_peak_bytes <= 7 * RECORD_BYTES
 
 
+@pytest.mark.simulated
+@pytest.mark.parametrize(("let_go", "each"), [(False, 0), (True, 1)])
+def test_what_backward_takes_leaves_its_room_to_the_next_fetch(
+    device: SimulatedDevice, let_go: bool, each: int
+) -> None:
+    """If it counts as saved no more: the budget is for the next one, and for one that backward may need at once."""
+    x = torch.linspace(-1, 1, RECORD_BYTES // 4).to(NAME).requires_grad_()
+    records: list[Any] = []
+    ahead: list[int] = []
+
+    def count(_: Tensor) -> None:
+        ahead.append(sum(record.state is State.RELOADING for record in records if record is not None))
+
+    with simulated(policy="all", device_budget=2 * RECORD_BYTES) as offloader:
+        offloader.store.tiers.by_device[NAME].lets_go_first = let_go
+        with offloader:
+            h = x
+            for _ in range(LAYERS):
+                h = (h * 1.0001).sin()
+                h.register_hook(count)
+            records += tape_records(offloader)
+        offloader.synchronize()
+        h.sum().backward()
+        assert offloader.statistics().resident_peak_bytes <= 2 * RECORD_BYTES
+    assert ahead[1:-1] == [each] * (LAYERS - 2)
+
+
 @pytest.mark.parametrize(("reserved", "states"), [(0, {State.RESIDENT}), (1 << 20, {State.SPILLING})])
 def test_a_write_goes_on_where_its_room_is_needed(
     make_offloader: MakeOffloader, reserved: int, states: set[State]
@@ -155,6 +184,37 @@ def test_what_a_region_that_runs_again_holds_counts_as_resident(make_offloader: 
     assert peaks["leave"] == 4 * activation  # inputs of three blocks and of the loss; the first's is the caller's
     # The last block's three layers: of each tanh and sigmoid, and the inputs of two; the loss has what it needs.
     assert peaks["plan"] == (3 + 3 * 2 + 2) * activation
+
+
+@pytest.mark.simulated
+def test_room_is_made_before_the_forward_of_a_region_takes_it(device: SimulatedDevice) -> None:
+    """No input of the region is saved where it runs once, so that no save makes room for it."""
+    accelerator = SimulatedAccelerator()
+    hinder(device, accelerator, "late copies")
+    x = torch.linspace(-1, 1, RECORD_BYTES // 4).to(NAME).requires_grad_()
+    (expected,) = torch.autograd.grad(_waves(x), x)
+    resident: list[int] = []
+    with simulated(accelerator, debug=True, device_budget=6 * RECORD_BYTES) as offloader:
+        accounts = offloader.store.shared.accounts
+
+        def region(h: Tensor) -> Tensor:
+            resident.append(accounts.resident_bytes)
+            return (h * 1.0001).sin()
+
+        offloader.store.regions.follow(frozenset({0}))
+        offloader.store.regions.in_forward = {0: 4 * RECORD_BYTES}
+        with offloader:
+            h = x
+            for _ in range(LAYERS - 1):
+                h = (h * 1.0001).sin()
+            h = checkpoint(region, h, use_reentrant=False)
+            loss = h.sum()
+        resident.append(accounts.resident_bytes)
+        (found,) = torch.autograd.grad(loss, x)
+        assert same_bits(found, expected)
+    inside, afterwards = resident
+    assert 4 * RECORD_BYTES < inside <= 6 * RECORD_BYTES
+    assert afterwards <= 3 * RECORD_BYTES
 
 
 def test_no_room_is_made_where_nothing_may_be_ordered(

@@ -81,6 +81,20 @@ def test_the_profile_holds_what_the_plan_holds(make_offloader: MakeOffloader) ->
     assert Profile.from_json(profile.to_json()) == profile
 
 
+def test_what_only_one_tensor_waits_for_is_let_go_at_its_use(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader()
+    for tier in offloader.store.tiers.by_device.values():
+        tier.lets_go_first = True
+    profile = _recorded(offloader, _Waves(), batch().requires_grad_())
+    assert [s.let_go for s in profile.storages if s.index is not None] == [True, False]
+
+
+class _Waves(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = (x * 2.0).sin() * 2.0
+        return y.sin() + y.cos()
+
+
 @pytest.mark.parametrize("once", [(), (1,), (0, 1, 2)])
 def test_regions_have_their_times_and_what_they_save(make_offloader: MakeOffloader, once: tuple[int, ...]) -> None:
     model = GPT(GPTConfig(layers=3, width=32, seq=32, recompute=True))

@@ -14,6 +14,7 @@ from actoffload.planning.profile import (
     RECOMPUTED,
     Link,
     Profile,
+    Region,
     Storage,
 )
 from actoffload.planning.simulator import (
@@ -213,6 +214,24 @@ def test_a_recomputation_waits_for_room_and_reading_ahead_leaves_it() -> None:
     slow = replace(LINK, write_bytes_per_s=100 / 3.2)
     waits = _seen(_profile(first, held, disk=slow), "d", Conditions(device_budget=350))
     assert waits.backward_wait_s == pytest.approx(0.2 + 1.0), "until the write has made room, and then for the read"
+
+
+@pytest.mark.parametrize(("let_go", "wait_s"), [(False, 2.0), (True, 1.0)])
+def test_what_backward_has_taken_leaves_its_room_to_the_next_read(let_go: bool, wait_s: float) -> None:
+    first, second = _storage(0, 0.0, 5.0, last_s=6.0), _storage(1, 1.0, 3.0, last_s=6.0, let_go=let_go)
+    seen = _seen(_profile(first, second), "dd", Conditions(device_budget=200))
+    assert (seen.backward_wait_s, seen.peak_bytes) == (wait_s, 100 if let_go else 200)
+    assert _seen(_profile(first, second), "kk").peak_bytes == 200, "a storage that stays is let go at its death"
+
+
+def test_the_forward_of_a_region_waits_for_its_room_and_gives_it_back() -> None:
+    region = Region(place=3, name="block", begin_s=0.5, end_s=1.5)
+    profile = _profile(_storage(0, 0.0, 5.0), _storage(1, 1.6, 3.0), regions=(region,))
+    seen = _seen(profile, "dk", Conditions(device_budget=150, in_forward={3: 60}))
+    assert (seen.forward_wait_s, seen.peak_bytes) == (0.5, 100)
+    wide = _seen(profile, "kk", Conditions(in_forward={3: 60, 4: 500}))
+    assert wide.timeline == ((0.0, 100), (0.5, 160), (1.5, 100), (1.6, 200), (3.0, 100), (5.0, 0))
+    assert _seen(profile, "dk", Conditions(device_budget=150)).forward_wait_s == 0.0
 
 
 def test_a_plan_means_the_same_for_every_tape() -> None:
