@@ -9,6 +9,7 @@
 #   make gpu-wheels  what such a machine may lack, into the folder .gpu-wheels, to be carried there with the clone
 #   make options     the class `Options` and the entries of docs/configuration.md, after a change of an option
 #   make docs        the documentation's pages, in build/site (a part of `make test`)
+#   make newest      the tests of frameworks on the newest release of each, in a fresh environment; writes what broke
 #   make versions    tests on several releases of PyTorch and Python, each installed by pip (25 GB, an hour)
 #
 # PYTHON      the interpreter that makes the environment, and that `make gpu` runs
@@ -50,7 +51,7 @@ QUICK := tests/unit/test_architecture.py tests/unit/test_contributing.py tests/u
 
 QUICK_SIMULATED := tests/unit/test_ordering.py::test_gradients_survive_every_adversary
 
-.PHONY: options demo test quick bench gpu gpu-wheels versions docs lint format types tiny tests simulated clean
+.PHONY: options demo test quick bench gpu gpu-wheels newest versions docs lint format types tiny tests simulated clean
 
 demo: $(VENV)/.installed
 	$(BIN)/actoffload demo $(DEMO_ARGS)
@@ -110,6 +111,9 @@ gpu-wheels: $(VENV)/bin/python
 
 versions: $(VENV)/.installed-test
 	$(BIN)/python -m tests.versions $(VERSIONS)
+
+newest: $(VENV)/.installed-test
+	$(BIN)/python -m tests.versions newest:3
 
 clean:
 	rm -rf $(VENV) .versions .gpu-wheels build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -64,7 +64,8 @@ def _patch_accelerate(module: Any) -> None:
         if getattr(plugin, "activation_checkpointing_offload", False):
             plugin.activation_checkpointing_offload = False
         prepared = prepare(self, *args, **kwargs)
-        for each in prepared if isinstance(prepared, tuple) else (prepared,):
+        # A tuple, with FSDP2 a list, and for one argument what became of it: a model may be iterable as well.
+        for each in prepared if isinstance(prepared, tuple | list) else (prepared,):
             if not isinstance(each, nn.Module) or hasattr(each, "actoffload"):  # a DeepSpeed engine is attached already
                 continue
             # `prepare` returns a wrapper of the model, so an attachment that the program made is on a module inside.

@@ -25,7 +25,9 @@ try:
     from torchtitan.tools.logging import logger
     from torchtitan.trainer import Trainer
 except ImportError as error:
-    raise ImportError(f"needs torchtitan, tested with 0.3.0 (pip install actoffload[torchtitan]): {error}") from error
+    # torchtitan imports Triton without requiring it, and PyTorch for the CPU does not bring it.
+    package = "triton" if error.name == "triton" else "actoffload[torchtitan]"
+    raise ImportError(f"needs torchtitan, tested with 0.3.0 (pip install {package}): {error}") from error
 
 _CHECKPOINTINGS: dict[str, type[ActivationCheckpointing]] = {"full": FullAC, "selective": SelectiveAC}
 _NO_CUDA_GRAPHS = "a captured step moves nothing: set --training.disable_cuda_graphs"

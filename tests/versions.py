@@ -5,6 +5,9 @@
 `make versions` runs it. The environments lie under ``.versions``, which git ignores, and are used again. A Python that
 is not on this machine, or a release that pip does not find, is named in the table. A result file of the same day keeps
 the rows of other pairs.
+
+The release ``newest`` (`make newest`) is the newest of PyTorch and of all frameworks that pip finds to fit together, in
+a fresh environment. Its row has their versions, and which tests of the frameworks failed.
 """
 
 from __future__ import annotations
@@ -36,8 +39,9 @@ SUITES = {
         *(f"tests/unit/test_simulated_{name}.py" for name in ("accelerator", "copies", "storage")),
     ],
 }
+NEWEST, FRAMEWORKS = "newest", {"frameworks": ["tests/integration"]}
 FOLDER = harness.ROOT / ".versions"
-INSTALL_S, SUITE_S = 1800, 900
+INSTALL_S, SUITE_S = 1800, 3600
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -50,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
         torch, _, python = pair.partition(":")
         rows[pair] = run_pair(torch, python)
         results.write(rows=rows)
-    columns = ("PyTorch, Python", *SUITES)
+    columns = ("PyTorch, Python", *SUITES, *FRAMEWORKS)
     results.finish(harness.markdown_table(columns, [_shown(row) for row in rows.values()]))
     return int(any("missing" in row or any(map(_failed, row["suites"].values())) for row in rows.values()))
 
@@ -63,20 +67,29 @@ def run_pair(torch: str, python: str) -> dict[str, Any]:
         interpreter = _environment(environment, torch, python)
         asked = "import platform, torch; print(torch.__version__, platform.python_version())"
         row["torch"], row["python"] = _output([interpreter, "-c", asked]).split()
+        if torch == NEWEST:
+            listed = json.loads(_output([interpreter, "-m", "pip", "list", "--format", "json"]))
+            known = {line.partition("==")[0] for line in (harness.ROOT / "constraints.txt").read_text().splitlines()}
+            row["packages"] = {each["name"]: each["version"] for each in listed if each["name"] in known}
     except (OSError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         return row | {"missing": said[-1] if said else type(error).__name__}
-    return row | {"suites": {name: _run_suite(environment, interpreter, files) for name, files in SUITES.items()}}
+    suites = FRAMEWORKS if torch == NEWEST else SUITES
+    return row | {"suites": {name: _run_suite(environment, interpreter, files) for name, files in suites.items()}}
 
 
 def _environment(folder: Path, torch: str, python: str) -> str:
     """The interpreter of an environment with this release, which is made unless there is one."""
     interpreter, stamp = str(folder / "bin" / "python"), folder / "installed"
-    if not stamp.exists():
+    if torch == NEWEST or not stamp.exists():  # the newest is another each week
         _output([f"python{python}", "-m", "venv", "--clear", str(folder)])
         pip = [interpreter, "-m", "pip", "install", "--no-compile", "--no-cache-dir"]
-        _output([*pip, *shlex.split(os.environ.get("PIP_ARGS", "")), f"torch=={torch}.*", *PACKAGES])
-        _output([*pip, "--no-deps", "--editable", str(harness.ROOT)])
+        pip += shlex.split(os.environ.get("PIP_ARGS", ""))
+        if torch == NEWEST:
+            _output([*pip, "--editable", f"{harness.ROOT}[all,test]"])
+        else:
+            _output([*pip, f"torch=={torch}.*", *PACKAGES])
+            _output([*pip, "--no-deps", "--editable", str(harness.ROOT)])
         stamp.touch()
     return interpreter
 
@@ -111,8 +124,9 @@ def _failed(suite: dict[str, Any]) -> bool:
 def _shown(row: dict[str, Any]) -> list[str]:
     name = f"{row['torch']}, {row['python']}"
     if "missing" in row:
-        return [name, row["missing"], *["-"] * (len(SUITES) - 1)]
-    return [name, *map(_told, row["suites"].values())]
+        return [name, row["missing"], *["-"] * (len(SUITES) + len(FRAMEWORKS) - 1)]
+    suites = row["suites"]
+    return [name, *(_told(suites[suite]) if suite in suites else "-" for suite in (*SUITES, *FRAMEWORKS))]
 
 
 def _told(suite: dict[str, Any]) -> str:

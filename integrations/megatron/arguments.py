@@ -28,6 +28,9 @@ MODULES = {
     "mlp_act": (["*.mlp"], ["*.mlp.linear_fc1", "*.mlp.linear_fc2"]),
     "expert_fc1": (["*.experts*.linear_fc1"], []),
     "moe_act": (["*.experts"], ["*.experts*.linear_fc1", "*.experts*.linear_fc2"]),
+    "fused_group_mlp": (["*.experts"], []),
+    # The mixer's own forward saves the convolution's input, and what its kernel needs.
+    "gdp_qkv": (["*.mixer"], ["*.mixer.in_proj", "*.mixer.norm", "*.mixer.out_proj"]),
 }
 """Megatron's names for ``--offload-modules``, and two more. Each has globs of the modules that save such tensors, and
 globs of modules inside these that save other tensors."""

@@ -24,6 +24,8 @@ _CONFLICTS = {
     "cpu_offloading": _SAME_TENSORS,
     "cpu_offloading_num_layers": _SAME_TENSORS,
     "fine_grained_activation_offloading": _SAME_TENSORS,
+    "moe_paged_stash": _SAME_TENSORS,
+    "cuda_graph_impl": "a captured forward moves nothing",
     "overlap_moe_expert_parallel_comm": "it runs the model outside the forward step, where nothing would be moved",
 }
 """Megatron's switches that exclude actoffload, with the reason; the flag has the switch's name."""
@@ -150,7 +152,7 @@ def _megatron_args() -> Any:
 def _refuse_conflicts(settings: Any, target: str) -> None:
     """Raise if Megatron's arguments or a model's configuration have a switch on that excludes actoffload."""
     for name, why in _CONFLICTS.items():
-        if getattr(settings, name, False):
+        if getattr(settings, name, None) not in (None, False, 0, "none"):
             flag = "--" + name.replace("_", "-")
             remedy = f"cannot be used with {flag}: {why}; leave one of them out"
             raise ConfigError("--actoffload-target", target, remedy)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -149,20 +149,9 @@ class Recorder(TrainerCallback):
 
     def finish(self) -> Run:
         """The run, with the weights as they are now."""
-        with gathered(self._trainer):
-            for name, tensor in self._trainer.model.state_dict().items():
-                self.run.tensors[f"weight {name}"] = tensor.detach().clone()
+        for name, tensor in self._trainer.model.state_dict().items():
+            self.run.tensors[f"weight {name}"] = tensor.detach().clone()
         return self.run
-
-
-def gathered(trainer: Any) -> AbstractContextManager[Any]:
-    """The whole parameters, where ZeRO-3 keeps them in parts."""
-    if not trainer.is_deepspeed_enabled:
-        return nullcontext()
-    import deepspeed
-
-    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(list(trainer.model.parameters()))
-    return context
 
 
 def train(trainer: Any, *, resume: str | None = None, **options: Any) -> Run:

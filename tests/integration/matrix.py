@@ -23,7 +23,7 @@ NOT_OFFERED = {
     "torchtitan": {"code"},
 }
 """The ways that a framework has none of."""
-BEGIN = "| way |"
+BEGIN = "| framework |"
 
 Cell = tuple[str, bool, str]
 """Framework, with its checkpointing, way."""
@@ -51,17 +51,17 @@ def passed(files: Iterable[str]) -> set[Cell]:
 
 
 def render(proved: set[Cell]) -> list[str]:
-    """The lines of the table: a row for each way, a column for each framework."""
+    """The lines of the table: a row for each framework, a column for each way."""
     frameworks = sorted({*NOT_OFFERED, *(framework for framework, _, _ in proved)}, key=str.lower)
-    lines = [f"{BEGIN} {' | '.join(frameworks)} |", "| --- " * (1 + len(frameworks)) + "|"]
-    for way in WAYS:
-        words = [_word(proved, framework, way) for framework in frameworks]
-        lines.append(f"| {way} | {' | '.join(words)} |")
+    lines = [f"{BEGIN} {' | '.join(WAYS)} |", "| --- " * (1 + len(WAYS)) + "|"]
+    for framework in frameworks:
+        words = [_word(proved, framework, way) for way in WAYS]
+        lines.append(f"| {framework} | {' | '.join(words)} |")
     return lines
 
 
 def _word(proved: set[Cell], framework: str, way: str) -> str:
-    if way in NOT_OFFERED.get(framework, ()):
+    if way in NOT_OFFERED.get(framework.partition(",")[0], ()):
         return "–"
     shown = (framework, False, way) in proved, (framework, True, way) in proved
     return {(True, True): "both", (True, False): "without", (False, True): "with"}.get(shown, "not tested")

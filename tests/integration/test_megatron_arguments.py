@@ -50,7 +50,10 @@ def documented_lines() -> list[str]:
 
 
 def test_the_documented_lines_fit_what_megatron_offers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The signatures are those of Megatron-LM at its commits 001b00c2734d and d98e8a64ddf3 (22 August 2026)."""
+    """The signatures are those of Megatron-LM at its commits 001b00c2734d and d98e8a64ddf3 (22 August 2026).
+
+    Of the second, which is core 0.20.0: ``arguments``, ``argument_utils`` and ``training`` in megatron/training.
+    """
     seen: list[tuple[Any, Any]] = []
     defaults: dict[str, Any] = {}
 
@@ -71,18 +74,27 @@ def test_the_documented_lines_fit_what_megatron_offers(monkeypatch: pytest.Monke
         found: argparse.Namespace = extra_args_provider(argparse.ArgumentParser()).parse_args()
         return found
 
+    def gpt_config_from_args(args: argparse.Namespace, config: Any = None, model_config_cls: type = object) -> Any:
+        return args
+
+    def pretrain_cfg_container_from_args(args: argparse.Namespace, model_cfg: Any = None) -> Any:
+        assert model_cfg is args
+        return args
+
     def newest_pretrain(
         cfg_container: Any,
         train_valid_test_dataset_provider: Any,
         model_type: Any,
         forward_step_func: Any,
         model_provider: Any = None,
+        process_non_loss_data_func: Any = None,
     ) -> None:
         seen.append((cfg_container, forward_step_func))
 
     monkeypatch.setattr(sys, "argv", ["pretrain.py", "--actoffload-target", "nvme", "--actoffload-path", str(tmp_path)])
     names: dict[str, Any] = {name: None for name in ("datasets", "model_provider", "model_type")}
-    names |= {"gpt_config_from_args": lambda args: None, "pretrain_cfg_container_from_args": lambda args, model: args}
+    names |= {"gpt_config_from_args": gpt_config_from_args}
+    names |= {"pretrain_cfg_container_from_args": pretrain_cfg_container_from_args}
     names |= {"forward_step": no_step, "wrap_forward_step": wrap_forward_step}
     names |= {"add_actoffload_args": add_actoffload_args, "parse_and_validate_args": parse_and_validate_args}
     for line, pretrain in zip(documented_lines(), (released_pretrain, newest_pretrain), strict=True):
@@ -188,6 +200,24 @@ def test_names_of_modules_are_globs_in_the_end() -> None:
     assert options["exclude"] == ["*.mlp.linear_fc1", "*.mlp.linear_fc2", "*.experts*.linear_fc2"]
 
 
+def test_all_names_of_megatrons_offload_modules_are_taken() -> None:
+    """Those of Megatron-LM at d98e8a64ddf3, in megatron/core/transformer/transformer_config.py."""
+    theirs = "core_attn attn_proj expert_fc1 fused_group_mlp moe_act attn_norm mlp_norm qkv_linear gdp_qkv"
+    assert arguments.MODULES.keys() == {*theirs.split(), "layer_input", "mlp_act"}
+    options = arguments.options_of(parse("--actoffload-target nvme --actoffload-modules gdp_qkv fused_group_mlp"))
+    assert options is not None
+    assert options["include"] == ["*.mixer", "*.experts"]
+    assert options["exclude"] == ["*.mixer.in_proj", "*.mixer.norm", "*.mixer.out_proj"]
+
+
+def test_a_switch_that_is_none_is_off(tmp_path: Path) -> None:
+    args = parse(f"--actoffload-target nvme --actoffload-path {tmp_path}")
+    args.cuda_graph_impl = "none"
+    step = wrap_forward_step(no_step, args)
+    assert step.offloader is not None
+    step.offloader.close()
+
+
 def test_names_of_modules_that_the_model_has_not_are_refused(tmp_path: Path) -> None:
     flags = f"--actoffload-target nvme --actoffload-path {tmp_path} --actoffload-modules"
     for name, chunk, message in (
@@ -271,6 +301,8 @@ SWITCHES = [
     ("cpu_offloading", "--cpu-offloading"),
     ("fine_grained_activation_offloading", "--fine-grained-activation-offloading"),
     ("overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm"),
+    ("moe_paged_stash", "--moe-paged-stash"),
+    ("cuda_graph_impl", "--cuda-graph-impl"),
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,4 +81,18 @@ def test_a_missing_torchtitan_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchtitan", None)
     monkeypatch.delitem(sys.modules, "actoffload.integrations.torchtitan", raising=False)
     with pytest.raises(ImportError, match=r"pip install actoffload\[torchtitan\]"):
+        importlib.import_module("actoffload.integrations.torchtitan")
+
+
+def test_a_missing_triton_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Torchtitan imports it without requiring it."""
+    pytest.importorskip("tyro")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchtitan"]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "torchtitan").mkdir()
+    (tmp_path / "torchtitan" / "__init__.py").write_text("import triton")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "actoffload.integrations.torchtitan", raising=False)
+    with pytest.raises(ImportError, match=r"needs torchtitan, tested with 0\.3\.0 \(pip install triton\)"):
         importlib.import_module("actoffload.integrations.torchtitan")

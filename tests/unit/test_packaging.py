@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tarfile
 import tomllib
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -45,24 +44,32 @@ def test_the_adapters_import_from_a_checkout_where_it_shadows_the_installed_pack
 @pytest.mark.slow
 def test_the_distributions_hold_what_they_should(tmp_path: Path) -> None:
     pytest.importorskip("setuptools", minversion="77")
-    copy, built, site = tmp_path / "copy", tmp_path / "built", tmp_path / "site"
+    pytest.importorskip("pip")
+    copy, built = tmp_path / "copy", tmp_path / "built"
     copy.mkdir()
     for file in ROOT.iterdir():
         if file.is_file():
             shutil.copy(file, copy)
         elif file.name in PARTS:
             shutil.copytree(file, copy / file.name, ignore=shutil.ignore_patterns("__pycache__"))
-    build = "from setuptools import build_meta as b; b.build_sdist({0!r}); b.build_wheel({0!r})"
-    python(build.format(str(built)), copy)
-    (source,), (wheel,) = built.glob("*.tar.gz"), built.glob("*.whl")
+    build = "from setuptools import build_meta as b; b.build_{0}({1!r})"
+    python(build.format("sdist", str(built)), copy)
+    (source,) = built.glob("*.tar.gz")
     with tarfile.open(source) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
+        archive.extractall(tmp_path, filter="data")
     for name in ("Makefile", "CHANGELOG.md", "docs/design.md", "tests/conftest.py", "benchmarks/worker.py"):
         assert name in names
+    assert "_actoffload_start.py" in names
     assert not [name for name in names if "__pycache__" in name]
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(site)
+    # From the sources, as pip does it where there is no wheel; and installed without a network.
+    python(build.format("wheel", str(built)), tmp_path / source.name.removesuffix(".tar.gz"))
+    (wheel,) = built.glob("*.whl")
+    site = tmp_path / "site"
+    words = ["install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--target", str(site), str(wheel)]
+    subprocess.run([sys.executable, "-m", "pip", *words], check=True, timeout=240)
     assert not (site / "tests").exists()
+    assert (site / "actoffload.pth").exists()
     assert (site / "actoffload" / "tools" / "presets.toml").exists()
     found = python(IMPORT, tmp_path, PYTHONPATH=str(site))
     assert Path(found) == site / "actoffload" / "integrations" / "hf.py"

@@ -1,0 +1,114 @@
+"""FSDP2 and DeepSpeed through transformers' Trainer and Accelerate: two processes that ``accelerate launch`` starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.evidence import Run, assert_evidence
+from tests.integration.processes import GIVE_UP_S, ROOT
+
+for _package in ("accelerate", "deepspeed", "safetensors", "transformers"):
+    pytest.importorskip(_package)
+
+from accelerate.commands.config.config_args import ClusterConfig  # noqa: E402
+
+FRAMEWORKS = {"Trained": "Transformers", "Looped": "Accelerate"}
+SETUPS = ("FSDP2", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+ROWS = [
+    *(
+        (program, setup, checkpointed, "env")
+        for program in FRAMEWORKS
+        for setup in SETUPS
+        for checkpointed in (False, True)
+    ),
+    ("Trained", "ZeRO-3", True, "code"),
+]
+CASES = [
+    pytest.param(*row, marks=pytest.mark.proves(f"{FRAMEWORKS[row[0]]}, {row[1]}", checkpointing=row[2], way=row[3]))
+    for row in ROWS
+]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Run]]:
+    """What each of two processes found of each program, all started by one ``accelerate launch``."""
+    folder = tmp_path_factory.mktemp("launched")
+    first, *_ = [write(folder, setup, checkpointed) for setup in SETUPS for checkpointed in (False, True)]
+    usual = {"RANKS_DIRECTORY": folder, "TMPDIR": folder, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1}
+    ours = {"": "nvme", "_PATH": folder, "_MIN_BYTES": "1KiB", "_POLICY": "greedy", "_DEVICE_BUDGET": "48KiB"}
+    variables = usual | {f"ACTOFFLOAD{name}": value for name, value in ours.items()}
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(first)]
+    command += ["-m", "tests.integration.workers.launched"]
+    with open(folder / "log.txt", "w+", encoding="utf-8") as log:
+        env = os.environ | {name: str(value) for name, value in variables.items()}
+        launcher = subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            status = launcher.wait(GIVE_UP_S)
+        finally:
+            launcher.send_signal(signal.SIGTERM)  # it ends its processes
+            launcher.wait()
+        log.seek(0)
+        assert status == 0, log.read()[-16000:]
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in (0, 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("program", "setup", "checkpointed", "way"), CASES)
+def test_losses_and_saved_weights_are_those_of_the_program_alone(
+    ranks: list[dict[Any, Run]], program: str, setup: str, checkpointed: bool, way: str
+) -> None:
+    """After it has resumed from what it saved half-way; what ``save_model`` wrote counts, too."""
+    for rank in ranks:
+        plain = rank[program, setup, False, "none"]
+        assert len(plain.losses) >= 3
+        assert any(name.startswith("saved ") for name in plain.tensors)
+        assert_evidence(rank[program, setup, checkpointed, way], plain)
+    first, second = (rank[program, setup, False, "none"].losses[0] for rank in ranks)
+    assert program == "Trained" or not torch.equal(first, second), "both saw the same examples"
+
+
+def write(folder: Path, setup: str, checkpointed: bool) -> Path:
+    """A file as ``accelerate config`` writes it. With DeepSpeed the program has the checkpoints, not the file."""
+    sections: dict[str, Any] = {}
+    if setup == "FSDP2":
+        sections["fsdp_config"] = {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+            "fsdp_reshard_after_forward": True,
+            "fsdp_offload_params": False,
+            "fsdp_state_dict_type": "FULL_STATE_DICT",
+            "fsdp_cpu_ram_efficient_loading": False,
+            "fsdp_activation_checkpointing": checkpointed,
+        }
+    else:
+        stage = int(setup[-1])
+        sections["deepspeed_config"] = {
+            "zero_stage": stage,
+            "gradient_accumulation_steps": 1,
+            "offload_optimizer_device": "none",
+            "offload_param_device": "none",
+            "zero3_init_flag": False,
+            "zero3_save_16bit_model": stage == 3,
+        }
+    config: Any = ClusterConfig(
+        compute_environment="LOCAL_MACHINE",
+        distributed_type="FSDP" if setup == "FSDP2" else "DEEPSPEED",
+        mixed_precision="no",
+        use_cpu=False,
+        debug=False,
+        num_processes=2,
+        main_process_port=0,
+        **sections,
+    )
+    file = folder / f"{setup}-{checkpointed}.yaml"
+    config.to_yaml_file(file)
+    return file

@@ -1,0 +1,183 @@
+"""Programs that ``accelerate launch`` starts: a Trainer and a loop of Accelerate's, on FSDP2 and on ZeRO 1 to 3.
+
+One launch runs all of them, as each costs the imports of two processes. It began with the first file; for the others
+the variables are set that Accelerate's launcher derives from them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import accelerate
+import deepspeed
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate.commands import launch
+from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
+from actoffload.integrations.hf import attach
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import actoffload
+from tests.integration.evidence import Run, counting_owners
+from tests.integration.hf_models import QUIET, llama, spool, texts
+from tests.integration.processes import scratch
+
+SETUPS = ("FSDP2", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+RUNS = ((False, "none"), (False, "env"), (True, "env"))
+"""With the framework's checkpoints or without, and how it is offloaded. All have the bits of the first."""
+
+
+@contextlib.contextmanager
+def launched(file: Path) -> Iterator[None]:
+    """This process, as Accelerate's launcher would have started it with a configuration file."""
+    parsed = launch.launch_command_parser().parse_args(["--config_file", str(file), "train.py"])
+    args, defaults, _ = launch._validate_launch_command(parsed)
+    args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+    derived = launch.prepare_deepspeed_cmd_env(args)[1] if args.use_deepspeed else launch.prepare_multi_gpu_env(args)
+    ours = ("ACCELERATE_", "FSDP_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    chosen = {name: value for name, value in derived.items() if name.startswith(ours)}
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    transformers.integrations.deepspeed.unset_hf_deepspeed_config()
+
+    def backend(*ignored: object) -> tuple[str, DistributedType]:
+        return "gloo", DistributedType.MULTI_GPU
+
+    # Without an accelerator, Accelerate joins no group for FSDP or DeepSpeed.
+    variables = {**kept, **chosen, "ACCELERATE_TORCH_DEVICE": "cpu"}
+    with patch.dict(os.environ, variables, clear=True), patch.object(PartialState, "_prepare_backend", backend):
+        yield
+
+
+class Program:
+    """A program of a user's: what it found, and the model that it trains."""
+
+    def __init__(self, setup: str, checkpointed: bool, way: str) -> None:
+        self.folder = scratch() / "-".join((type(self).__name__, setup, str(checkpointed), way))
+        self.by_hand = checkpointed and setup != "FSDP2"  # for FSDP2 the file says it
+        self.way, self.found, self.models = way, Run(), list[nn.Module]()
+
+    def finish(self) -> None:
+        """Keep this rank's part of the weights, and what was saved of them."""
+        dist.barrier()
+        for name, parameter in self.models[-1].named_parameters():
+            part: Any = getattr(parameter, "ds_tensor", parameter.detach())
+            part = part.to_local() if isinstance(part, DTensor) else part
+            self.found.tensors[name.replace("_checkpoint_wrapped_module.", "")] = part.clone()
+        for file in (self.folder / "final").glob("*.safetensors"):
+            self.found.tensors |= {f"saved {name}": tensor for name, tensor in load_file(file).items()}
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """This rank's part of those of all models, or all of one that is gathered at this moment."""
+        for parameter in (each for model in self.models for each in model.parameters()):
+            yield parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+class Trained(Program):
+    """A Trainer that saves a checkpoint, another that resumes there, and ``save_model``."""
+
+    def run(self) -> None:
+        """Train, with an evaluation after each step."""
+        told = {**QUIET, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+        told |= {"gradient_checkpointing": self.by_hand, "use_cpu": False}
+        data: Any = texts(16)
+        for steps, resume in ((1, None), (2, str(self.folder / "checkpoint-1"))):
+            arguments = transformers.TrainingArguments(str(self.folder), **{**told, "max_steps": steps})
+            trainer: Any = transformers.Trainer(llama(), arguments, train_dataset=data, eval_dataset=data[:4])
+            self.models.append(trainer.model)
+            if self.way == "code":
+                attach(trainer, **spool(scratch(), device_budget="48KiB"))
+            trainer.train(resume_from_checkpoint=resume)
+        trainer.save_model(str(self.folder / "final"))
+        logged = [log[name] for log in trainer.state.log_history for name in ("loss", "eval_loss") if name in log]
+        self.found.losses = [torch.tensor(value) for value in logged]
+        self.finish()
+
+
+class Looped(Program):
+    """A loop as Accelerate's guide writes it, which saves its state after a step, and goes back to it after two."""
+
+    def run(self) -> None:
+        """Train."""
+        accelerator = accelerate.Accelerator()
+        model: Any = llama()
+        if self.by_hand:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        loader: Any = torch.utils.data.DataLoader(texts(16), batch_size=4)  # type: ignore[arg-type]
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader)
+        self.models.append(model)
+        first, second = loader
+        for number, batch in enumerate((first, second, second)):
+            if number == 2:
+                accelerator.load_state(str(self.folder / "state"))
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.found.losses.append(loss.detach().clone())
+            if number == 0:
+                accelerator.save_state(str(self.folder / "state"))
+        del loss
+        accelerator.save_model(model, str(self.folder / "final"))
+        self.finish()
+
+
+def run(kind: Callable[..., Any], setup: str, checkpointed: bool, way: str) -> Run:
+    """What one program found, and what was moved meanwhile."""
+    made: list[Any] = []
+    build: Any = actoffload.Offloader.__init__
+
+    def noted(self: Any, *args: Any, **more: Any) -> None:
+        build(self, *args, **more)
+        made.append(self)  # else it goes with its model
+
+    program = kind(setup, checkpointed, way)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(launched(scratch() / f"{setup}-{checkpointed}.yaml"))
+        stack.enter_context(patch.object(actoffload.Offloader, "__init__", noted))
+        meter = stack.enter_context(counting_owners(program.parameters))
+        if way != "env":  # as without the variable
+            for place, name in SEAMS:
+                stack.enter_context(patch.object(place, name, getattr(place, name).__wrapped__))
+        program.run()
+    found: Run = program.found
+    found.moved_parameter_bytes = meter.parameter_bytes
+    if made:
+        assert all(offloader.statistics().moved_bytes > 0 for offloader in made)
+        made[-1].synchronize()
+        found.statistics = made[-1].statistics()
+    for offloader in made:
+        offloader.close()
+    return found
+
+
+SEAMS: list[tuple[Any, str]] = [
+    (transformers.Trainer, "train"),
+    (accelerate.Accelerator, "prepare"),
+    (deepspeed, "initialize"),
+]
+"""What ``ACTOFFLOAD`` has patched."""
+
+
+def main() -> None:
+    """All of them, on this rank."""
+    torch.set_num_threads(1)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo does; this would be compiled for a minute
+    rows = [(kind, setup, *each) for setup in SETUPS for kind in (Trained, Looped) for each in RUNS]
+    rows.append((Trained, "ZeRO-3", True, "code"))
+    found = {(kind.__name__, *rest): run(kind, *rest) for kind, *rest in rows}
+    torch.save(found, scratch() / f"rank{os.environ['RANK']}.pt")
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()
