@@ -205,7 +205,7 @@ _POLICY_NAME = _choice(*POLICIES)
 _POLICY = _POLICY_NAME._replace(check=_check_policy)
 _ENGINE = _choice(*get_args(EngineName), takes="a SpoolFile")
 _ANNOUNCE = _choice("none", "first", "all", takes="the line")
-_CHECKPOINTS = _choice("plan", "leave")
+_CHECKPOINTS = _choice("plan", "selective", "leave")
 _BOUNDARIES = _choice("all", "only")
 _SIZE = _size()
 _SIZE_OR_ZERO = _size(zero=True)
@@ -279,8 +279,11 @@ class OffloadConfig:
     budget costs. On the CPU, transfers take processor time as well, which counts only if this is given."""
     checkpoints: str = field(default="plan", metadata={"kind": _CHECKPOINTS})
     """Whether a plan lets the program's checkpointed blocks run once. ``"plan"``: ``policy="auto"`` and a given
-    ``Plan`` choose which of them run again ([checkpointing.md](checkpointing.md)). ``"leave"``: all run again, and the
-    bytes that they hold are not counted."""
+    ``Plan`` choose which of them run again ([checkpointing.md](checkpointing.md)). ``"selective"``: or run again in
+    part, with the results of matrix products, convolutions and attentions cached, which move. As with PyTorch's
+    ``create_selective_checkpoint_contexts``, no result inside of such a block may change through memory that
+    autograd's version counter does not see (``.data``, NumPy, DLPack, kernels by address). ``"leave"``: all run again,
+    and the bytes that they hold are not counted."""
     recompute: bool | str | Sequence[str] = field(default=False, metadata={"kind": _RECOMPUTE})
     """Modules to checkpoint: patterns of names, or ``True`` for the repeated blocks. They run as
     ``actoffload.checkpoint``, and must compute the same when they run again. Needs ``model=``.
@@ -340,6 +343,9 @@ class OffloadConfig:
                 raise ConfigError(name, getattr(self, name), "only a planner can keep it: leave policy at 'auto'")
         if self.device_memory is not None and self.device_budget is not None:
             raise ConfigError("device_memory", self.device_memory, "device_budget bounds a part of it: give one")
+        if type(self.policy) is Plan and self.policy.in_part and self.checkpoints != "selective":
+            remedy = "the plan's regions run again in part, which has a contract of its own: give 'selective'"
+            raise ConfigError("checkpoints", self.checkpoints, remedy)
 
     @property
     def paths(self) -> tuple[str, ...]:

@@ -69,6 +69,8 @@ class Statistics:
     """Checkpointed regions of the last forward pass that this offloader may let run once (a count)."""
     regions_once: int = 0
     """The part of ``regions`` that ran once, so that backward did not run them again (a count)."""
+    regions_in_part: int = 0
+    """The part of ``regions`` that runs again in part: results of expensive operators are cached (a count)."""
     recompute_peak_bytes: int = 0
     """The most that regions which ran again in backward held at once; part of ``resident_peak_bytes``."""
     process_peak_bytes: int = field(default=0, compare=False)

@@ -3,13 +3,15 @@
     python -m benchmarks.checkpointing [--parts cpu simulated memory] [--cases NAME ...] [--rounds N] [--path DIR]
 
 ``cpu``: real steps, checkpointing alone and ``attach(model, target="nvme")`` on top of it, in turns. ``simulated``: the
-Llama of `tests.scaled_llama` in virtual time, with every layer checkpointed. ``memory``: small models on the simulated
-device with a part of the memory that keeping everything takes (`tests.limited_memory`).
+Llama of `tests.scaled_llama` in virtual time, with every layer checkpointed, without and with regions that run again in
+part (``checkpoints="selective"``). ``memory``: small models on the simulated device with a part of the memory that
+keeping everything takes (`tests.limited_memory`).
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -122,14 +124,17 @@ CPU_COLUMNS: dict[str, Callable[[Row], object]] = {
 HOST, NVME, NO_USE = "host, 52 GB/s", "NVMe, 12/24 GB/s", "0.2 GB/s"
 LINKS = {HOST: (52e9, 52e9), NVME: (12e9, 24e9), NO_USE: (0.2e9, 0.2e9)}
 """Bytes per second to the host and to the device. A disk behind page-locked memory is a link of its speed here."""
+PLAN, SELECTIVE = "plan", "selective"
+"""Values of ``checkpoints``: regions run again or once, or also again in part."""
 LLAMA_STEPS = 16
 ROOMS = (1.05, 1.50)
 """``device_memory``, times the allocator's peak of checkpointing alone; both without what is there before a step."""
-SHORTER: dict[tuple[str, float], float] = {
-    **{(HOST, 1.05): 0.94, (HOST, 1.50): 0.91, (NVME, 1.05): 0.985, (NVME, 1.50): 0.985},
-    **{(NO_USE, 1.05): 1.01, (NO_USE, 1.50): 1.01},
+SHORTER: dict[tuple[str, str, float], float] = {
+    **{(PLAN, HOST, 1.05): 0.94, (PLAN, HOST, 1.50): 0.91, (PLAN, NVME, 1.05): 0.985, (PLAN, NVME, 1.50): 0.985},
+    **{(SELECTIVE, HOST, 1.00): 0.94, (SELECTIVE, HOST, 1.05): 0.90, (SELECTIVE, HOST, 1.50): 0.91},
+    **{(SELECTIVE, NVME, 1.00): 0.985, (SELECTIVE, NVME, 1.05): 0.985, (SELECTIVE, NVME, 1.50): 0.985},
 }
-"""Times checkpointing's step: at most."""
+"""Times checkpointing's step: at most; 1.01 elsewhere."""
 MEMORY_BOUND = 1.0
 """Times ``device_memory``: the allocator's peak of any step, the first one included."""
 
@@ -149,20 +154,19 @@ def simulated(options: argparse.Namespace, results: harness.Results) -> tuple[st
 
     sample("keep", checkpointed=False)
     alone = sample("checkpointing")
-    for link in options.links:
+    for link, choice in itertools.product(options.links, options.checkpoints):
         # Nothing but the default: never more memory than checkpointing takes, never slower.
-        cases: list[tuple[str, float, dict[str, Any]]] = [("default", 1.0, {})]
-        cases += [(f"+ {100 * room - 100:.0f} %", room, {"device_memory": room}) for room in ROOMS]
-        for name, room, more in cases:
-            given = {"device_memory": int(room * alone["peak_bytes"])} if more else {}
-            row = sample(f"{link}, {name}", options=given, link=LINKS[link], steps=LLAMA_STEPS)
-            what = f"{link}, {name}"
+        for room in (1.0, *ROOMS):
+            what = f"{link}, {'default' if room == 1 else f'+ {100 * room - 100:.0f} %'}"
+            what += ", selective" if choice == SELECTIVE else ""
+            given = {"checkpoints": choice} if choice == SELECTIVE else {}
+            given |= {"device_memory": int(room * alone["peak_bytes"])} if room > 1 else {}
+            row = sample(what, options=given, link=LINKS[link], steps=LLAMA_STEPS)
             failed = "error" in row
             step = None if failed else row["step_s"] / alone["step_s"]
             peak = None if failed else row["highest_bytes"] / (room * alone["peak_bytes"])
-            bounds.append(
-                Bound(what=f"{what}: step × checkpointing's", measured=step, bound=SHORTER.get((link, room), 1.01))
-            )
+            bound = SHORTER.get((choice, link, room), 1.01)
+            bounds.append(Bound(what=f"{what}: step × checkpointing's", measured=step, bound=bound))
             bounds.append(Bound(what=f"{what}: highest peak × its limit", measured=peak, bound=MEMORY_BOUND))
     return harness.table_of("Llama, every layer checkpointed", rows, LLAMA_COLUMNS), bounds
 
@@ -179,6 +183,7 @@ LLAMA_COLUMNS: dict[str, Callable[[Row], object]] = {
     "moved, GiB": _number("moved_bytes", GIB, 1),
     "waited, ms": _number("waited_s", 1e-3, 0),
     "run once": lambda row: row.get("once"),
+    "again in part": lambda row: row.get("in_part"),
 }
 
 # -- all parts --------------------------------------------------------------------------------------------------------
@@ -194,10 +199,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES), help="cpu: only these")
     parser.add_argument("--steps", type=int, default=6, help="cpu: timed steps of each sample")
     parser.add_argument("--links", nargs="+", choices=list(LINKS), default=list(LINKS), help="simulated: only these")
+    choices = [PLAN, SELECTIVE]
+    parser.add_argument("--checkpoints", nargs="+", choices=choices, default=choices, help="simulated: only these")
     checkpointing_memory.add_arguments(parser)
     options = parser.parse_args(arguments)
     configuration = {"cases": CASES, "modes": MODES, "links": LINKS, "untimed": UNTIMED, "threads": THREADS}
-    results = harness.Results("checkpointing", arguments, configuration, variant="_".join(options.parts))
+    variant = "_".join([*options.parts, *([SELECTIVE] if options.checkpoints == [SELECTIVE] else [])])
+    results = harness.Results("checkpointing", arguments, configuration, variant=variant)
     tables, bounds = [], []
     for part in options.parts:
         table, found = PARTS[part](options, results)

@@ -8,6 +8,7 @@ forward, and 50 GB/s go over the link, all sizes here an eighth of that. The hos
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from actoffload import OffloadConfig, Offloader
+from actoffload.autograd.in_part import Caching, Noting, Replaying
 from actoffload.autotune.observations import StepsUnderPlan
+from actoffload.planning.constants import DISPATCH_S
 from actoffload.planning.observed import Observed
 from actoffload.runtime.profiler import Profiler
 from actoffload.runtime.store import ActivationStore
@@ -28,6 +31,8 @@ KERNEL_S = 53e-6
 GPU = {"memory_bytes_per_s": 2 * NBYTES / KERNEL_S, "to_device_bytes_per_s": 50e9 / 8, "to_host_bytes_per_s": 50e9 / 8}
 PACK_S, UNPACK_S = 35e-6, 32e-6
 """What the hooks take of the host for a tensor that moves: 67 µs together."""
+MODES = (Caching, Replaying, Noting)
+"""What is active while a region runs in part, and while calls in it are noted: each takes `DISPATCH_S` an operator."""
 LAUNCHES = {"host-bound": 0.9, "device-bound": 0.1}
 """What the host takes to launch a kernel, as a share of what the device takes for it."""
 SETTLED = 12
@@ -128,12 +133,22 @@ def charge(
         device.keep_host_busy(recording_s)
         return saved(*args)
 
+    for mode in MODES:
+        patch.setattr(mode, "__torch_dispatch__", _slowly(mode.__torch_dispatch__, device, DISPATCH_S))
     patch.setattr(DeviceTier, "offload", offload_slowly)
     patch.setattr(ActivationStore, "_fetch_now", fetch_slowly)
     if staying_s:
         patch.setattr(ActivationStore, "admit", admit_slowly)
     if recording_s:
         patch.setattr(Profiler, "saved", record_slowly)
+
+
+def _slowly(method: Callable[..., Any], device: SimulatedDevice, seconds: float) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:
+        device.keep_host_busy(seconds)
+        return method(*args, **options)
+
+    return call
 
 
 class _Sines(nn.Module):

@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,12 +24,15 @@ from torch.utils._pytree import tree_leaves
 
 from ..locks import renewed_in_child
 from ..runtime.identity import PLAIN_TYPES, storages
+from ..runtime.profiler import RunRegion
 from ..runtime.regions import Recomputation, Region
 from ..runtime.store import ActivationStore
 from ..tiers.storage_ref import StorageRef
+from ..tiers.timers import Stamp
 from .exclusions import Exclusions
 from .handles import sharing_counters, version_probe
 from .hook_stack import top
+from .in_part import Caching, Noting, Passing, Replaying, Results
 from .module_names import ModuleScopes
 from .packing import Forwards, Packer
 
@@ -113,26 +116,32 @@ class Checkpoints:
         """The region of this offloader that runs in this thread, or None."""
         return next((entry.region for entry in self.forwards.stack if entry.region is not None), None)
 
-    def run(self, given: tuple[Any, ...], options: dict[str, Any]) -> Body:
+    def run(self, given: tuple[Any, ...], options: dict[str, Any], *, plain: bool) -> Body:
         """Return the generator around the first run of a region. The region begins with the generator's first step.
 
         Args:
             given: the positional arguments of PyTorch's generator function; ``options``: its keyword arguments.
+            plain: the program has no contexts of its own for the two runs.
         """
         entry, function = self.forwards.stack[-1], given[0]
         name = self._name(function) if self._profiler.running else ""  # only a recorded step shows names
-        region = self._regions.begin(self._packer.tape(), name)
+        selective = plain and self._regions.selective and _arguments(given, options).get("preserve_rng_state", True)
+        region = self._regions.begin(self._packer.tape(), name, selective=selective)
         entry.region = region
         try:
             if region.once:
                 yield
-            elif region.recorded is None:
+            elif region.recorded is None and not region.in_part:
                 yield from self.counted(region, False, given, options)
             else:
-                with closing(self.counted(region, False, given, options)) as body:
+                results = Results(self._packer, self._is_open) if region.in_part else None
+                with closing(self.counted(region, False, given, options, results)) as body:
                     next(body)
-                    with _seeing(functools.partial(_note_version, region.recorded.versions)):
+                    caching = None if results is None else Caching(results, _arguments(given, options)["args"])
+                    with self._watched(region, caching):
                         yield
+                    if caching is not None:  # now, as the function's own references have ended
+                        caching.keep()
                     yield from body
         finally:
             # If the region raised, a finalizer may close this generator, in any thread. So this takes no lock.
@@ -141,20 +150,53 @@ class Checkpoints:
                 region.recorded.over = True
         self._regions.end(region)
 
-    def counted(self, region: Region, nested: bool, given: tuple[Any, ...], options: dict[str, Any]) -> Body:
+    @contextmanager
+    def _watched(self, region: Region, caching: Caching | None) -> Iterator[None]:
+        """Return a context around a first run that is recorded, or has its results cached for the second run."""
+        with ExitStack() as contexts:
+            if region.recorded is not None:
+                contexts.enter_context(_seeing(functools.partial(_note_version, region.recorded.versions)))
+                # From here on: the checkpoint has saved the region's inputs, and all that it saves now are results.
+                region.recorded.in_part = region.in_part
+            if caching is not None:
+                contexts.enter_context(_seeing(caching.saved))
+                contexts.enter_context(caching)
+            elif region.selective:
+                contexts.enter_context(Passing())
+            yield
+
+    def _is_open(self) -> bool:
+        return self.forwards.innermost_hook is not None
+
+    def counted(
+        self,
+        region: Region,
+        nested: bool,
+        given: tuple[Any, ...],
+        options: dict[str, Any],
+        results: Results | None = None,
+    ) -> Body:
         """Return PyTorch's own generator, with a count of the bytes that the second run holds.
 
         Args:
             region: the running region.
             nested: whether the checkpoint lies inside of the region.
             given: as for `run`; ``options``: likewise.
+            results: what the first run caches, if the region runs again in part.
         """
         # PyTorch calls this function for the second run alone.
-        again = functools.partial(self._run_again, region, nested, given[0])
+        again = functools.partial(self._run_again, region, nested, results, given[0])
         return _Original.function(again, *given[1:], **options)
 
     def _run_again(
-        self, region: Region, nested: bool, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+        self,
+        region: Region,
+        nested: bool,
+        results: Results | None,
+        function: Callable[..., Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         inputs = tree_leaves((args, kwargs, list(_bound(function))))
         with _disable_current_modes():  # the region's modes must not see the operations that make room
@@ -162,9 +204,43 @@ class Checkpoints:
         note = self._note if region.recorded is not None and not nested else None
         try:
             with _Counted(recomputation, inputs, self._is_static, note):
-                return function(*args, **kwargs)
+                with nullcontext() if nested else self._replayed(region, recomputation, results, args):
+                    return function(*args, **kwargs)
         finally:
             self._regions.ran_again(recomputation)
+
+    @contextmanager
+    def _replayed(
+        self, region: Region, recomputation: Recomputation, results: Results | None, args: tuple[Any, ...]
+    ) -> Iterator[None]:
+        """Return a context around a second run: with the first run's results, or with notes for a run in part."""
+        if results is not None:
+            replaying = Replaying(results, args)
+            try:
+                with replaying:
+                    yield
+            finally:
+                results.clear()
+                recomputation.taken_bytes = replaying.taken_bytes
+        elif region.recorded is not None and region.selective and self._profiler.running:
+            run = region.recorded
+            clock = self._profiler.stopwatch
+            began_s = clock.host_s()
+            with Noting(clock, functools.partial(self._note_call, run)) as noting:
+                try:
+                    yield
+                finally:
+                    run.host_again_s, run.operators = clock.host_s() - began_s, noting.operators
+        else:
+            yield
+
+    def _note_call(self, run: RunRegion, before: Stamp, after: Stamp, host_s: float, out: Any) -> None:
+        with _disable_current_modes():
+            results = [one for one in tree_leaves(out) if isinstance(one, Tensor)]
+            reasons = [self._packer.why_unrecorded(one) for one in results]
+        kept = ["" if reason is None else reason.value for reason in reasons]
+        sizes = [one.untyped_storage().nbytes() for one in results]
+        self._profiler.call_noted(run, (before, after, host_s, list(zip(sizes, kept, strict=True))))
 
     def _is_static(self, tensor: Tensor, storage: torch.UntypedStorage) -> bool:
         return self._exclusions.why_static(tensor, storage) is not None
@@ -269,8 +345,16 @@ def _bound(function: Any) -> Iterator[Any]:
             continue
 
 
-def _with_contexts(given: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-    """Return the arguments of PyTorch's generator function, with contexts made, and whether the region may run once.
+def _arguments(given: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of PyTorch's generator function by name; ``args``: those of the region's function."""
+    bound = inspect.signature(_Original.function).bind(*given, **options)
+    return {"args": (), **bound.arguments}
+
+
+def _with_contexts(
+    given: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], type | None]:
+    """Return the arguments of PyTorch's generator function, with contexts made, and the first one's type or None.
 
     A first context of the program's own (torch_remat's, TransformerEngine's) may record facts for a second run, or
     expect one. Only PyTorch's selective contexts are known to do no more than cache tensors for it.
@@ -278,7 +362,7 @@ def _with_contexts(given: tuple[Any, ...], options: dict[str, Any]) -> tuple[tup
     named = "context_fn" in options
     context_fn = options["context_fn"] if named else given[2] if len(given) > 2 else None
     if not callable(context_fn) or context_fn is plain.noop_context_fn:  # `given[2]` may be the function's `kwargs`
-        return given, options, True
+        return given, options, None
     contexts = context_fn()
     kind = type(contexts[0])
     if kind in CACHING_MODES:
@@ -288,7 +372,7 @@ def _with_contexts(given: tuple[Any, ...], options: dict[str, Any]) -> tuple[tup
         return contexts
 
     given, options = (given, {**options, "context_fn": made}) if named else ((*given[:2], made, *given[3:]), options)
-    return given, options, kind is nullcontext or kind in CACHING_MODES
+    return given, options, kind
 
 
 # -- in PyTorch's place -----------------------------------------------------------------------------------------------
@@ -319,9 +403,9 @@ def _in_its_place(*given: Any, **options: Any) -> Body:
     # The offloader of the topmost hooks, not just any with an open context: autograd calls no hooks but these.
     found = next((one for one in all_of_them if one.forwards.innermost_hook is above[0]), None)
     if found is not None:
-        given, options, is_free = _with_contexts(given, options)
-        if is_free:
-            return found.run(given, options)
+        given, options, kind = _with_contexts(given, options)
+        if kind in (None, nullcontext, *CACHING_MODES):
+            return found.run(given, options, plain=kind is None)
     return _Original.function(*given, **options)
 
 

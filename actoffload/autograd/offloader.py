@@ -191,7 +191,7 @@ class Offloader:
         """Have checkpoints inside our contexts planned, unless the option ``checkpoints`` leaves them alone."""
         if self._checkpoints is not None:
             self._checkpoints.retire()  # a graph may keep it alive
-        if self.config.checkpoints == "plan":
+        if self.config.checkpoints != "leave":
             parts = (self.store, self.packer, self._forwards, self.exclusions, self._module_names)
             self._checkpoints = Checkpoints(*parts)
             if refusal := install():

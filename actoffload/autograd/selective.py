@@ -1,46 +1,36 @@
 """Selective activation checkpointing whose cached tensors move as saved tensors do.
 
 PyTorch keeps the outputs of the operations that a policy saves in a dictionary of its own, where saved-tensor hooks do
-not see them. The two contexts here keep a handle of the open offloader for each output instead. Dispatch modes run
-below autograd, where ``detach`` and views do not share the version counter by default. So every use of a tensor's
-version goes through `_quietly`.
+not see them. The two contexts here keep a handle of the open offloader for each output instead.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import checkpoint as plain
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from ..errors import SavedTensorModifiedError
 from ..runtime.identity import same_counter, storages
 from ..tiers.storage_ref import StorageRef
+from .caching import ALIASES, Cached, Mode, is_mutable, numbers, quietly, written
 from .checkpoints import CACHING_MODES, must_be_plain
-from .handles import Handle, Kept, Wrapped, sharing_counters
+from .handles import Kept
 from .offloader import Offloader, open_offloaders
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 _SAVING = frozenset(p for p in CheckpointPolicy if p.name.endswith(("_SAVE", "_CPU_OFFLOAD")))
 """The answers of a policy that save an output. Uncompiled PyTorch would recompute outputs marked ``CPU_OFFLOAD``."""
-_ALIASES = frozenset(
-    {
-        torch.ops.aten._unsafe_view.default,
-        torch.ops.aten.unsafe_split.Tensor,
-        torch.ops.aten.unsafe_split_with_sizes.default,
-    }
-)
-"""Views that no schema declares as views."""
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of operations that return before their results are complete."""
 _TELLS_OUTPUT = "op_output" in inspect.signature(SelectiveCheckpointContext.__init__).parameters
@@ -120,63 +110,24 @@ def _open_offloader() -> Offloader | None:
     return candidates[0] if len(candidates) == 1 else None  # another checkpoint's hooks are on top of the offloader's
 
 
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """A context in which no mode sees our operations, and an alias shares the version counter of its tensor."""
-    with _disable_current_modes(), sharing_counters():
-        yield
-
-
-class _Cached:
-    """One cached tensor: the handle that stands for it."""
-
-    __slots__ = ("__weakref__", "handle")
-
-    def __init__(self, handle: Any) -> None:
-        self.handle = handle
-
-    def counter(self) -> Tensor:
-        """Return a tensor that shares the version counter of the cached tensor."""
-        if isinstance(self.handle, Handle):
-            return self.handle.probe
-        counter: Tensor = self.handle.counter.probe if isinstance(self.handle, Wrapped) else self.handle.alias
-        return counter
-
-    def value(self) -> Tensor:
-        """Return the cached tensor, bit for bit, and without a graph, as an operation below autograd returns it.
-
-        Raises:
-            SavedTensorModifiedError: it was changed in place.
-            StorageReadError: it could not be read back.
-        """
-        with _quietly():
-            try:
-                tensor: Tensor = self.handle.unpack()
-            except SavedTensorModifiedError as error:
-                raise SavedTensorModifiedError(
-                    f"Tensor cached during selective activation checkpoint has been mutated: {error}"
-                ) from error
-            return tensor.detach()
-
-
 class _Region:
     """The outputs that one run of a checkpointed region has cached, by operation and number of its call."""
 
     def __init__(self, offloader: Offloader) -> None:
         self.entries: dict[Any, dict[int, Any]] = defaultdict(dict)
         self._offloader = offloader
-        self._under_way: list[_Cached] = []
-        self._stored: dict[int, list[tuple[StorageRef, _Cached]]] = defaultdict(list)
+        self._under_way: list[Cached] = []
+        self._stored: dict[int, list[tuple[StorageRef, Cached]]] = defaultdict(list)
 
     def cache(self, func: Any, inputs: Any, out: Any) -> Any:
-        """Return the output of an operation, with a `_Cached` in place of each tensor."""
-        shared = _storages(inputs)
+        """Return the output of an operation, with a `Cached` in place of each tensor."""
+        shared = numbers(inputs)
         collective = getattr(func, "namespace", "") in _COLLECTIVES
 
         def cached(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            if shared & _storages(leaf):  # changed in place, or an undeclared alias (c10d's own operations)
+            if shared & numbers(leaf):  # changed in place, or an undeclared alias (c10d's own operations)
                 return self._stay(leaf)
             if collective:  # its bytes are incomplete until the wait, so a move has to come later
                 entry = self._stay(leaf)
@@ -193,21 +144,21 @@ class _Region:
         not show if the written alias has a version counter of its own (a matrix product of three dimensions ends in
         ``_unsafe_view``). Then the cached tensor gets memory of its own, with its present bytes.
         """
-        for written in tree_leaves(_written(func, args, kwargs)):
-            if not isinstance(written, Tensor):
+        for tensor in tree_leaves(written(func, args, kwargs)):
+            if not isinstance(tensor, Tensor):
                 continue
-            for cdata in _storages(written):
+            for cdata in numbers(tensor):
                 for ref, entry in self._stored.get(cdata, ()):
-                    if not ref.gone() and not same_counter(entry.counter(), written):
+                    if not ref.gone() and not same_counter(entry.counter(), tensor):
                         self._separate(entry)
 
-    def _separate(self, entry: _Cached) -> None:
-        with _quietly(), suppress(SavedTensorModifiedError):  # changed earlier: `value` raises that again if called
+    def _separate(self, entry: Cached) -> None:
+        with quietly(), suppress(SavedTensorModifiedError):  # changed earlier: `value` raises that again if called
             entry.handle = self._packed(entry.value().clone())
 
     def ended(self) -> None:
         """Wait for the results of collectives as the region's forward ends, and let them move."""
-        with _quietly():
+        with quietly():
             for entry in self._under_way:
                 alias = entry.handle.alias
                 # A changed result keeps its first handle, which holds the old version and raises when it is read.
@@ -221,13 +172,13 @@ class _Region:
         self._under_way.clear()
         self._stored.clear()
 
-    def _stay(self, tensor: Tensor) -> _Cached:
-        with _quietly():
-            return _Cached(Kept(tensor.detach()))
+    def _stay(self, tensor: Tensor) -> Cached:
+        with quietly():
+            return Cached(Kept(tensor.detach()))
 
-    def _move(self, tensor: Tensor) -> _Cached:
-        with _quietly():
-            entry = _Cached(self._packed(tensor))
+    def _move(self, tensor: Tensor) -> Cached:
+        with quietly():
+            entry = Cached(self._packed(tensor))
             for storage in storages(tensor):
                 ref = StorageRef(storage)
                 self._stored[ref.cdata].append((ref, entry))
@@ -239,33 +190,12 @@ class _Region:
         return self._offloader.packer.pack(tensor)
 
 
-class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The base of both contexts: it counts the calls of each operation."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, region: _Region) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._region = region
-        self._calls: dict[Any, int] = defaultdict(int)
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Treat a call of a compiled function as one operation, as PyTorch's own contexts do."""
-        return True
-
-    def _next(self, func: Any, args: Any) -> tuple[Any, int]:
-        key = _key(func, args)
-        self._calls[key] += 1
-        return key, self._calls[key] - 1
-
-
-class _Caching(_Mode):
+class _Caching(Mode):
     """The context of the forward: it caches the outputs that the policy saves."""
 
     def __init__(self, policy: Any, region: _Region) -> None:
-        super().__init__(region)
-        self._policy = policy
+        super().__init__()
+        self._policy, self._region = policy, region
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
@@ -279,7 +209,7 @@ class _Caching(_Mode):
         if func in plain.SAC_IGNORED_OPS:
             return func(*args, **kwargs)
         region = self._region
-        if _is_mutable(func):  # before the operation runs: afterwards the old bytes are gone
+        if is_mutable(func):  # before the operation runs: afterwards the old bytes are gone
             region.before_write(func, args, kwargs)
         out = func(*args, **kwargs)
         key, number = self._next(func, args)
@@ -303,8 +233,12 @@ if hasattr(plain, "_CachingTorchDispatchMode"):
     CACHING_MODES[plain._CachingTorchDispatchMode] = _in_place_of
 
 
-class _Replaying(_Mode):
+class _Replaying(Mode):
     """The context of the recomputation: it returns each cached output once."""
+
+    def __init__(self, region: _Region) -> None:
+        super().__init__()
+        self._region = region
 
     def __enter__(self) -> Any:
         self._calls.clear()
@@ -326,15 +260,9 @@ class _Replaying(_Mode):
                 "Trying to backward an extra time. You are only allowed to backward once on any region computed under "
                 "selective activation checkpoint."
             )
-        out = tree_map(lambda leaf: leaf.value() if isinstance(leaf, _Cached) else leaf, entry)
+        out = tree_map(lambda leaf: leaf.value() if isinstance(leaf, Cached) else leaf, entry)
         outputs[number] = _CONSUMED  # the handles die here, so each tensor is held only until backward has used it
         return out
-
-
-def _key(func: Any, args: Any) -> Any:
-    """Return the key under which calls of an operation count; PyTorch has a rule of its own for compiled regions."""
-    rule = getattr(plain, "_sac_storage_key", None)
-    return func if rule is None else rule(func, args)
 
 
 def _must_not_run_again(func: Any) -> bool:
@@ -346,30 +274,9 @@ def _must_not_run_again(func: Any) -> bool:
 @cache
 def _is_view(func: Any) -> bool:
     """Return whether the outputs of an operation are views: taking them again is free and keeps their base."""
-    if func in _ALIASES:
+    if func in ALIASES:
         return True
     schema = getattr(func, "_schema", None)
     if schema is None or schema.is_mutable:
         return False
     return any(result.alias_info is not None for result in schema.returns)
-
-
-@cache
-def _is_mutable(func: Any) -> bool:
-    schema = getattr(func, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that an operation changes in place."""
-    written = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written.append(args[position] if position < len(args) else kwargs.get(argument.name))
-    return written
-
-
-def _storages(tree: Any) -> set[int]:
-    """Return the numbers (``_cdata``) of the storages of all tensors in a tree."""
-    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-    return {storage._cdata for tensor in tensors for storage in storages(tensor)}

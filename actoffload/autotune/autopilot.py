@@ -30,7 +30,7 @@ from ..planning.constants import (
     WARM_UP,
 )
 from ..planning.observed import Observed
-from ..planning.plan import Plan
+from ..planning.plan import Plan, choice_in_words
 from ..planning.profile import Profile
 from ..planning.regions import with_regions
 from ..planning.search import Limits
@@ -351,7 +351,7 @@ class Autopilot:
         shape.know(Tried(shape.once, plan, profile, budget, shape.other_bytes, shape.began_bytes, measured_s))
 
     def _tries_others(self, shape: Shape, than_s: float, reason: str) -> bool:
-        """Whether, on paper, a step with other regions run once is shorter than this. Then the next step proves it."""
+        """Whether, on paper, a step with another choice of regions is shorter. Then the next step proves it."""
         if shape.base is None or self._agreed is not None:
             return False
         base, budget = self._recording.on_links(shape.base), self._budgets.of(shape, self._shapes)
@@ -395,7 +395,7 @@ class Autopilot:
         best = min(shape.tried, key=lambda tried: tried.step_s, default=None)
         if self._recording.calm and best and (plan.predicted_step_s or 0.0) > (1 - NO_LOSS) * best.step_s:
             self._know(shape, plan, profile)
-            self._follow_known(shape, best, f"a step with {len(shape.once)} regions run once is no shorter")
+            self._follow_known(shape, best, f"a step with {choice_in_words(shape.once)} is no shorter")
             return
         self._follow(shape, plan, profile, shape.why)
 
@@ -431,7 +431,7 @@ class Autopilot:
         self._follow(shape, replace(known.plan, predicted_step_s=known.step_s), known.profile, reason, known.once)
 
     def _run_once(self, shape: Shape, once: frozenset[int], reason: str = "") -> None:
-        """Run these regions once from the next step on, which is recorded. Without a plan, everything may move."""
+        """Follow a choice of regions from the next step on, which is recorded. Without a plan, everything may move."""
         if reason:
             self.history.append(reason)
         if self._agreed is None:  # otherwise all ranks decide together
@@ -446,11 +446,11 @@ class Autopilot:
     def _follow(
         self, shape: Shape, plan: Plan, profile: Profile, reason: str, once: frozenset[int] | None = None
     ) -> None:
-        """Follow a plan; ``once``: with these regions run once, by default with the shape's."""
+        """Follow a plan; ``once``: with this choice of regions, by default the shape's."""
         shape.once = shape.once if once is None else once
         self.history.append(f"{reason} (inputs {shape})" if len(self._shapes) > 1 else reason)
         shape.steps = StepsUnderPlan(REVIEW_STEPS if shape.profile is None else AFTER_A_CHANGE)
-        shape.plan = replace(plan, once=tuple(sorted(shape.once)), regions=shape.regions)
+        shape.plan = plan.with_choice(shape.once, shape.regions)
         shape.profile, shape.stage = profile, Stage.FOLLOWED
         shape.recorded_at = self._count
         self._shared.accounts.begin_plan()
@@ -503,8 +503,8 @@ class Autopilot:
         if best.step_s >= (1 - PLAN_GAIN) * seen.step_s or not self._may_change:
             return False
         self._back_off()
-        seconds = f"takes {seen.step_s:.3g} s, with {len(best.once)} {best.step_s:.3g} s"
-        self._follow_known(shape, best, f"a step with {len(shape.once)} regions run once {seconds}")
+        seconds = f"takes {seen.step_s:.3g} s, with {choice_in_words(best.once)} {best.step_s:.3g} s"
+        self._follow_known(shape, best, f"a step with {choice_in_words(shape.once)} {seconds}")
         return True
 
     def _correct(self, shape: Shape, recorded: Profile, moved_bytes: int) -> None:

@@ -24,10 +24,10 @@ class Following:
         self._shared, self._tiers, self._prefetch = store.shared, store.tiers, store.prefetch
 
     def follow(self, plan: Plan | None, once: frozenset[int] | None = None) -> None:
-        """Follow a plan; None: as before the first one. ``once``: the regions that run once, by default the plan's."""
+        """Follow a plan; None: as before the first one. ``once``: the choice of regions, by default the plan's."""
         self.plan = plan
         if once is None:
-            once = frozenset(() if plan is None else plan.once)
+            once = frozenset() if plan is None else plan.chosen
         self._regions.follow(once)
         self._shared.largest_moved_bytes = 0  # other storages may move under this plan
         budget = self._shared.budget

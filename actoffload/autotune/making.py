@@ -173,6 +173,8 @@ class Brought:
 def bring(planner: Any, base: Profile, limits: Limits) -> Brought:
     """This rank's choice for the step in which all regions run again, with the storages and regions of that step."""
     fits = tuple(s.nbytes for s in base.storages), tuple((r.place, r.name) for r in base.regions)
+    # Ranks agree on the regions that run once alone.
+    base = replace(base, regions=tuple(replace(region, results=()) for region in base.regions))
     try:
         once = planner.propose(base, replace(limits, agreed=True)).once
         # Without a choice that keeps the budget this rank proposes to run every region again, as the program does.

@@ -11,12 +11,13 @@ from enum import Enum
 from ..planning.constants import MOST_SHAPES, MOST_TRIED, PROBE_SHARE, REST_STEPS
 from ..planning.plan import Plan
 from ..planning.profile import Profile
+from ..planning.regions import split
 from ..runtime.decision import InputShapes
 from ..tell.facts import ShapeFacts
 from .observations import StepsUnderPlan
 
 AGAIN: frozenset[int] = frozenset()
-"""No region runs once: all run again, as in the program."""
+"""The choice in which all regions run again, as in the program."""
 
 
 class Stage(Enum):
@@ -40,7 +41,7 @@ class Tried:
     """The steps of a shape under one choice of regions, as far as they are known.
 
     Attributes:
-        once: the regions that run once.
+        once: the choice of regions: those that run once or again in part, as `with_regions` takes it.
         plan: the plan that these steps followed, or would follow; ``profile``: the step that it was made from.
         budget: the most bytes that they might save.
         other_bytes: as in `Shape`; ``began_bytes``: likewise.
@@ -69,7 +70,7 @@ class Shape:
     Attributes:
         key: the shape.
         base: a recorded step in which every checkpointed region ran again; None before there is one.
-        once: the regions that run once, by their places.
+        once: the choice of regions, likewise.
         profile: the recorded step that the plan was made from.
         plan: the plan that these steps follow; None before there is one.
         steps: the last steps under the plan.
@@ -195,6 +196,7 @@ class Shape:
         again = next((tried for tried in self.tried if tried.once == AGAIN), None)
         base_s = None if again is None else again.plan.predicted_step_s
         # Until a step has shown it, the most that there was beside saved tensors counts, at whatever moment.
+        once, in_part = split(self.once)
         beside = self.other_bytes if self.steps.beside_bytes is None else self.steps.beside_bytes
         return ShapeFacts(
             inputs=str(self),
@@ -202,7 +204,8 @@ class Shape:
             plan=self.plan,
             seen=self.steps.seen,
             regions=self.regions,
-            once=len(self.once),
+            once=len(once),
+            in_part=len(in_part),
             base_s=base_s or (0.0 if self.base is None else self.base.step_s),
             base_bytes=0 if self.base is None else self.base.baseline_peak_bytes,
             predicted_s=self.predicted_s,

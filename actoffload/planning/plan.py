@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import KW_ONLY, asdict, dataclass, fields
+from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
 
 from ..errors import ConfigError
 from ..json_input import parse
 from ..policy import Decision, KeepReason, TensorFacts
 from ..sizes import format_size
+from .regions import in_part, split
 
 VERSION = 2
 TIERS = ("", "host", "nvme")
@@ -48,7 +49,8 @@ class Plan:
     Attributes:
         entries: the storages.
         planner: the name of the planner that made the plan.
-        once: the checkpointed regions that run once, by their places in the forward; all others run again in backward.
+        once: the checkpointed regions that run once, by their places in the forward. Regions in neither list run again.
+        in_part: the regions that run again in part, likewise: with the results of expensive operators cached.
         regions: how many checkpointed regions a forward had when the plan was made.
         declined: why the planner moves nothing; empty when it moves something.
         prefetch_bytes: how far ahead of backward to read; None for the offloader's own choice.
@@ -62,6 +64,7 @@ class Plan:
     _: KW_ONLY
     planner: str = ""
     once: tuple[int, ...] = ()
+    in_part: tuple[int, ...] = ()
     regions: int = 0
     declined: str = ""
     prefetch_bytes: int | None = None
@@ -88,6 +91,16 @@ class Plan:
         return entry.tier if entry is not None else ""
 
     @property
+    def chosen(self) -> frozenset[int]:
+        """The plan's choice of regions, as `with_regions` takes it."""
+        return frozenset(self.once).union(map(in_part, self.in_part))
+
+    def with_choice(self, chosen: Iterable[int], regions: int) -> Plan:
+        """The plan with this choice, for a forward with so many regions."""
+        once, partly = split(chosen)
+        return replace(self, once=once, in_part=partly, regions=regions)
+
+    @property
     def offloaded_bytes(self) -> int:
         """Bytes that leave the device."""
         return sum(e.nbytes for e in self.entries if e.action == Decision.OFFLOAD.value)
@@ -96,7 +109,7 @@ class Plan:
         """The plan in a few words."""
         saved = self.offloaded_bytes + self.kept_bytes
         told = f"plan: moves {format_size(self.offloaded_bytes)} of {format_size(saved)}"
-        return told + (f"; {regions_in_words(self.regions, len(self.once))}" if self.regions else "")
+        return told + (f"; {regions_in_words(self.regions, len(self.once), len(self.in_part))}" if self.regions else "")
 
     @property
     def kept_bytes(self) -> int:
@@ -126,6 +139,10 @@ class Plan:
         legal = all(entry.action in choices and entry.tier in TIERS for entry in plan.entries)
         if not legal:
             raise ConfigError("policy", text[:80], _REMEDY)
+        chosen = [*plan.once, *plan.in_part]
+        if len(set(chosen)) != len(chosen) or (plan.regions and max(chosen, default=0) >= plan.regions):
+            remedy = "not a plan: 'once' and 'in_part' name a region twice, or one that there is not"
+            raise ConfigError("policy", text[:80], remedy)
         return plan
 
     def difference(self, other: Plan) -> tuple[int, ...]:
@@ -136,9 +153,18 @@ class Plan:
         return tuple(place for place, (a, b) in enumerate(zip(mine, theirs, strict=True)) if _differ(a, b))
 
 
-def regions_in_words(count: int, once: int) -> str:
-    """How regions run: ``"24 checkpointed regions: 15 run once, 9 run again"``."""
-    return f"{count} checkpointed region{'s' * (count != 1)}: {once} run once, {count - once} run again"
+def regions_in_words(count: int, once: int, in_part: int = 0) -> str:
+    """How regions run: ``"24 checkpointed regions: 15 run once, 3 run again in part, 6 run again"``."""
+    partly = f"{in_part} run again in part, " if in_part else ""
+    return (
+        f"{count} checkpointed region{'s' * (count != 1)}: {once} run once, {partly}{count - once - in_part} run again"
+    )
+
+
+def choice_in_words(chosen: Iterable[int]) -> str:
+    """A choice of regions: ``"15 regions run once"``, or ``"15 regions run once and 3 again in part"``."""
+    once, partly = split(chosen)
+    return f"{len(once)} regions run once" + (f" and {len(partly)} again in part" if partly else "")
 
 
 def _differ(a: PlanEntry | None, b: PlanEntry | None) -> bool:

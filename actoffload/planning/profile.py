@@ -42,7 +42,8 @@ class Storage:
         module: the innermost module that saved it.
         tape: which forward of the step saved it, from 0.
         kept: why it can never move (a value of `KeepReason`); empty if it may move.
-        region: the checkpointed region, by its place, that ran once and saved it; None outside of regions.
+        region: the checkpointed region, by its place, that ran once and saved it, or that ran again in part and cached
+            it; None outside of regions.
         input_of: the region, by its place, whose checkpoint alone saves it, as an input: nothing saves it if that
             region runs once. None for any other storage.
     """
@@ -66,9 +67,10 @@ class Storage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionSave:
-    """One storage that a region saves when it runs again: seconds after the recomputation began, bytes, why it stays.
+    """One storage that a region saves, or a result that it could cache, when it runs again.
 
-    ``kept`` is as `Storage.kept`: empty if the storage may move when the region runs once.
+    It has the seconds since the recomputation began, the bytes, and why it stays. ``kept`` is as `Storage.kept`: empty
+    if the storage may move when it is saved in the forward.
     """
 
     offset_s: float
@@ -91,6 +93,9 @@ class Region:
         saves: the storages that the recomputation saved and that did not exist before; () if the region ran once.
         communicates: whether a collective ran inside of it, so that all ranks must decide alike.
         changed: whether the program changed a tensor that the first run saved, before the second run computed it anew.
+        in_part: whether it ran again in part: the results of expensive operators were cached.
+        results: the results that would be cached if it did; () if that is unknown, or if nothing is gained.
+        in_part_s: how long the second run would take then, with the host's part of it.
     """
 
     place: int
@@ -104,6 +109,9 @@ class Region:
     saves: tuple[RegionSave, ...] = ()
     communicates: bool = False
     changed: bool = False
+    in_part: bool = False
+    results: tuple[RegionSave, ...] = ()
+    in_part_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +195,12 @@ class Profile:
         ran = {s.region for s in self.storages if s.region is not None}
         # Such a region may have saved nothing, so no storage names it.
         ran |= {r.place for r in self.regions if r.again_s is None and r.backward_end_s is not None}
-        return tuple(sorted(ran))
+        return tuple(sorted(ran.difference(self.in_part)))
+
+    @property
+    def in_part(self) -> tuple[int, ...]:
+        """The places of the regions that ran again in part."""
+        return tuple(sorted({region.place for region in self.regions if region.in_part}))
 
     @property
     def recompute_bytes(self) -> int:
@@ -319,8 +332,9 @@ def _check_numbers(part: Profile | Storage | Region | RegionSave | Link, where: 
 
 def _check_region(profile: Profile, where: str, region: Region) -> None:
     _check_numbers(region, f"{where}.")
-    for number, save in enumerate(region.saves):
-        _check_numbers(save, f"{where}.saves[{number}].")
+    for name in ("saves", "results"):
+        for number, save in enumerate(getattr(region, name)):
+            _check_numbers(save, f"{where}.{name}[{number}].")
     _require(region.place >= 0, region.place, f"{where}.place counts the regions of a forward from 0")
     times = (region.begin_s, region.end_s)
     _require(region.begin_s <= region.end_s, times, f"{where} must begin before it ends")

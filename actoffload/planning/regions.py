@@ -1,20 +1,21 @@
-"""Derives, from a known step, the step in which other checkpointed regions run once. Pure.
+"""Derives, from a known step, the step in which other checkpointed regions run once, or again in part. Pure.
 
-`with_regions` predicts a recorded step with some of its regions run once. `run_again` makes, on paper alone, the step
-of a checkpointed model from the step of the same model without checkpoints.
+A choice of regions is a set of numbers: the place of a region that runs once, and `in_part` of the place of one that
+runs again in part. `with_regions` predicts a recorded step with another choice. `run_again` makes, on paper alone, the
+step of a checkpointed model from the step of the same model without checkpoints.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
 from ..errors import ConfigError
-from .profile import RECOMPUTED, ROUNDING, Profile, Region, RegionSave, Storage
+from .profile import RECOMPUTED, ROUNDING, Profile, Region, RegionSave, Storage, moment
 
 
 def choosable(base: Profile) -> list[int]:
@@ -27,43 +28,77 @@ def choosable(base: Profile) -> list[int]:
     return sorted(places - barred)
 
 
-def with_regions(base: Profile, once: Collection[int]) -> Profile:
-    """The step of ``base``, in which all regions ran again, with the regions at these places run once.
+JUST_BEFORE_S = 2 * ROUNDING
+"""Results die with what the recomputation holds. That is before backward needs the next region's input: at one moment
+other storages die after it."""
 
-    A place is decided alike in every forward of the step. The recomputations of these regions disappear, and all that
-    came after them comes sooner. Their held storages are saved in the forward instead, and backward needs them in
-    reverse order. An input that only the checkpoint of such a region saved is no longer saved.
+
+def in_part(place: int) -> int:
+    """The member of a choice for a region that runs again in part; its own inverse."""
+    return ~place
+
+
+def split(chosen: Iterable[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The places of a choice: of the regions that run once, and of those that run again in part."""
+    members = sorted(chosen)
+    return tuple(n for n in members if n >= 0), tuple(sorted(in_part(n) for n in members if n < 0))
+
+
+def partly_choosable(base: Profile) -> list[int]:
+    """The places of the regions that can run again in part: the results are known in every forward."""
+    unknown = {region.place for region in base.regions if not region.results}
+    return [place for place in choosable(base) if place not in unknown]
+
+
+def with_regions(base: Profile, once: Collection[int]) -> Profile:
+    """The step of ``base``, in which all regions ran again, with another choice of regions.
+
+    A place is decided alike in every forward of the step. The recomputations of regions that run once disappear, and
+    all that came after them comes sooner. Their held storages are saved in the forward instead, and backward needs them
+    in reverse order. An input that only the checkpoint of such a region saved is no longer saved. The recomputation of
+    a region that runs again in part is shorter. Its results are saved in the forward, and count as held by the
+    recomputation, which needs them, until backward has left the region.
 
     Raises:
         ConfigError: a place has no region that ran again; names ``once``.
     """
-    unknown = sorted(set(once).difference(choosable(base)))
+    places, partly = map(set, split(once))
+    unknown = sorted(places.difference(choosable(base)) | partly.difference(partly_choosable(base)) | places & partly)
     if unknown:
         raise ConfigError(
             "once", unknown, "give places of regions that ran again, of which backward has come to an end"
         )
     if not once:
         return base
-    chosen = [region for region in base.regions if region.place in once]
-    gone = sorted((_again_s(region), region.recompute_s) for region in chosen)
+    chosen = [region for region in base.regions if region.place in places]
+    shorter = [region for region in base.regions if region.place in partly]
+    gone = [(_again_s(region), region.recompute_s) for region in chosen]
+    gone = sorted(gone + [(_again_s(region), region.recompute_s - region.in_part_s) for region in shorter])
     sooner = _Shift([begin for begin, _ in gone], [-seconds for _, seconds in gone])
-    places = set(once)
     # A chosen region's held storages go, because `_saved_once` adds the same storages to its forward.
     stays = [s for s in base.storages if places.isdisjoint((_holder(s, base.regions), s.input_of))]
-    kept = [_moved(s, sooner) for s in stays]
+    # Of the bytes that a region's own recomputation holds, not one nested in it, results are a part of their own.
+    own = {(r.tape, moment(_again_s(r))): sum(result.nbytes for result in r.results) for r in shorter}
+    less = [own.get((s.tape, moment(s.birth_s)), 0) if s.kept == RECOMPUTED else 0 for s in stays]
+    kept = [replace(_moved(s, sooner), nbytes=max(0, s.nbytes - n)) for s, n in zip(stays, less, strict=True)]
     # Removing time may make moments equal. The order of saving has to survive that: a plan counts places in it.
     born = accumulate((s.birth_s for s in kept), max)
     # At equal moments a region's saves come before the storage saved at its end, the input of the next region: so the
     # number of regions that have ended counts, and of equal ones the kept storages come first, as the sort is stable.
     ends = sorted(sooner(region.end_s) for region in base.regions)
     placed = [(time_s, bisect_right(ends, time_s), s) for time_s, s in zip(born, kept, strict=True)]
-    for region in chosen:
+    for region in (*chosen, *shorter):
         ended = bisect_right(ends, sooner(region.begin_s))
-        placed += [(s.birth_s, ended, s) for s in _saved_once(region, sooner)]
+        found = _cached(region, sooner) if region.place in partly else _saved_once(region, sooner)
+        placed += [(s.birth_s, ended, s) for s in found]
     regions = []
     for region in base.regions:
         region = _moved_region(region, sooner)
-        regions.append(replace(region, again_s=None, recompute_s=0.0, saves=()) if region.place in once else region)
+        if region.place in places:
+            region = replace(region, again_s=None, recompute_s=0.0, saves=(), results=())
+        elif region.place in partly:
+            region = replace(region, recompute_s=region.in_part_s, in_part=True, saves=(), results=())
+        regions.append(region)
     return replace(
         base,
         storages=_numbered([storage for *_, storage in sorted(placed, key=lambda one: one[:2])]),
@@ -72,6 +107,29 @@ def with_regions(base: Profile, once: Collection[int]) -> Profile:
         # a recomputation of the last one may begin later than ``forward_s + backward_s``.
         backward_s=base.backward_s - (base.step_s - sooner(base.step_s)),
     )
+
+
+def results_held(profile: Profile) -> Profile:
+    """A recorded step in which the results of regions that ran again in part live until backward has left the region.
+
+    As recorded, they die as the second run takes them. From then on they are counted among what that run holds.
+    """
+    partly = {(r.tape, r.place): r for r in profile.regions if r.in_part and r.again_s is not None}
+    if not partly:
+        return profile
+    storages = list(profile.storages)
+    bytes_of: Counter[tuple[int, int]] = Counter()
+    for number, storage in enumerate(storages):
+        region = partly.get((storage.tape, -1 if storage.region is None else storage.region))
+        if region is not None and storage.need_s is not None:
+            bytes_of[storage.tape, moment(_again_s(region))] += storage.nbytes
+            last_s = max(storage.last_need_s, (region.backward_end_s or 0.0) - JUST_BEFORE_S)
+            storages[number] = replace(storage, last_need_s=last_s)
+    for number, storage in enumerate(storages):
+        if storage.kept == RECOMPUTED:
+            results = bytes_of.pop((storage.tape, moment(storage.birth_s)), 0)
+            storages[number] = replace(storage, nbytes=max(0, storage.nbytes - results))
+    return replace(profile, storages=tuple(storages))
 
 
 def run_again(plain: Profile, inputs: Mapping[int, int]) -> Profile:
@@ -184,6 +242,33 @@ def _saved_once(region: Region, shift: _Shift) -> list[Storage]:
         )
         for save, (share, following) in zip(saves, pairwise([*shares, 1.0]), strict=True)
     ]
+
+
+def _cached(region: Region, shift: _Shift) -> list[Storage]:
+    """The storages that a region saves in its forward if it runs again in part."""
+    assert region.backward_end_s is not None, "it is choosable"
+    begin_s, forward_s = shift(region.begin_s), shift(region.end_s) - shift(region.begin_s)
+    again_s, until_s = shift(_again_s(region)), shift(region.backward_end_s)
+    whole_s = max([region.recompute_s, *(result.offset_s for result in region.results)]) or 1.0
+    forward_s = min(forward_s, whole_s)
+    storages = []
+    for result in sorted(region.results, key=lambda result: result.offset_s):
+        share = result.offset_s / whole_s
+        need_s = again_s + share * region.in_part_s
+        storages.append(
+            Storage(
+                index=None if result.kept else 0,
+                nbytes=result.nbytes,
+                birth_s=begin_s + share * forward_s,
+                need_s=need_s,
+                last_need_s=max(need_s, until_s - JUST_BEFORE_S),
+                module=region.name,
+                tape=region.tape,
+                kept=result.kept,
+                region=region.place,
+            )
+        )
+    return storages
 
 
 def _numbered(storages: Sequence[Storage]) -> tuple[Storage, ...]:

@@ -1,4 +1,4 @@
-"""Searches for a plan: which checkpointed regions run once, and which saved storages leave. Pure and deterministic.
+"""Searches for a plan: how checkpointed regions run, and which saved storages leave. Pure and deterministic.
 
 The first storages leave and the last stay: one cut through a forward, under each of a few windows, scored on the
 simulator. The window matters more than the choice of storages: reads over a slow link must begin early, but not before
@@ -8,6 +8,7 @@ the peak is over. Regions are tried in a few numbers and patterns, each with all
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,11 +27,12 @@ from .constants import (
     SAFETY,
     SHARES_AHEAD,
     SPREAD,
+    STAY_IN_PART,
     TRIMS,
 )
 from .plan import Plan
 from .profile import Profile
-from .regions import choosable, with_regions
+from .regions import choosable, in_part, partly_choosable, with_regions
 from .simulator import Conditions, Prediction, run
 from .workload import HOST, KEEP, NVME, Choice, Workload
 
@@ -61,7 +63,7 @@ class Limits(Conditions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """The regions that should run once, and the predicted step: seconds, and bytes of the peak."""
+    """The best choice of regions, as `with_regions` takes it, and its step: seconds, and bytes of the peak."""
 
     once: frozenset[int]
     step_s: float
@@ -87,9 +89,9 @@ def floor(profile: Profile, limits: Limits) -> int:
 
 
 def propose(base: Profile, limits: Limits) -> Proposal:
-    """Choose the regions that should run once, from a step in which every region ran again.
+    """Choose the regions that should run once or again in part, from a step in which every region ran again.
 
-    Without a budget they may take as much memory as ``base`` does, and a region runs once only if that saves time.
+    Without a budget they may take as much memory as ``base`` does, and only if that saves time.
 
     Raises:
         BudgetError: no choice keeps ``limits.device_budget``; it carries the lowest peak that was found.
@@ -343,6 +345,7 @@ class Search:
             self.workload.to_entries(choice, reasons, seen.releases),
             planner="auto",
             once=profile.once,
+            in_part=profile.in_part,
             regions=1 + max((region.place for region in profile.regions), default=-1),
             declined=declined,
             prefetch_bytes=self.window or profile.prefetch_bytes,
@@ -392,7 +395,7 @@ def _least_moved(tried: Sequence[Tried], *, by_time: bool) -> Tried:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Mix:
-    """A tried set of regions that run once: bytes over the budget, seconds, bytes moved, peak. The least is best."""
+    """A tried choice of regions: bytes over the budget, seconds, bytes moved, peak. The least is best."""
 
     over: float
     step_s: float
@@ -401,26 +404,36 @@ class _Mix:
     once: frozenset[int] = field(compare=False)
 
 
+_Pattern = Callable[[int], frozenset[int]]
+"""Returns the choice of a size."""
+
+
 class _Regions:
-    """Tries sets of regions, each with a few choices of storages that leave."""
+    """Tries choices of regions, each with a few choices of storages that leave."""
 
     def __init__(self, base: Profile, limits: Limits) -> None:
         self._base, self._limits = base, limits
         # A rank that runs such a region once joins no collective of a second run, and other ranks would wait for it.
         barred = set() if limits.agreed else {region.place for region in base.regions if region.communicates}
         self._places = [place for place in choosable(base) if place not in barred]
-        self._seconds, self._saved = dict.fromkeys(self._places, 0.0), dict.fromkeys(self._places, 0)
+        self._partly = partly_choosable(base)
+        self._seconds: defaultdict[int, float] = defaultdict(float)
+        """The seconds by which each member of a choice shortens the step."""
+        self._saved: defaultdict[int, int] = defaultdict(int)
         for region in base.regions:
-            if region.place in self._seconds:
-                self._seconds[region.place] += region.recompute_s
-                self._saved[region.place] += sum(save.nbytes for save in region.saves)
+            place = region.place
+            self._seconds[place] += region.recompute_s
+            self._saved[place] += sum(save.nbytes for save in region.saves)
+            self._seconds[in_part(place)] += region.recompute_s - region.in_part_s
         self._tried: dict[frozenset[int], _Mix] = {}
 
     def propose(self) -> Proposal:
         """The set that moves the least, among the shortest steps within the budget; see the function `propose`."""
         self._try(frozenset())
         if self._places:
-            self._search()
+            self._search(self._patterns(), len(self._places))
+        if self._partly:
+            self._search(self._mixed(), len(self._partly) + len(self._places))
         best = min(self._tried.values())
         if best.over:
             budget = self._limits.device_budget or 0
@@ -429,18 +442,18 @@ class _Regions:
         best = min(near, key=lambda mix: (mix.moved_bytes, mix.step_s))
         return Proposal(once=best.once, step_s=best.step_s, peak_bytes=best.peak_bytes)
 
-    def _search(self) -> None:
-        for pattern in self._patterns():
-            before, around = (0, 0), (0, len(self._places))
+    def _search(self, patterns: Iterable[_Pattern], most: int) -> None:
+        for pattern in patterns:
+            before, around = (0, 0), (0, most)
             while around != before:
                 before, around = around, self._close_in(pattern, *around)
 
-    def _patterns(self) -> list[Callable[[int], frozenset[int]]]:
+    def _patterns(self) -> list[_Pattern]:
         """The sets of regions to try, by their size: the first, the cheapest by the byte, the last, or evenly spread.
 
         Each has the last region of a forward: all that it saves is resident anyway while it runs again.
         """
-        places, last, count = self._places, self._places[-1], len(self._places)
+        places, last = self._places, self._places[-1]
         early = [last, *places[:-1]]
         late = places[::-1]
         rates = {place: self._seconds[place] / max(1, self._saved[place]) for place in early}
@@ -449,9 +462,29 @@ class _Regions:
         cheap = sorted(early, key=lambda place: -round(10 * rates[place] / most))
         patterns = [partial(_first_of, order) for order in (early, cheap, late)]
         # Spread from the first to the last, so that the link always has bytes to move.
-        return [*patterns, lambda k: frozenset(places[-1 - i * (count - 1) // max(1, k - 1)] for i in range(k))]
+        return [*patterns, partial(_spread, places)]
 
-    def _close_in(self, pattern: Callable[[int], frozenset[int]], low: int, high: int) -> tuple[int, int]:
+    def _mixed(self) -> list[_Pattern]:
+        """Choices with regions that run again in part, by their size.
+
+        One region after the other runs in part instead of again, and then one after the other once instead of in part.
+        """
+        partly, count = self._partly, len(self._partly)
+        once = self._patterns() if self._places else [lambda size: frozenset[int]()]
+
+        def mixed(parts: _Pattern, once: _Pattern, size: int) -> frozenset[int]:
+            places = once(size - count) if size > count else frozenset[int]()
+            return places | {in_part(place) for place in parts(min(size, count)) if place not in places}
+
+        def spread(size: int) -> frozenset[int]:
+            # The last ones come back first, so their results may stay: the link moves those of the others.
+            stay = min(size, STAY_IN_PART)
+            return frozenset(partly[count - stay :]) | _spread(partly[: count - stay], size - stay)
+
+        early, late = partial(_first_of, partly), partial(_first_of, partly[::-1])
+        return [partial(mixed, early, once[0]), partial(mixed, late, once[-1]), partial(mixed, spread, once[-1])]
+
+    def _close_in(self, pattern: _Pattern, low: int, high: int) -> tuple[int, int]:
         """Try a few sizes from ``low`` to ``high``; return the neighbours of the best of them."""
         counts = sorted({low + (high - low) * step // (SPREAD - 1) for step in range(SPREAD)})
         found = []
@@ -460,7 +493,7 @@ class _Regions:
             once = pattern(count)
             best = min(self._tried.values())
             # Even without a wait this set computes that long, so it cannot beat a shorter step.
-            least_s = self._base.step_s - sum(self._seconds[place] for place in once)
+            least_s = self._base.step_s - sum(self._seconds[member] for member in once)
             if once in self._tried or best.over or least_s < best.step_s:
                 found.append((self._try(once), count))
         if not found:
@@ -480,3 +513,7 @@ class _Regions:
 
 def _first_of(order: Sequence[int], count: int) -> frozenset[int]:
     return frozenset(order[:count])
+
+
+def _spread(places: Sequence[int], count: int) -> frozenset[int]:
+    return frozenset(places[-1 - i * (len(places) - 1) // max(1, count - 1)] for i in range(count))

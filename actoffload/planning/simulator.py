@@ -279,6 +279,8 @@ class _Step:
             # Transfers that end at this moment end first: an event finds the room and the storages that they bring.
             if links.next_end <= now:
                 self.transfers.advance(now)
+            if self.workload.results[p] and kind in (NEED, DEATH):
+                self.ahead.held_bytes += self.workload.results[p] * (1 if kind == NEED else -1)
             if kind in (BIRTH, NEED):
                 if kind == BIRTH:
                     self._save(p, mode, now)

@@ -56,7 +56,7 @@ class Workload:
         order: the storages that backward needs, in that order.
         place: the place of a storage in ``order``; -1 if backward never needs it.
         recorded: whether a forward has a record of the storage; a storage without one is small, or stays for good.
-        held: whether a recomputation holds it.
+        held: whether a recomputation holds it; ``results``: the bytes of a result that one holds once it has taken it.
         reach: bytes of the records in ``order`` before each place of it.
         items: the decisions, in the order of places.
     """
@@ -67,6 +67,8 @@ class Workload:
         self.nbytes = [s.nbytes for s in storages]
         self.recorded = [s.index is not None for s in storages]
         self.held = [s.kept == RECOMPUTED for s in storages]
+        partly = {(region.tape, region.place) for region in profile.regions if region.in_part}
+        self.results = [s.nbytes if s.need_s is not None and (s.tape, s.region) in partly else 0 for s in storages]
         # Backward never waits for these: they are on the device until it has used them.
         self.need = [None if held else s.need_s for s, held in zip(storages, self.held, strict=True)]
         self.items = self._find_items()

@@ -10,7 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ..planning.constants import DISPATCH_S
 from ..planning.profile import Profile, Region, RegionSave, Storage
+from ..planning.regions import results_held
 from ..policy import KeepReason, Kind
 from ..tiers.record import Record
 from ..tiers.timers import Stamp, Stopwatch
@@ -40,6 +42,9 @@ class SavedStorage:
     input_of: RunRegion | None = None
 
 
+Call = tuple[Stamp, Stamp, float, list[tuple[int, str]]]
+
+
 @dataclass(slots=True, eq=False)
 class RunRegion:
     """One run of a checkpointed region while its step runs.
@@ -57,6 +62,10 @@ class RunRegion:
         versions: of each tensor that the first run saved, a tensor that shares its version counter, and the version.
         changed: one of these tensors was changed in place before the second run.
         input_bytes: of the largest input that the second run saved as well.
+        in_part: its first run caches results, from now on; so what it saves are results.
+        host_s: the host's time in the first run; ``host_again_s``: in the second run.
+        operators: how many the second run has called, if calls were noted; ``calls``: those whose results would be
+            cached: the moments around the call, the host's time in it, and bytes and reason to stay of each result.
     """
 
     place: int
@@ -73,6 +82,11 @@ class RunRegion:
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
     changed: bool = False
     input_bytes: int = 0
+    in_part: bool = False
+    host_s: float = 0.0
+    host_again_s: float = 0.0
+    operators: int = 0
+    calls: list[Call] = field(default_factory=list)
     collectives: int | None = 0
     """The number of collectives that were enqueued before the last run."""
 
@@ -238,6 +252,11 @@ class Profiler:
         if region in self._regions and region.again_end is None:
             region.saves.append((self.stopwatch.stamp(), nbytes, "" if reason is None else reason.value))
 
+    def call_noted(self, region: RunRegion, call: Call) -> None:
+        """Note a call in a second run whose results could have been cached."""
+        if region in self._regions:
+            region.calls.append(call)
+
     def recomputation_begins(self, region: RunRegion, *, nested: bool) -> SavedStorage | None:
         """Note that backward runs a region, or a checkpoint nested in it, again; return an entry for its bytes."""
         if region not in self._regions:
@@ -299,11 +318,14 @@ class Profiler:
         return stack
 
     def _running(self) -> RunRegion | None:
-        """Return the region that runs in this thread if it runs once: else its checkpoint's hooks receive its saves."""
+        """Return the region that runs in this thread if what is saved now is its own.
+
+        Otherwise its checkpoint's hooks receive its saves.
+        """
         stack = self._stack()
         while stack and stack[-1].over:
             stack.pop()
-        return stack[-1] if stack and stack[-1].once else None
+        return stack[-1] if stack and (stack[-1].once or stack[-1].in_part) else None
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
@@ -339,7 +361,7 @@ class Profiler:
             **self._durations(),
         )
         self.forget()
-        return profile
+        return results_held(profile)
 
     def _durations(self) -> dict[str, Any]:
         found = {"forward": 0.0, "backward": 0.0, "other": 0.0}
@@ -387,6 +409,7 @@ class Profiler:
             end_s=end_s,
             communicates=run.communicates,
             changed=run.changed,
+            in_part=run.in_part,
         )
         if run.once and run.tape in self._in_backward:
             mine = run.place, run.tape
@@ -396,6 +419,7 @@ class Profiler:
             return found
         again_s = max(end_s, seconds(run.held.birth))
         ran_s = max(again_s, seconds(self._end if run.again_end is None else run.again_end))
+        results, in_part_s = self._if_in_part(run, again_s, end_s - begin_s, ran_s - again_s)
         return replace(
             found,
             again_s=again_s,
@@ -405,4 +429,27 @@ class Profiler:
                 RegionSave(offset_s=min(ran_s - again_s, max(0.0, seconds(stamp) - again_s)), nbytes=nbytes, kept=kept)
                 for stamp, nbytes, kept in run.saves
             ),
+            results=results,
+            in_part_s=in_part_s,
         )
+
+    def _if_in_part(
+        self, run: RunRegion, again_s: float, forward_s: float, whole_s: float
+    ) -> tuple[tuple[RegionSave, ...], float]:
+        """The results that the region would cache, and the length of its second run with them.
+
+        Nothing of either if that is no gain. The second run is as long as the device computes what is left, or as the
+        host enqueues it, in which the noting of calls has cost as much as their replay will. What the host takes longer
+        to enqueue the first run counts as well.
+        """
+        seconds = self.stopwatch.seconds
+        results: list[RegionSave] = []
+        device_s, host_s = whole_s, run.host_again_s
+        for before, after, in_call_s, sizes in run.calls:
+            device_s -= seconds(after) - seconds(before)
+            host_s -= in_call_s
+            offset_s = min(whole_s, max(0.0, seconds(after) - again_s))
+            results += [RegionSave(offset_s=offset_s, nbytes=nbytes, kept=kept) for nbytes, kept in sizes]
+        late_s = max(0.0, run.host_s + run.operators * DISPATCH_S - forward_s)
+        in_part_s = max(0.0, device_s, host_s) + late_s
+        return (tuple(results), in_part_s) if results and in_part_s < whole_s else ((), 0.0)

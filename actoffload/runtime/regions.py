@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from ..errors import ConfigError
 from ..interrupts import aborts_when_interrupted
+from ..planning.regions import in_part, split
 from ..tiers.record import Record
 from ..tiers.storage_ref import StorageRef
 from ..tiers.tiers import Tiers
@@ -22,16 +23,19 @@ class Region:
 
     Attributes:
         tape: of its forward; ``place``: the number of the region in it, from 0.
-        once: it does not run again in backward.
+        selective: it may run again in part.
+        once: it does not run again in backward; ``in_part``: it runs again in part.
         recorded: the profiler's entry; None while no step is recorded.
     """
 
-    __slots__ = ("once", "place", "recorded", "tape")
+    __slots__ = ("in_part", "once", "place", "recorded", "selective", "tape")
 
-    def __init__(self, tape: Tape[Record], once: bool) -> None:
+    def __init__(self, tape: Tape[Record], chosen: frozenset[int], *, selective: bool) -> None:
         self.tape = tape
         self.place = len(tape.regions)
-        self.once = once
+        self.selective = selective
+        self.once = self.place in chosen
+        self.in_part = selective and in_part(self.place) in chosen
         self.recorded: RunRegion | None = None
 
 
@@ -40,18 +44,21 @@ class Recomputation:
 
     Attributes:
         region: the region that runs again, or that has the nested checkpoint which does.
-        key: equal for all recomputations of one kind: the region's place, or less than 0 for a nested checkpoint.
+        key: equal for all recomputations of one kind: place, whether a nested checkpoint runs again, and whether the
+            region runs again in part.
         saved: each storage with its bytes, by its number. The weak reference keeps the number its own.
         leaving: storages, by their numbers, whose copy to the host is under way, so that they count until its end. The
             weak reference keeps the number its own.
         held: the profiler's entry for its bytes; None while no step is recorded.
+        taken_bytes: results of the first run that it has taken; they were resident before.
     """
 
-    __slots__ = ("held", "key", "leaving", "region", "saved")
+    __slots__ = ("held", "key", "leaving", "region", "saved", "taken_bytes")
 
     def __init__(self, region: Region, nested: bool) -> None:
         self.region = region
-        self.key = -1 - region.place if nested else region.place
+        self.key = region.place, nested, region.in_part
+        self.taken_bytes = 0
         self.saved: dict[int, tuple[StorageRef, int]] = {}
         self.leaving: dict[int, StorageRef] = {}
         self.held: SavedStorage | None = None
@@ -75,8 +82,10 @@ class Regions:
         abort: the store's method of that name, held weakly, as the store holds this object.
 
     Attributes:
-        once: the places of the regions that run once. Every other region runs again in backward, as programmed.
-        last: for each region of the last forward, whether it ran once.
+        once: the places of the regions that run once, and `in_part` of the places of those that run again in part.
+            Every other region runs again in backward, as programmed.
+        last: for each region of the last forward, its member in the choice, or None if it ran again.
+        selective: regions may run again in part.
         any_once: a region of this process has run once.
         expected: the number of regions that the first forward must have under the user's plan.
         held: the recomputations that held bytes at the last count; ``running``: those that have not ended.
@@ -93,12 +102,13 @@ class Regions:
         abort: Callable[[BaseException], object],
     ) -> None:
         self.once: frozenset[int] = frozenset()
-        self.last: list[bool] = []
+        self.last: list[int | None] = []
+        self.selective = tiers.shared.config.checkpoints == "selective"
         self.expected: int | None = None
         self.tiers = tiers
         self._shared, self._profiler, self._run, self._backward_end = tiers.shared, profiler, run, backward_end
         self._abort = weakref.WeakMethod(abort)
-        self._bytes: dict[int, int] = {}
+        self._bytes: dict[tuple[int, bool, bool], int] = {}
         """The most that each region held when it ran again, by `Recomputation.key`."""
         self.held: list[Recomputation] = []
         self.running: list[Recomputation] = []
@@ -106,9 +116,14 @@ class Regions:
         """The most regions that a forward had."""
 
     def follow(self, once: frozenset[int]) -> None:
-        """Run these regions once from the next forward on."""
+        """Run regions like this from the next forward on; ``once``: as the attribute."""
         self.once = once
         self._reserve()
+
+    def counts(self) -> dict[str, int]:
+        """The counts of the last forward's regions."""
+        once, partly = split(n for n in self.last if n is not None)
+        return {"regions": len(self.last), "regions_once": len(once), "regions_in_part": len(partly)}
 
     def abort_if_interrupted(self, error: BaseException) -> None:
         """Call the store's method of this name."""
@@ -119,22 +134,23 @@ class Regions:
     # -- forward ------------------------------------------------------------------------------------------------------
 
     @aborts_when_interrupted
-    def begin(self, tape: Tape[Record], name: str) -> Region:
-        """Note that a region begins in a forward.
+    def begin(self, tape: Tape[Record], name: str, *, selective: bool) -> Region:
+        """Note that a region begins in a forward; ``selective``: it may run again in part.
 
         Raises:
             ConfigError: the user's plan has fewer regions.
         """
-        region = Region(tape, len(tape.regions) in self.once)
+        region = Region(tape, self.once, selective=selective)
         if self.expected is not None and region.place >= self.expected:
             self._refuse(f"more than {self.expected}")
         Regions.any_once |= region.once  # for all stores: any handle may raise the error that has this hint
         with self._shared.lock:
             self.last = tape.regions  # the list itself, which the forward's later regions extend
-            tape.regions.append(region.once)
+            tape.regions.append(region.place if region.once else in_part(region.place) if region.in_part else None)
             self._most = max(self._most, len(tape.regions))
             if self._profiler.running:
                 region.recorded = self._profiler.region_began(tape, region.place, name, region.once)
+                self._note_host(region, -1)
         return region
 
     @aborts_when_interrupted
@@ -142,7 +158,13 @@ class Regions:
         """Note that the forward of a region has ended."""
         if region.recorded is not None:
             with self._shared.lock:
+                self._note_host(region, 1)
                 self._profiler.region_ended(region.recorded)
+
+    def _note_host(self, region: Region, sign: int) -> None:
+        """Begin (-1) or end (1) the host's time in a recorded first run, which counts for a run in part."""
+        if region.selective and region.recorded is not None:
+            region.recorded.host_s += sign * self._profiler.stopwatch.host_s()
 
     def forward_ended(self, tape: Tape[Record]) -> None:
         """Note that a forward has ended.
@@ -198,7 +220,7 @@ class Regions:
             nbytes = recomputation.alive_bytes()
             if recomputation.held is not None:
                 self._profiler.recomputation_ended(recomputation.held, nbytes)
-            self._bytes[key] = max(nbytes, self._bytes.get(key, 0))
+            self._bytes[key] = max(nbytes - recomputation.taken_bytes, self._bytes.get(key, 0))
             self._reserve()
             self.passed()
             self._look_at_memory()
@@ -230,5 +252,9 @@ class Regions:
 
     def _reserve(self) -> None:
         """Leave prefetch no room that a recomputation needs at once."""
-        again = (nbytes for place, nbytes in self._bytes.items() if place not in self.once)
-        self._shared.budget.recompute_bytes = max(again, default=0)
+        self._shared.budget.recompute_bytes = max((n for key, n in self._bytes.items() if self._occurs(key)), default=0)
+
+    def _occurs(self, key: tuple[int, bool, bool]) -> bool:
+        """Whether recomputations of a kind still occur."""
+        place, nested, partly = key
+        return nested or (place not in self.once and partly == (self.selective and in_part(place) in self.once))

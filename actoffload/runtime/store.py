@@ -6,7 +6,6 @@ import copy
 import threading
 import weakref
 from collections import deque
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -584,7 +583,7 @@ class ActivationStore:
         self.shared.reporter.warn()
         self.tiers.count_waits()
         elsewhere = {**self.tiers.counts(), "process_before_bytes": self.run.process_before_bytes}
-        elsewhere |= {"regions": len(self.regions.last), "regions_once": sum(self.regions.last)}
+        elsewhere |= self.regions.counts()
         with self.shared.lock:
             last = self._count_dropped_and_look()
             self.run.count_optimizer_steps()
@@ -596,5 +595,5 @@ class ActivationStore:
     @property
     def plan(self) -> Plan:
         """The decisions of the last forward as data; pass it as ``policy=`` to follow it."""
-        once = tuple(place for place, runs_once in enumerate(self.regions.last) if runs_once)
-        return replace(decided(self._decisions), once=once, regions=len(self.regions.last))
+        regions = self.regions.last
+        return decided(self._decisions).with_choice((n for n in regions if n is not None), len(regions))

@@ -97,8 +97,8 @@ class Tape(Generic[R]):
         number: of its micro-batch, from 1; 0 before the first save.
         given_bytes: bytes that backward has received of records that had moved.
         by_node: the bytes that each autograd node saved.
-        regions: whether each checkpointed region that has begun runs once, in order; ``ran_again``: backward has run
-            a region again.
+        regions: for each checkpointed region that has begun, its member in the choice of regions, or None if it runs
+            again; ``ran_again``: backward has run a region again.
         decisions: the decision on each record, as the store appends it; outlives the records.
         planned: by index, the bytes of a storage that the plan keeps without a record, or -1.
         order: the indices in the order in which backward is expected to reach them.
@@ -114,7 +114,7 @@ class Tape(Generic[R]):
         self.number = 0
         self.given_bytes = 0
         self.by_node = SavedByNode()
-        self.regions: list[bool] = []
+        self.regions: list[int | None] = []
         self.ran_again = False
         self.decisions: list[Any] = []
         self.planned: tuple[int, ...] = ()

@@ -40,7 +40,8 @@ class ShapeFacts:
         profile: the recorded step that the plan was made from; None before there is one.
         plan: the plan that these steps follow; None before there is one.
         seen: the median of the last steps under the plan; None before there are any.
-        regions: checkpointed regions of a forward; ``once``: how many of them run once.
+        regions: checkpointed regions of a forward; ``once``: how many of them run once;
+            ``in_part``: how many run again in part.
         base_s: the step in which every region runs again; ``base_bytes``: the peak of saved tensors in it.
         predicted_s: the step as it was predicted when the plan was made.
         other_bytes: other memory of the device; ``device_bytes``: the most of all of it, 0 without ``device_memory``.
@@ -52,6 +53,7 @@ class ShapeFacts:
     seen: Observed | None
     regions: int = 0
     once: int = 0
+    in_part: int = 0
     base_s: float = 0.0
     base_bytes: int = 0
     predicted_s: float | None = None

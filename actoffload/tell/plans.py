@@ -44,6 +44,7 @@ def explain_plans(facts: PlanFacts) -> str:
 def regions(shape: ShapeFacts) -> str:
     """How checkpointed regions run, and the prediction beside the step in which all of them run again."""
     text = f"{shape.regions} checkpointed regions: {shape.once} no longer run again"
+    text += f", {shape.in_part} run again in part" if shape.in_part else ""
     if shape.predicted_s and shape.base_s:
         text += f", predicted {shape.predicted_s / shape.base_s:.2f} x the step"
     peak = (shape.plan.predicted_peak_bytes or 0) if shape.plan is not None else 0
@@ -60,7 +61,8 @@ def summary(shape: ShapeFacts) -> str:
         return f"{shape.inputs}: no plan yet"
     parts = [f"{shape.inputs}: {format_size(plan.offloaded_bytes)} leave, {format_size(plan.kept_bytes)} stay"]
     if shape.regions:
-        parts.append(f"{shape.once} of {shape.regions} checkpointed regions run once")
+        partly = f", {shape.in_part} again in part" if shape.in_part else ""
+        parts.append(f"{shape.once} of {shape.regions} checkpointed regions run once{partly}")
     if plan.predicted_step_s is not None:
         parts.append(f"a step is predicted to take {format_time(plan.predicted_step_s)}")
     if shape.seen is not None:
@@ -162,7 +164,7 @@ def _headline(profile: Profile, plan: Plan, limits: Limits) -> list[str]:
         f"plan of {plan.planner or 'unknown'} on {profile.device}, {', '.join(bounds) or 'no budget'}; "
         f"{'; '.join(links) or 'no link was measured'}"
     )
-    run = [regions_in_words(plan.regions, len(plan.once))] if plan.regions else []
+    run = [regions_in_words(plan.regions, len(plan.once), len(plan.in_part))] if plan.regions else []
     if plan.declined:
         return [first, f"declined: {plan.declined}", *run]
     return [first, f"{format_size(plan.offloaded_bytes)} leave, {format_size(plan.kept_bytes)} stay", *run]

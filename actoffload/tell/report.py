@@ -171,9 +171,10 @@ def _regions(s: Statistics) -> list[str]:
     """The checkpointed regions that ran again, and the memory that this took."""
     if not s.regions:
         return []
-    again = s.regions - s.regions_once
+    again = s.regions - s.regions_once - s.regions_in_part
+    partly = f"{s.regions_in_part} again in part, " if s.regions_in_part else ""
     count = f"{s.regions} checkpointed region{'s' * (s.regions != 1)}"
-    line = f"  {count}: {s.regions_once} ran once, {again} ran again in backward"
+    line = f"  {count}: {s.regions_once} ran once, {partly}{again} ran again in backward"
     return [line + (f" and held up to {format_size(s.recompute_peak_bytes)}" if s.recompute_peak_bytes else "")]
 
 

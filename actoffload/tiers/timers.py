@@ -58,6 +58,10 @@ class Stopwatch:
         """Seconds from the beginning until a stamp, without the waits that we caused."""
         return float(stamp)
 
+    def host_s(self) -> float:
+        """The host's clock, in seconds, less the waits that were counted."""
+        return self._compute_s()
+
     def _compute_s(self) -> float:
         return now() - self._accounts.pack_wait_s - self._accounts.unpack_wait_s
 
@@ -107,6 +111,9 @@ class DeviceStopwatch(Stopwatch):
         self._last_of[threading.get_ident()] = stamp
         self._origin = self._origin or stamp
         return stamp
+
+    def host_s(self) -> float:
+        return now()
 
     def waited(self, begin: Stamp, end: Stamp, index: int) -> None:
         """A compute stream of device ``index`` waited from a moment of its own for the end of a copy of ours."""

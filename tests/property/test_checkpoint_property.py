@@ -1,4 +1,4 @@
-"""Whatever set of checkpointed regions runs once, and whatever those are like: the bits of PyTorch's checkpoints."""
+"""Whatever regions run once or again in part, and whatever they are like: the bits of PyTorch's checkpoints."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import actoffload
 from actoffload import OffloadConfig, Offloader, Plan
+from actoffload.planning.regions import in_part as marked
 from actoffload.testing.simulated_device import NAME
 from tests.harness import assert_empty, assert_same_bits, same_bits
 
@@ -42,6 +43,7 @@ class Kind:
     raises: str = ""  # "", "first" (the program tries again without a checkpoint)
     entry: str = "PyTorch's"  # or "ours"
     reentrant: bool = False  # a region that is no region of ours
+    in_place: bool = False  # it changes what a matrix product returned
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Step:
 
     kinds: tuple[Kind, ...]
     once: frozenset[int]
+    in_part: frozenset[int] = frozenset()
     policy: str = "all"
     forwards: int = 1
     inside: bool = False
@@ -92,7 +95,9 @@ class Net(nn.Module):
     def inner(self, place: int, x: Tensor, scale: Tensor) -> Tensor:
         """The arithmetic of it."""
         kind = self.kinds[place]
-        y = torch.tanh(self.ups[place](x)) * torch.sigmoid(x) * scale
+        y = self.ups[place](x)
+        y = y.mul_(1.5) if kind.in_place else y
+        y = torch.tanh(y) * torch.sigmoid(x) * scale
         y = F.dropout(y, 0.3) if kind.dropout else y
         return F.gelu(self.downs[place](y))
 
@@ -201,12 +206,21 @@ def check_profile(offloader: Offloader, step: Step) -> None:
     for region in profile.regions:
         assert (region.again_s is None) or region.place not in step.once
     inside = {storage.region for storage in profile.storages} - {None}
-    assert inside <= step.once
+    assert inside <= step.once | plain_places(step)
 
 
 def regions_of(kinds: tuple[Kind, ...]) -> int:
     """How many regions of ours a forward has: one that raised was one as well."""
     return sum(1 + bool(kind.raises) for kind in kinds if not kind.reentrant and kind.contexts != "own")
+
+
+def plain_places(step: Step) -> set[int]:
+    """The places of the regions that run again in part: those that the program has no contexts for."""
+    places: list[Kind] = []
+    for kind in step.kinds:
+        if not kind.reentrant and kind.contexts != "own":
+            places += [kind] * (1 + bool(kind.raises))
+    return {n for n, kind in enumerate(places) if not kind.contexts and n in step.in_part - step.once}
 
 
 @st.composite
@@ -232,11 +246,12 @@ def steps(draw: Any) -> Step:
                 raises=draw(st.sampled_from(["", "", "", "first"])),
                 entry=draw(st.sampled_from(["ours", "PyTorch's"])),
                 reentrant=reentrant,
+                in_place=draw(st.integers(0, 3)) == 0,
             )
         )
-    once = draw(st.frozensets(st.integers(0, regions_of(tuple(kinds)))))
+    once, in_part = (draw(st.frozensets(st.integers(0, regions_of(tuple(kinds))))) for _ in range(2))
     policy = draw(st.sampled_from(["all", "greedy", "keep"]))
-    return Step(tuple(kinds), once, policy, forwards=draw(st.integers(1, 3)), backward=backward, **flags)
+    return Step(tuple(kinds), once, in_part, policy, forwards=draw(st.integers(1, 3)), backward=backward, **flags)
 
 
 def check(step: Step, device: str, **options: Any) -> None:
@@ -244,7 +259,9 @@ def check(step: Step, device: str, **options: Any) -> None:
     count = regions_of(step.kinds)
     policy: Any = step.policy
     if step.given:
-        policy = Plan((), once=tuple(sorted(place for place in step.once if place < count)), regions=count)
+        once = tuple(sorted(place for place in step.once if place < count))
+        in_part = tuple(sorted(place for place in step.in_part - step.once if place < count))
+        policy = Plan((), once=once, in_part=in_part, regions=count)
     if step.budget:
         options["device_budget"] = 40 << 10
     net = Net(step.kinds).to(device)
@@ -254,10 +271,11 @@ def check(step: Step, device: str, **options: Any) -> None:
     except RuntimeError:  # a selective checkpoint meets autocast's cache of another region, for example
         reject()
     fields: dict[str, Any] = {"min_bytes": 0, "keep_last_bytes": 0, "announce": "none"}
+    fields |= {"checkpoints": "selective"} if step.in_part else {}
     offloader = Offloader(OffloadConfig(policy=policy, **fields, **options)).use(net)
     try:
         if not step.given:
-            offloader.store.regions.follow(step.once)
+            offloader.store.regions.follow(step.once | {marked(place) for place in step.in_part})
         for _ in range(2):
             found = run(net, step, device, offloader)
             try:
@@ -271,6 +289,7 @@ def check(step: Step, device: str, **options: Any) -> None:
             if not (step.inside and step.backward == "double"):  # the penalty is a forward without regions
                 assert offloader.statistics().regions == count
                 assert offloader.statistics().regions_once == len([place for place in step.once if place < count])
+                assert offloader.statistics().regions_in_part == len(plain_places(step))
             assert accounts_are_back(offloader)
         if options["target"] != "host":
             assert_empty(offloader)

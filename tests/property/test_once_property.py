@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from actoffload.errors import ConfigError
 from actoffload.planning.profile import RECOMPUTED, Profile
-from actoffload.planning.regions import choosable, with_regions
+from actoffload.planning.regions import choosable, in_part, partly_choosable, split, with_regions
 from tests.profiles import checkpointed, random_profile, regions_once, slow_profile
 
 TAPES = 2
@@ -96,6 +97,51 @@ def test_what_holds_for_every_choice_of_regions(base: Profile, mask: int) -> Non
         assert [a.need_s for a in own[:-1]] == pytest.approx([b.last_need_s for b in own[1:]])
     assert other.once == tuple(sorted(once))
     assert Profile.from_json(other.to_json()) == other
+
+
+def with_results(base: Profile, seed: int) -> Profile:
+    """The step with results that each region could cache: some of what it saves."""
+    rng = random.Random(seed)
+    regions = []
+    for region in base.regions:
+        saves = [save for save in region.saves if rng.random() < 0.5] if region.again_s is not None else []
+        share = rng.random()
+        regions.append(replace(region, results=tuple(saves), in_part_s=share * region.recompute_s))
+    return replace(base, regions=tuple(regions))
+
+
+@settings(max_examples=150, deadline=None)
+@given(base=bases(), mask=st.integers(0, 63), other_mask=st.integers(0, 63), seed=st.integers(0, 1 << 20))
+def test_what_holds_with_regions_that_run_again_in_part(base: Profile, mask: int, other_mask: int, seed: int) -> None:
+    base = with_results(base, seed)
+    once = subset(base, mask)
+    partly = frozenset(partly_choosable(base)) & subset(base, other_mask) - once
+    chosen = once | set(map(in_part, partly))
+    other = with_regions(base, chosen)
+    assert (other.once, other.in_part) == split(chosen)
+    shorter = [region for region in base.regions if region.place in partly]
+    less_s = sum(region.recompute_s for region in base.regions if region.place in once)
+    less_s += sum(region.recompute_s - region.in_part_s for region in shorter)
+    assert other.step_s == pytest.approx(base.step_s - less_s)
+    for region in (r for r in other.regions if r.place in partly):
+        before = next(r for r in base.regions if (r.tape, r.place) == (region.tape, region.place))
+        cached = [s for s in other.storages if (s.tape, s.region) == (region.tape, region.place)]
+        assert [(s.nbytes, s.kept) for s in cached] == [(save.nbytes, save.kept) for save in before.results]
+        assert region.again_s is not None
+        assert region.backward_end_s is not None
+        assert region.recompute_s == before.in_part_s
+        for s in cached:
+            assert region.begin_s * (1 - 1e-9) <= s.birth_s <= region.end_s * (1 + 1e-9)
+            assert s.need_s is not None
+            assert region.again_s * (1 - 1e-9) <= s.need_s <= (region.again_s + before.in_part_s) * (1 + 1e-9)
+            assert s.last_need_s <= max(s.need_s, region.backward_end_s) * (1 + 1e-9)
+    # Results are parts of what the second run holds: together they are no more than before.
+    results = sum(result.nbytes for region in shorter for result in region.results)
+    assert base.saved_bytes <= other.saved_bytes <= base.saved_bytes + results
+    assert Profile.from_json(other.to_json()) == other
+    for wrong in (frozenset({in_part(99)}), *([once | set(map(in_part, once))] if once else [])):
+        with pytest.raises(ConfigError):
+            with_regions(base, wrong)
 
 
 @settings(max_examples=60, deadline=None)

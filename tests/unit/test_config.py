@@ -121,7 +121,7 @@ def enter(request: pytest.FixtureRequest) -> Any:
         ("policy", 3, "policy"),
         ("max_slowdown", "2%", "max_slowdown"),
         ("recompute", 3, "give a string or a sequence of non-empty strings"),
-        ("checkpoints", "none", "choose one of 'plan', 'leave'"),
+        ("checkpoints", "none", "choose one of 'plan', 'selective', 'leave'"),
         ("include", "", "give a string or a sequence"),
         ("include", [], "give a string or a sequence"),
         ("exclude", [3], "give a string or a sequence"),

@@ -36,7 +36,7 @@ def test_json_there_and_back() -> None:
     assert Plan.from_json(text) == PLAN
     assert json.loads(text)["version"] == 2
     assert Plan.from_json(Plan(()).to_json()) == Plan(())
-    regions = Plan(PLAN.entries, once=(0, 3), regions=4)
+    regions = Plan(PLAN.entries, once=(0, 3), in_part=(1,), regions=4)
     assert Plan.from_json(regions.to_json()) == regions
 
 
@@ -50,6 +50,8 @@ def test_the_summary_counts_regions() -> None:
     assert PLAN.summary() == "plan: moves 400 B of 600 B"
     some = Plan(PLAN.entries, once=(0, 1, 3), regions=24).summary()
     assert some.endswith("; 24 checkpointed regions: 3 run once, 21 run again")
+    some = Plan(PLAN.entries, once=(0, 1, 3), in_part=(2, 4), regions=24).summary()
+    assert some.endswith("; 24 checkpointed regions: 3 run once, 2 run again in part, 19 run again")
 
 
 @pytest.mark.parametrize(
@@ -61,6 +63,11 @@ def test_the_summary_counts_regions() -> None:
         '{"version": 2, "entries": [{"index": 0, "nbytes": 1, "action": "burn"}]}',
         '{"version": 2, "entries": [{"index": 0, "nbytes": 1, "action": "offload", "tier": "tape"}]}',
         '{"version": 2, "entries": [{"index": 0, "nbytes": 1, "action": "keep", "colour": "red"}]}',
+        '{"version": 2, "entries": [], "once": [0], "in_part": [0], "regions": 2}',
+        '{"version": 2, "entries": [], "in_part": [1, 1], "regions": 2}',
+        '{"version": 2, "entries": [], "in_part": [2], "regions": 2}',
+        '{"version": 2, "entries": [], "in_part": [-1], "regions": 2}',
+        '{"version": 2, "entries": [], "in_part": 1, "regions": 2}',
     ],
 )
 def test_what_is_no_plan_is_refused_with_field_value_and_remedy(text: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from actoffload.errors import BudgetError, ConfigError
 from actoffload.planning.plan import Plan
 from actoffload.planning.profile import Link, Profile, Region, RegionSave, Storage
-from actoffload.planning.regions import choosable, with_regions
+from actoffload.planning.regions import choosable, split, with_regions
 from actoffload.planning.search import Limits, best, floor, plan, propose
 from actoffload.planning.simulator import Conditions, simulate
 from tests.profiles import (
@@ -208,6 +208,22 @@ def test_regions_that_communicate_wait_for_all_ranks() -> None:
     assert alone
     assert not alone & talking
     assert together & talking
+
+
+def test_regions_that_may_run_again_in_part_make_a_step_shorter() -> None:
+    """Half of the bytes for four fifths of the time."""
+    base = _llama(52)
+    budget = int(1.05 * base.baseline_peak_bytes)
+    alone = propose(base, Limits(device_budget=budget))
+    regions = tuple(replace(r, results=r.saves[::2], in_part_s=0.2 * r.recompute_s) for r in base.regions)
+    found = propose(replace(base, regions=regions), Limits(device_budget=budget))
+    once, partly = split(found.once)
+    assert len(partly) > len(once)
+    assert found.step_s < alone.step_s
+    assert found.peak_bytes <= budget
+    # Where the host is behind, a run in part is as long as another: then nothing of it is chosen.
+    dear = tuple(replace(r, results=r.saves[::2], in_part_s=r.recompute_s) for r in base.regions)
+    assert propose(replace(base, regions=dear), Limits(device_budget=budget)).once == alone.once
 
 
 def test_what_is_saved_as_a_region_ends_keeps_its_place() -> None:
