@@ -251,7 +251,7 @@ class _Numbering(Mode):  # type: ignore[no-untyped-call]
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._storages:
                     begin = tensor.storage_offset() * tensor.element_size()
-                    self._begin(storage, results.number(("input", place)), begin)
+                    self._begin(storage, self._root(results.number(("input", place))), begin)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -291,17 +291,19 @@ class _Numbering(Mode):  # type: ignore[no-untyped-call]
     # -- numbers of values --------------------------------------------------------------------------------------------
 
     def _begin(self, storage: torch.UntypedStorage, value: int, begin: int = 0) -> _Storage:
-        # What a run has changed is in no later run what it was in an earlier one, though its version may be.
-        value = self.results.fresh() if value in self.results.changed else value
         ref = StorageRef(storage)
         found = self._storages[ref.cdata] = _Storage(ref, value, begin)
         return found
+
+    def _root(self, value: int) -> int:
+        """The number of a value from outside of the region: another one if a run has changed it since."""
+        return self.results.fresh() if value in self.results.changed else value
 
     def _tensor(self, tensor: Tensor) -> Any:
         storage = tensor.untyped_storage()
         found = self._storages.get(storage._cdata)
         if found is None:
-            found = self._begin(storage, self.results.outside(tensor, storage))
+            found = self._begin(storage, self._root(self.results.outside(tensor, storage)))
         offset = tensor.storage_offset() * tensor.element_size() - found.begin
         # The version shows a change by a kernel of the program's that no mode sees.
         flags = tensor.is_conj(), tensor.is_neg(), tensor._version
