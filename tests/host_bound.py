@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from actoffload import OffloadConfig, Offloader
-from actoffload.autograd.in_part import Caching, Noting, Replaying
+from actoffload.autograd.in_part import Caching, Noting, Passing, Replaying
 from actoffload.autotune.observations import StepsUnderPlan
 from actoffload.planning.constants import DISPATCH_S
 from actoffload.planning.observed import Observed
@@ -31,7 +31,7 @@ KERNEL_S = 53e-6
 GPU = {"memory_bytes_per_s": 2 * NBYTES / KERNEL_S, "to_device_bytes_per_s": 50e9 / 8, "to_host_bytes_per_s": 50e9 / 8}
 PACK_S, UNPACK_S = 35e-6, 32e-6
 """What the hooks take of the host for a tensor that moves: 67 µs together."""
-MODES = (Caching, Replaying, Noting)
+MODES = (Caching, Replaying, Noting, Passing)
 """What is active while a region runs in part, and while calls in it are noted: each takes `DISPATCH_S` an operator."""
 LAUNCHES = {"host-bound": 0.9, "device-bound": 0.1}
 """What the host takes to launch a kernel, as a share of what the device takes for it."""

@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import checkpoint as plain
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils._pytree import tree_leaves
 
 from ..errors import SavedTensorModifiedError
@@ -84,6 +90,16 @@ class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def ignore_compile_internals(cls) -> bool:
         """Treat a call of a compiled function as one operation, as PyTorch's own contexts do."""
         return True
+
+    def __exit__(self, *error: Any) -> None:
+        """Leave the stack of modes, also where this mode is not on top: a finalizer may end a checkpoint late."""
+        stack = _get_current_dispatch_mode_stack()
+        above = stack[stack.index(self) + 1 :] if self in stack else []
+        for _ in above:
+            _pop_mode()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for mode in above:
+            _push_mode(mode)
 
     def _next(self, func: Any, args: Any) -> tuple[Any, int]:
         key = key_of(func, args)

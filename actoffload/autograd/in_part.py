@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import count
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 import torch
@@ -121,7 +120,7 @@ class _Candidate:
         self.changed = False
         with quietly():  # an alias shares the version counter, so that it shows a change by a kernel that bumps it
             self.out = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, out)
-        self.tensors = [leaf for leaf in tree_leaves(self.out) if isinstance(leaf, Tensor)]
+        self.tensors = [leaf for leaf in tree_leaves(self.out) if isinstance(leaf, Tensor) and leaf.nbytes]
         self.refs = [StorageRef(tensor.untyped_storage()) for tensor in self.tensors]
         self.counters = [(tensor, tensor._version) for tensor in self.tensors]
         self.streams = _streams(self.tensors)
@@ -138,7 +137,6 @@ class _Candidate:
             and all(_holders(*pair) == _ALONE for pair in zip(self.refs, self.tensors, strict=True))
             and self.streams == _streams(self.tensors)
         )
-
 
     def release(self) -> None:
         """Let go of the tensors."""
@@ -244,7 +242,7 @@ class _Numbering(Mode):  # type: ignore[no-untyped-call]
         super().__init__()
         self.results = results
         self._storages: dict[int, _Storage] = {}
-        self._times: Counter[Any] = Counter()
+        self._times: dict[Any, int] = {}
         self._position, self._in_step, self._lost = 0, True, False
         for place, tensor in enumerate(inputs):
             if _is_plain(tensor):
@@ -299,37 +297,36 @@ class _Numbering(Mode):  # type: ignore[no-untyped-call]
         """The number of a value from outside of the region: another one if a run has changed it since."""
         return self.results.fresh() if value in self.results.changed else value
 
-    def _tensor(self, tensor: Tensor) -> Any:
-        storage = tensor.untyped_storage()
-        found = self._storages.get(storage._cdata)
-        if found is None:
-            found = self._begin(storage, self._root(self.results.outside(tensor, storage)))
-        offset = tensor.storage_offset() * tensor.element_size() - found.begin
-        # The version shows a change by a kernel of the program's that no mode sees.
-        flags = tensor.is_conj(), tensor.is_neg(), tensor._version
-        return found.value, offset, tensor.shape, tensor.stride(), tensor.dtype, flags
-
     def _described(self, value: Any) -> Any:
         kind = type(value)
-        if _is_plain(value):
-            return self._tensor(value)
+        if kind in PLAIN_TYPES:
+            storage = value.untyped_storage()
+            _, number, begin = self._storages.get(storage._cdata) or self._enter(value, storage)
+            place = value.storage_offset() * value.element_size() - begin, value.shape, value.stride()
+            # The version shows a change by a kernel of the program's that no mode sees.
+            return number, place, value.dtype, value.is_conj(), value.is_neg(), value._version
         if kind in _BY_VALUE:
             return kind, value
-        if isinstance(value, (list, tuple)):
-            return tuple(map(self._described, value))
         if kind is float:
             return value.hex()  # as 0.0 == -0.0, and nan != nan
+        if isinstance(value, (list, tuple)):
+            return tuple(map(self._described, value))
         if isinstance(value, Tensor):
             raise _Unknown
         return self.results.fresh()  # a generator, a function, a symbol
+
+    def _enter(self, tensor: Tensor, storage: torch.UntypedStorage) -> _Storage:
+        if not _is_plain(tensor):
+            raise _Unknown
+        return self._begin(storage, self._root(self.results.outside(tensor, storage)))
 
     def _key(self, func: Any, operator: _Operator, args: Any, kwargs: dict[str, Any]) -> int:
         if operator.is_view:  # a view needs no number: its storage has one
             self._described(args[0] if args else tuple(kwargs.values()))
             return -1
-        described = func, self._described(args), tuple((name, self._described(one)) for name, one in kwargs.items())
-        self._times[described] += 1
-        key = self.results.number((described, self._times[described]))
+        described = func, self._described(args), bool(kwargs) and self._described(tuple(chain(*kwargs.items())))
+        times = self._times[described] = self._times.get(described, 0) + 1
+        key = self.results.number((described, times))
         if operator.is_positional and not may_stand_in(func, args, kwargs):
             return self._in_order(key)
         return key

@@ -439,17 +439,17 @@ class Profiler:
         """The results that the region would cache, and the length of its second run with them.
 
         Nothing of either if that is no gain. The second run is as long as the device computes what is left, or as the
-        host enqueues it, in which the noting of calls has cost as much as their replay will. What the host takes longer
-        to enqueue the first run counts as well.
+        host enqueues it. What the host takes longer to enqueue the first run counts as well.
         """
         seconds = self.stopwatch.seconds
         results: list[RegionSave] = []
-        device_s, host_s = whole_s, run.host_again_s
+        device_s, dispatch_s = whole_s, run.operators * DISPATCH_S
+        host_s = run.host_again_s + dispatch_s
         for before, after, in_call_s, sizes in run.calls:
             device_s -= seconds(after) - seconds(before)
             host_s -= in_call_s
             offset_s = min(whole_s, max(0.0, seconds(after) - again_s))
             results += [RegionSave(offset_s=offset_s, nbytes=nbytes, kept=kept) for nbytes, kept in sizes]
-        late_s = max(0.0, run.host_s + run.operators * DISPATCH_S - forward_s)
+        late_s = max(0.0, run.host_s + dispatch_s - forward_s)
         in_part_s = max(0.0, device_s, host_s) + late_s
         return (tuple(results), in_part_s) if results and in_part_s < whole_s else ((), 0.0)

@@ -131,7 +131,9 @@ def _kernel(net: Net, values: list[Tensor], i: int, j: int, kind: int) -> None:
 
 
 def _filled(net: Net, values: list[Tensor], i: int, j: int, kind: int) -> None:
-    make = (torch.empty_like, torch.zeros_like, lambda x: torch.zeros(x.shape), lambda x: x.new_empty(x.shape))[kind % 4]
+    make = (torch.empty_like, torch.zeros_like, lambda x: torch.zeros(x.shape), lambda x: x.new_empty(x.shape))[
+        kind % 4
+    ]
     values.append(_Filled.apply(values[i], make))
 
 
@@ -170,7 +172,9 @@ STEPS += [_swapped, _feature]
 def _program(seed: int) -> list[tuple[Any, int, int, int]]:
     rng = random.Random(seed)
     some = rng.sample(STEPS, rng.randint(4, len(STEPS)))
-    return [(rng.choice(some), rng.randrange(99), rng.randrange(99), rng.randrange(60)) for _ in range(rng.randint(3, 14))]
+    return [
+        (rng.choice(some), rng.randrange(99), rng.randrange(99), rng.randrange(60)) for _ in range(rng.randint(3, 14))
+    ]
 
 
 def _body(net: Net, program: list[tuple[Any, int, int, int]], x: Tensor) -> Tensor:
