@@ -94,6 +94,8 @@ class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(self, *error: Any) -> None:
         """Leave the stack of modes, also where this mode is not on top: a finalizer may end a checkpoint late."""
         stack = _get_current_dispatch_mode_stack()
+        if self not in stack:  # this is another thread's finalizer
+            _push_mode(self)
         above = stack[stack.index(self) + 1 :] if self in stack else []
         for _ in above:
             _pop_mode()

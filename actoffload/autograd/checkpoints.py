@@ -203,9 +203,9 @@ class Checkpoints:
             recomputation = self._regions.again(region, nested=nested)
         note = self._note if region.recorded is not None and not nested else None
         try:
-            with _Counted(recomputation, inputs, self._is_static, note):
-                with nullcontext() if nested else self._replayed(region, recomputation, results, args):
-                    return function(*args, **kwargs)
+            replayed = nullcontext() if nested else self._replayed(region, recomputation, results, args)
+            with _Counted(recomputation, inputs, self._is_static, note), replayed:
+                return function(*args, **kwargs)
         finally:
             self._regions.ran_again(recomputation)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -11,12 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import actoffload
 from actoffload import Offloader, Plan
 from actoffload.autograd import in_part as module
-from actoffload.autograd.in_part import Caching, Noting, may_stand_in
+from actoffload.autograd.in_part import Caching, Noting, Passing, Results, may_stand_in
 from actoffload.errors import ConfigError
 from actoffload.planning.regions import in_part
 from actoffload.testing.simulated_device import NAME, SimulatedDevice
@@ -34,8 +37,9 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.convolution = nn.Conv1d(4, 4, 3, padding=1)
+        self.norm = nn.BatchNorm1d(4)
         self.body, self.options = body, options
-        self.kept: list[Tensor] = []
+        self.kept: list[Any] = []
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(2):
@@ -46,6 +50,7 @@ class Net(nn.Module):
 def gradients(net: Net, context: Any, backward: Callable[[Tensor, Net], None] | None = None) -> list[Tensor]:
     torch.manual_seed(1)
     net.zero_grad(set_to_none=True)
+    net.norm.reset_running_stats()
     net.kept.clear()
     x = torch.randn(8, 4, WIDTH).to(net.up.weight.device).requires_grad_()
     with context:
@@ -207,7 +212,67 @@ def without_gradient(net: Net, x: Tensor) -> Any:
     return net.down(x).sin() * y
 
 
+def logged(net: Net, x: Tensor, again: bool = False) -> Any:
+    """A product in one of the two runs alone, as a log of the first run makes it, before those of the region."""
+    if (torch._C._current_graph_task_id() != -1) == again:
+        with torch.no_grad():
+            net.down(x)
+            net.up(x * 2)
+    return plain(net, x)
+
+
+def logged_again(net: Net, x: Tensor) -> Any:
+    return logged(net, x, again=True)
+
+
+def swapped(net: Net, x: Tensor) -> Any:
+    """Two products of one shape, which the second run computes in the other order."""
+    pair = {n: one for n, one in enumerate((x.detach(), x.detach() * 2))}
+    with torch.no_grad():
+        found = {n: net.up(pair[n]) for n in ((1, 0) if torch._C._current_graph_task_id() != -1 else (0, 1))}
+    return net.down(x * found[0]).sin() + x * found[1]
+
+
+def masked_twice(net: Net, x: Tensor) -> Any:
+    y = net.up(F.dropout(x, 0.3)).sin() * net.up(F.dropout(x, 0.3)).cos()
+    return net.down(y).sin()
+
+
+def normalized(net: Net, x: Tensor) -> Any:
+    """The second run has other statistics, and a product reads them."""
+    y = net.norm(x)
+    assert net.norm.running_mean is not None
+    seen = net.norm.running_mean.repeat(WIDTH // 4).diag()
+    return net.down(net.up(y).sin() @ seen).sin()
+
+
+def a_foreach_operator_on_a_view(net: Net, x: Tensor) -> Any:
+    y = net.up(x)
+    z = x.sin() * x.cos()
+    with torch.no_grad():
+        torch._foreach_add_([y[:2], y[3:5]], 1.0)
+    return net.down(y.sin()) * z
+
+
+def with_a_constant(net: Net, x: Tensor) -> Any:
+    y = net.up(x * torch.tensor([1.0, 2.0]).repeat(WIDTH // 2))
+    return net.down(y.sin()).sin()
+
+
+def in_half_precision(net: Net, x: Tensor) -> Any:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return x + net.down(net.up(x).sin()).sin() + net.up(x).cos()
+
+
 BODIES = [
+    logged,
+    logged_again,
+    swapped,
+    masked_twice,
+    normalized,
+    a_foreach_operator_on_a_view,
+    with_a_constant,
+    in_half_precision,
     plain,
     with_dropout,
     attention,
@@ -225,6 +290,28 @@ BODIES += [freed_later, views, with_gradient, nested, without_gradient]
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_gradients_are_the_programs(body: Body, offloader: Offloader) -> None:
     check(Net(body), offloader)
+
+
+TAKEN = {plain: 4, logged: 4, logged_again: 4, masked_twice: 6, attention: 6, convolution: 4, views: 4, nested: 6}
+TAKEN |= {with_dropout: 8, in_place_later: 2, in_half_precision: 6, freed: 0, swapped: 6, in_place: 0}
+"""Of the results of two regions, how many stand in for calls of their second runs."""
+
+
+@pytest.mark.parametrize("body", TAKEN, ids=lambda body: body.__name__)
+def test_what_is_the_same_in_both_runs_is_not_computed_again(
+    body: Body, offloader: Offloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    take = Results.take
+
+    def counted(self: Results, key: int) -> Any:
+        found = take(self, key)
+        taken.append(found is not None)
+        return found
+
+    monkeypatch.setattr(Results, "take", counted)
+    gradients(Net(body), offloader)
+    assert sum(taken) == TAKEN[body]
 
 
 @pytest.mark.parametrize("options", [{"early_stop": False}, {"determinism_check": "none"}])
@@ -260,6 +347,138 @@ def _double(loss: Tensor, net: Net) -> None:
 def test_a_graph_may_be_used_again(body: Body, backward: Any, offloader: Offloader) -> None:
     """A result is used once; a second backward computes it anew, where PyTorch's selective contexts raise."""
     check(Net(body), offloader, backward)
+
+
+def test_what_the_program_keeps_of_a_region_may_change(offloader: Offloader) -> None:
+    """A result that anything but the library holds is not cached: nobody can change what is."""
+
+    def keeping(net: Net, x: Tensor) -> Tensor:
+        y = net.up(x)
+        net.kept += ways[len(net.kept) % len(ways)](y)
+        return net.down(y.sin()).sin()
+
+    ways: list[Any] = [
+        lambda y: [y],
+        lambda y: [y.detach()],
+        lambda y: [y.data],
+        lambda y: [torch.from_numpy(y.detach().numpy())],
+        lambda y: [torch.from_dlpack(torch.utils.dlpack.to_dlpack(y.detach()))],
+        lambda y: [torch.empty(0).set_(y.untyped_storage())],
+        lambda y: [y.untyped_storage()],
+        lambda y: [],
+    ]
+
+    def change(loss: Tensor, net: Net) -> None:
+        for one in net.kept:
+            one.data.mul_(3) if isinstance(one, Tensor) else one.fill_(1)
+        loss.backward()
+
+    for _ in range(len(ways) // 2):
+        check(Net(keeping), offloader, change)
+        ways = ways[2:] + ways[:2]
+
+
+def test_two_threads_may_run_backward_at_once(offloader: Offloader) -> None:
+    """Each result is taken once, and what is not there any more is computed."""
+
+    def both(loss: Tensor, net: Net) -> None:
+        grads: list[Any] = [None, None]
+
+        def work(n: int) -> None:
+            grads[n] = torch.autograd.grad(loss, list(net.parameters()), retain_graph=True, allow_unused=True)
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for mine, others in zip(*grads, strict=True):
+            assert (mine is None and others is None) or same_bits(mine, others)
+        loss.backward()
+
+    check(Net(plain), offloader, both)
+
+
+def test_a_generator_of_the_programs_own_draws_on(offloader: Offloader) -> None:
+    """The checkpoint does not restore it: the second run has other numbers, and products of them are computed."""
+    generator = torch.Generator()
+
+    def drawing(net: Net, x: Tensor) -> Tensor:
+        y = x + torch.rand(x.shape, generator=generator)
+        return net.down(net.up(y).sin()).sin()
+
+    def begin(loss: Tensor, net: Net) -> None:
+        loss.backward()
+        generator.manual_seed(0)
+
+    generator.manual_seed(0)
+    check(Net(drawing), offloader, begin)
+
+
+def test_without_the_state_of_random_numbers_no_region_runs_in_part(offloader: Offloader) -> None:
+    gradients(Net(with_dropout, preserve_rng_state=False), offloader)
+    assert offloader.statistics().regions_in_part == 0
+
+
+def test_a_subclass_ends_the_numbering(offloader: Offloader) -> None:
+    """What it holds may change unseen, so the region caches nothing."""
+
+    def wrapped(net: Net, x: Tensor) -> Tensor:
+        y = net.up(x)
+        inner = TwoTensor(y.detach(), y.detach()).mul_(2).a
+        return net.down(y.sin() * inner).sin()
+
+    check(Net(wrapped), offloader)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_module_is_one_operator(offloader: Offloader) -> None:
+    compiled = torch.compile(lambda y: (y.sin() * 2 + y.cos()).tanh(), backend="aot_eager")
+
+    def compiling(net: Net, x: Tensor) -> Tensor:
+        return net.down(compiled(net.up(x))).sin()
+
+    check(Net(compiling), offloader)
+
+
+def test_operators_that_save_other_tensors_under_a_mode(make_offloader: MakeOffloader) -> None:
+    """Both runs of each region have a mode, also in a recorded step."""
+    lengths = torch.full((4,), 8), torch.full((4,), 3)
+
+    def ctc(net: Net, x: Tensor) -> Tensor:
+        spoken = net.up(x).sin().log_softmax(-1)
+        return x * F.ctc_loss(spoken, torch.ones(4, 3, dtype=torch.long), *lengths).sin()
+
+    offloader = make_offloader(policy="all", checkpoints="selective", min_bytes=0)
+    net = Net(ctc)
+    expected = gradients(net, nullcontext())
+    for chosen in (frozenset[int](), frozenset(map(in_part, (0, 1)))):
+        offloader.store.regions.follow(chosen)
+        offloader.store.profiler.begin()
+        assert_same_bits(gradients(net, offloader), expected, "gradient")
+
+
+def test_a_mode_leaves_the_stack_from_below_another() -> None:
+    """A checkpoint that does not throw into its generator leaves the mode to a finalizer."""
+    below, above = Passing(), Passing()
+    below.__enter__()
+    with above:
+        below.__exit__(None, None, None)
+        assert _get_current_dispatch_mode_stack() == [above]
+    assert _get_current_dispatch_mode_stack() == []
+
+
+def test_what_raises_in_a_second_run_leaves_nothing(offloader: Offloader) -> None:
+    def raising(net: Net, x: Tensor) -> Tensor:
+        if torch._C._current_graph_task_id() != -1:
+            raise ValueError("the program's")
+        return plain(net, x)
+
+    with pytest.raises(ValueError, match="the program's"):
+        gradients(Net(raising), offloader)
+    assert _get_current_dispatch_mode_stack() == []
+    assert_empty(offloader)
+    check(Net(plain), offloader)
 
 
 def test_what_raises_leaves_nothing(offloader: Offloader) -> None:
