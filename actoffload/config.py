@@ -280,10 +280,9 @@ class OffloadConfig:
     checkpoints: str = field(default="plan", metadata={"kind": _CHECKPOINTS})
     """Whether a plan lets the program's checkpointed blocks run once. ``"plan"``: ``policy="auto"`` and a given
     ``Plan`` choose which of them run again ([checkpointing.md](checkpointing.md)). ``"selective"``: or run again in
-    part, with the results of matrix products, convolutions and attentions cached, which move. As with PyTorch's
-    ``create_selective_checkpoint_contexts``, no result inside of such a block may change through memory that
-    autograd's version counter does not see (``.data``, NumPy, DLPack, kernels by address). ``"leave"``: all run again,
-    and the bytes that they hold are not counted."""
+    part, with the results of matrix products, convolutions and attentions cached, which move. No kernel inside of such
+    a block may write a result past PyTorch (NumPy, or by address) without a bump of its version. ``"leave"``: all run
+    again, and the bytes that they hold are not counted."""
     recompute: bool | str | Sequence[str] = field(default=False, metadata={"kind": _RECOMPUTE})
     """Modules to checkpoint: patterns of names, or ``True`` for the repeated blocks. They run as
     ``actoffload.checkpoint``, and must compute the same when they run again. Needs ``model=``.

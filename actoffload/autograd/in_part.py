@@ -368,7 +368,7 @@ class _Numbering(Mode):  # type: ignore[no-untyped-call]
             self.lose()
 
 
-class Caching(_Numbering):
+class Caching(_Numbering):  # type: ignore[no-untyped-call]
     """The first run of a region: holds the results of expensive operators until it has ended."""
 
     is_first = True
@@ -418,7 +418,7 @@ class Caching(_Numbering):
         self._by_storage.clear()
 
 
-class Replaying(_Numbering):
+class Replaying(_Numbering):  # type: ignore[no-untyped-call]
     """A second run of a region: takes the cached results."""
 
     taken_bytes = 0
