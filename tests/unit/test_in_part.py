@@ -377,6 +377,19 @@ def test_what_the_program_keeps_of_a_region_may_change(offloader: Offloader) -> 
         ways = ways[2:] + ways[:2]
 
 
+def test_a_weight_that_changes_before_backward_is_another_value(offloader: Offloader) -> None:
+    """The second run computes with the new weight, as PyTorch's does."""
+
+    def step(loss: Tensor, net: Net) -> None:
+        with torch.no_grad():
+            net.up.weight.mul_(2)
+        loss.backward()
+        with torch.no_grad():
+            net.up.weight.mul_(0.5)
+
+    check(Net(plain), offloader, step)
+
+
 def test_two_threads_may_run_backward_at_once(offloader: Offloader) -> None:
     """Each result is taken once, and what is not there any more is computed."""
 
