@@ -11,6 +11,7 @@ from tests.harness import assert_same_bits
 from tests.integration.processes import launch
 from tests.integration.workers.schedule_rows import BLOCKS, MODULES
 
+pytestmark = pytest.mark.slow
 Found = list[dict[str, Any]]
 
 

@@ -14,6 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from actoffload import OffloadConfig, Offloader, schedules
 from actoffload.errors import ConfigError
+from actoffload.planning.microbatches import Taken, propose_microbatches
+from actoffload.planning.profile import Profile, Storage
+from actoffload.planning.search import Limits
 from actoffload.testing.simulated_device import NAME, SimulatedDevice
 from tests import scaled_llama
 from tests.harness import assert_same_bits, assert_same_gradients, gradients, simulated
@@ -58,7 +61,8 @@ class Model(nn.Module):
             block.compile(backend="aot_eager")
 
     def after(self, x: Tensor, *rest: Tensor) -> Tensor:
-        return self.out(x).logsumexp(-1).mean()
+        loss: Tensor = self.out(x).logsumexp(-1).mean()
+        return loss
 
     def loop(self, inputs: list[Tensor]) -> None:
         for tokens in inputs:
@@ -86,7 +90,7 @@ def step(model: nn.Module, inputs: list[Any], context: Any = None) -> dict[str, 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
 
-OPTIONS = {"plain": None, "offloaded": {"boundaries": "all"}, "boundaries": {"boundaries": "only"}}
+OPTIONS: dict[str, Any] = {"plain": None, "offloaded": {"boundaries": "all"}, "boundaries": {"boundaries": "only"}}
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo looks
@@ -148,8 +152,9 @@ def test_every_block_runs_all_micro_batches_before_the_next_one() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             calls.append((self.name, int(x[0])))
-            x.register_hook(lambda _: calls.append((f"{self.name} backward", int(x[0]))))
-            return x * 1
+            y, number = x * 1, int(x[0])
+            y.register_hook(lambda _: calls.append((f"{self.name} backward", number)))  # type: ignore[no-untyped-call]
+            return y
 
     inputs = [torch.full((1,), float(n), requires_grad=True) for n in range(3)]
     losses = schedules.layer_major([Noted("a"), Noted("b")], inputs)
@@ -346,7 +351,7 @@ class _Boundaries:
 
     def forward(self, inputs: list[Tensor]) -> Tensor:
         total: Any = sum(schedules.layer_major(self.layers, inputs, after=lambda x: x.square().mean()))
-        return total  # type: ignore[no-any-return]
+        return total
 
     def _take(self, work: Callable[[], None]) -> float:
         self.device.synchronize()
@@ -402,3 +407,67 @@ def test_a_step_with_gathers_is_shorter_than_a_loop(device: SimulatedDevice, mon
     assert found["step_s"] <= 0.75 * loop_s
     assert found["waited_s"] < 0.02 * found["step_s"]
     assert steps.layer_major(1)["step_s"] <= 1.01 * steps.loop_s(1)
+
+
+def _taken() -> Taken:
+    """Four regions of two micro-batches with three samples; each input has 300 bytes, and all may move."""
+    storages = [Storage(index=n, nbytes=300, birth_s=0, need_s=0, last_need_s=0, input_of=n) for n in range(8)]
+    profile = Profile(storages=tuple(storages), forward_s=1.0)
+    return Taken(profile=profile, batch=3, count=2, fixed_bytes=1000, peak_bytes=4000)
+
+
+@pytest.mark.parametrize(
+    ("memory", "host", "samples", "expected"),
+    [
+        (10**6, None, 12, (12, 1, 1000 + 12 * 900, 12 * 400)),
+        (4000, None, 6, (3, 2, 4000, 2400)),
+        (4000, None, 12, (2, 6, 3800, 4800)),
+        (10**6, 1200, 12, (3, 1, 3700, 1200)),
+        (2000, None, 64, (1, 2, 2000, 800)),
+    ],
+)
+def test_a_proposal_has_as_many_samples_as_there_is_room_for(
+    memory: int, host: int | None, samples: int, expected: tuple[int, ...]
+) -> None:
+    found = propose_microbatches(_taken(), Limits(host_budget=host, tiers=("host",)), memory, samples)
+    assert (found.size, found.count, found.device_bytes, found.movable_bytes) == expected
+
+
+def test_a_proposal_that_cannot_be_made_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="one sample takes"):
+        propose_microbatches(_taken(), Limits(tiers=("host",)), 1800, 4)
+    offloader = Offloader(OffloadConfig(target="nvme", path=tmp_path))
+    for options, field in (({"batch": 0, "samples": 1}, "batch"), ({"batch": 1, "samples": 1}, "policy")):
+        with pytest.raises(ConfigError) as raised:
+            offloader.microbatches("1GiB", **options)
+        assert raised.value.field == field
+    offloader.close()
+
+
+@pytest.mark.simulated
+def test_a_proposal_takes_the_memory_that_it_says(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = _Boundaries(device, monkeypatch)
+    options: dict[str, Any] = {"boundaries": "only", "policy": "auto", "announce": "none", "host_budget": 1 << 28}
+
+    def peak(offloader: Offloader, size: int, count: int) -> int:
+        shape = size * scaled_llama.TOKENS, scaled_llama.WIDTH
+        inputs = [torch.randn(shape).to(NAME) for _ in range(count)]
+        for _ in range(5):
+            torch.accelerator.synchronize()
+            torch.accelerator.reset_peak_memory_stats()
+            with offloader:
+                total = steps.forward(inputs)
+            total.backward()  # type: ignore[no-untyped-call]
+            torch.accelerator.synchronize()
+        return torch.accelerator.max_memory_allocated()
+
+    with simulated(**options) as offloader:
+        small = peak(offloader, 1, 2)
+        memory = 2 * small
+        proposed = offloader.microbatches(memory, batch=1, count=2, samples=8)
+    with simulated(**options) as offloader:
+        measured = peak(offloader, proposed.size, proposed.count)
+        assert 0 < offloader.plan.offloaded_bytes <= proposed.movable_bytes
+    assert measured == pytest.approx(proposed.device_bytes, rel=0.05)
+    assert measured <= memory
+    assert proposed.count * proposed.size == 8
