@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from . import errors
+from . import errors, schedules
 from .autograd.checkpoints import checkpoint
 from .autograd.exclusions import keep, no_offload
 from .autograd.hook_stack import enabled
@@ -55,6 +55,7 @@ __all__ = [
     "name",
     "no_offload",
     "offload_activations",
+    "schedules",
 ]
 
 _offloaders: dict[Any, Offloader] = {}

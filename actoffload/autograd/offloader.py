@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.autograd import graph
 
 from ..autotune.agreement import agree
 from ..autotune.autopilot import Autopilot
@@ -24,28 +23,27 @@ from ..autotune.following import Following
 from ..config import OffloadConfig
 from ..errors import ConfigError, OffloaderClosedError, StateError
 from ..interrupts import expected
+from ..planning.microbatches import Microbatches, Taken, propose_microbatches
 from ..planning.plan import Plan
 from ..planning.profile import Profile
 from ..policy import module_patterns
 from ..runtime.decision import InputShapes
 from ..runtime.pipeline import Direction, Hint, check_phase
-from ..runtime.regions import Region
 from ..runtime.saved_by_node import advice
 from ..runtime.store import ActivationStore
-from ..runtime.strict import MovedSince
 from ..runtime.tape import Tape
 from ..runtime.untraced import untraced
+from ..sizes import parse_size
 from ..statistics import Statistics
 from ..tell.facts import Facts
 from ..tell.plans import explain_plans, render_decisions
 from ..tell.report import Report, announcement, diagnose, explain_causes, render_report, say
 from ..tiers.accelerator import Accelerator
-from ..tiers.record import Record
 from ..tiers.tiers import Tiers
 from .checkpoints import Checkpoints, install
+from .entry import Entry
 from .exclusions import Exclusions
 from .function_tensors import held_by_functions
-from .hook_stack import Hooks, Pair, enabled, top
 from .inner_hooks import InnerHooks
 from .last_line import facts_so_far, sum_up, sum_up_at_end
 from .module_names import ModelInputs, ModuleScopes, check_patterns
@@ -55,12 +53,6 @@ from .recompute import Recompute, check
 _offloaders: weakref.WeakSet[Offloader] = weakref.WeakSet()
 _stores: weakref.WeakSet[ActivationStore] = weakref.WeakSet()
 """The live stores. Handles keep a store alive even after its offloader is gone."""
-
-
-MUTATION_ADVICE = (
-    "nothing moves inside torch.autograd.graph.allow_mutation_on_saved_tensors(), which has to see every tensor that "
-    "is saved; leave it out, or use no actoffload context in it"
-)
 
 
 SECTION_ADVICE = (
@@ -73,52 +65,6 @@ FUNC_ADVICE = (
     "actoffload: its context is open here, and uses saved tensor hooks. Call torch.func's function inside of "
     "actoffload.no_offload(), or outside of the context"
 )
-
-
-class _Entry:
-    """One entry of a context in one thread.
-
-    Attributes:
-        hooks: the pushed pair. None while the forward rests, and if PyTorch permits no hooks here: then the library
-            leaves the forward alone.
-        rests: whether the forward runs without hooks, as nothing would move.
-        tape: the tape of the running forward.
-        region: the running checkpointed region, with all that it calls; None outside of regions.
-        moved: the counts at its begin.
-    """
-
-    def __init__(self, offloader: Offloader) -> None:
-        alone = not enabled()
-        if getattr(graph, "_allow_mutation_on_saved_tensors_enabled", False):
-            offloader.store.shared.reporter.advise("mutation", MUTATION_ADVICE)
-            alone = True
-        self.rests = False
-        self._below: Pair | None = None
-        self.hooks = None if alone else Hooks(*offloader.packer.hooks())
-        self.tape: Tape[Record] = Tape()
-        self.region: Region | None = None
-        self.moved = MovedSince(offloader.store.shared.accounts)
-
-    def rest(self) -> None:
-        """Let the forward continue without hooks if ours are on top. Only then can `end_rest` push them again."""
-        above = top()
-        if self.hooks is not None and above is not None and above[0] is self.hooks.pack_hook:
-            # The flag comes first: if an interrupt follows, `__exit__` removes our pair and never pops another one.
-            self.rests = True
-            self.hooks.remove()
-            self.hooks, self._below = None, top()
-
-    def end_rest(self, packer: Packer) -> None:
-        """Save the rest of the forward through our hooks, unless another pair was pushed since they were removed."""
-        if self.rests and top() == self._below:
-            self.hooks = Hooks(*packer.hooks())
-            expected(self.hooks.__enter__)
-            self.rests = False  # last, for the same reason as in `rest`
-
-    def remove_hooks(self) -> None:
-        """Take the hooks off autograd's stack if they are on it: after an interrupt either is possible."""
-        if self.hooks is not None:
-            self.hooks.remove()
 
 
 class Offloader:
@@ -273,7 +219,7 @@ class Offloader:
         depth = len(stack)
         try:
             self._begin_step()
-            entry = _Entry(self)
+            entry = Entry(self.store, self.packer)
             stack.append(entry)
             if entry.hooks is not None:
                 expected(entry.hooks.__enter__)  # PyTorch may refuse hooks here, which is no interrupt
@@ -317,7 +263,7 @@ class Offloader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         stack = self._forwards.stack
-        entry: _Entry = stack[-1]
+        entry: Entry = stack[-1]
         try:
             del stack[-1]  # first, so that an error below leaves no entry behind
             if entry.rests:
@@ -337,7 +283,7 @@ class Offloader:
             entry.remove_hooks()
             raise
 
-    def _end_forward(self, entry: _Entry, *, failed: bool) -> None:
+    def _end_forward(self, entry: Entry, *, failed: bool) -> None:
         store = self.store
         if store.trace is not None:
             store.trace.forward_ended()
@@ -414,6 +360,34 @@ class Offloader:
         """
         trace = self.store.trace
         return contextlib.nullcontext() if trace is None else trace.region(name, link, nbytes)
+
+    def microbatches(self, memory: int | str, *, batch: int, count: int = 1, samples: int) -> Microbatches:
+        """Propose the size and the number of micro-batches for a step of `schedules.layer_major`, from a step of it.
+
+        Call it between steps that follow a plan. The peak is that since the last
+        ``torch.accelerator.reset_peak_memory_stats()``; without an accelerator memory means saved tensors alone.
+
+        Args:
+            memory: most memory on the device, in bytes or as text such as ``"24GB"``.
+            batch: samples of a micro-batch in the last step; ``count``: its micro-batches.
+            samples: the most samples of a step.
+
+        Returns:
+            ``size`` and ``count``, the ``device_bytes`` that this takes, and the ``movable_bytes`` of such a step.
+
+        Raises:
+            ConfigError: there is no plan yet, a number is below 1, or nothing fits.
+        """
+        for name, value in (("batch", batch), ("count", count), ("samples", samples)):
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(name, value, "give a number of 1 or more")
+        facts = None if self.autopilot is None else self.autopilot.facts()
+        if facts is None or facts.shape.profile is None:
+            raise ConfigError("policy", self.config.policy, 'needs policy="auto", and steps until the first plan')
+        shape, used = facts.shape, self.store.tiers.in_use()
+        fixed, peak = used or (0, self.statistics().plan_peak_bytes)
+        taken = Taken(profile=shape.profile, batch=batch, count=count, fixed_bytes=fixed, peak_bytes=peak)
+        return propose_microbatches(taken, facts.limits, parse_size("memory", memory), samples)
 
     def agree(self, group: Any = None) -> bool:
         """Have all ranks of a group run the same checkpointed regions once: those that the first rank has chosen.

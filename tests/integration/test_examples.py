@@ -28,6 +28,7 @@ RUNS = {
     "titan_loop": ([*TEXT, "--recompute", "--compile", "aot_eager"], "530KiB", 2, 3),
     "lightning_loop": ([*TEXT, "--accelerator", "cpu", "--accumulate", "2"], "256KiB", 1, 6),
     "hf_loop": (TEXT, "384KiB", 1, 3),
+    "layer_major_loop": (TEXT, "640KiB", 1, 3),
     "diffusers_loop": ([*PICTURES, "--width", "16", "--size", "16"], "384KiB", 1, 3),
     "torchvision_loop": ([*PICTURES, "--size", "64"], "1MiB", 1, 3),
 }
@@ -36,6 +37,7 @@ RUNS = {
 The budget is a part of what it saves; with checkpoints, of that and what a recomputation holds.
 """
 NEEDS = {"diffusers_loop": "diffusers", "hf_loop": "transformers", "lightning_loop": "lightning"}
+NEEDS["layer_major_loop"] = "transformers"
 NEEDS["torchvision_loop"] = "torchvision"
 APART = Path(sys.prefix) / "torchvision"
 """Where `make` puts torchvision."""
