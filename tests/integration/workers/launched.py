@@ -172,9 +172,11 @@ def main() -> None:
     """All of them, on this rank."""
     torch.set_num_threads(1)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo does; this would be compiled for a minute
-    rows = [(kind, setup, *each) for setup in SETUPS for kind in (Trained, Looped) for each in RUNS]
+    rows: list[tuple[type[Program], str, bool, str]] = [
+        (kind, setup, *each) for setup in SETUPS for kind in (Trained, Looped) for each in RUNS
+    ]
     rows.append((Trained, "ZeRO-3", True, "code"))
-    found = {(kind.__name__, *rest): run(kind, *rest) for kind, *rest in rows}
+    found = {(row[0].__name__, *row[1:]): run(*row) for row in rows}
     torch.save(found, scratch() / f"rank{os.environ['RANK']}.pt")
     dist.barrier()
 
