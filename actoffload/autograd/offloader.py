@@ -382,11 +382,11 @@ class Offloader:
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(name, value, "give a number of 1 or more")
         facts = None if self.autopilot is None else self.autopilot.facts()
-        if facts is None or facts.shape.profile is None:
+        profile = None if facts is None else facts.shape.profile
+        if facts is None or profile is None:
             raise ConfigError("policy", self.config.policy, 'needs policy="auto", and steps until the first plan')
-        shape, used = facts.shape, self.store.tiers.in_use()
-        fixed, peak = used or (0, self.statistics().plan_peak_bytes)
-        taken = Taken(profile=shape.profile, batch=batch, count=count, fixed_bytes=fixed, peak_bytes=peak)
+        fixed, peak = self.store.tiers.in_use() or (0, self.statistics().plan_peak_bytes)
+        taken = Taken(profile=profile, batch=batch, count=count, fixed_bytes=fixed, peak_bytes=peak)
         return propose_microbatches(taken, facts.limits, parse_size("memory", memory), samples)
 
     def agree(self, group: Any = None) -> bool:

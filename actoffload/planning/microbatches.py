@@ -80,7 +80,9 @@ def propose_microbatches(taken: Taken, limits: Limits, memory_bytes: int, sample
 
     # Samples of a step come first: they decide how often parameters are gathered for each of them.
     for total in range(most, 0, -1):
-        for size in range(total, 0, -1):
+        free = memory_bytes - taken.fixed_bytes - total * boundary
+        largest = total if one <= boundary else min(total, int(max(0.0, free) / (one - boundary)) + 1)
+        for size in range(largest, 0, -1):
             if total % size == 0 and device_bytes(size, total // size) <= memory_bytes:
                 return Microbatches(size, total // size, device_bytes(size, total // size), int(total * movable))
     least = format_size(device_bytes(1, 1))
