@@ -29,9 +29,10 @@ RECEIVERS = {"offloader": "Offloader", "attachment": "Attachment", "statistics":
 OPTIONS = {field.name for field in fields(OffloadConfig)}
 THEIRS = {
     "torch": "allow_cache_entry_mutation allow_mutation_on_saved_tensors context_fn create_graph fullgraph fully_shard "
-    "make_fx no_sync preserve_rng_state respect_saved_tensors_hooks retain_graph saved_tensors_hooks unsafe_chunk",
+    "make_fx no_sync param_dtype preserve_rng_state reduce_dtype respect_saved_tensors_hooks retain_graph "
+    "saved_tensors_hooks unsafe_chunk",
     "transformers and accelerate": "Accelerator.prepare activation_checkpointing_kwargs auto_find_batch_size log_level "
-    "gradient_checkpointing gradient_checkpointing_kwargs model_init use_reentrant",
+    "gradient_checkpointing gradient_checkpointing_kwargs load_state model_init save_model save_state use_reentrant",
     "lightning": "activation_checkpointing_policy",
     "diffusers and timm": "enable_gradient_checkpointing set_grad_checkpointing",
     "axolotl and ms-swift": "activation_cpu_offload fsdp_config layer_offloading legacy hidden_states",
@@ -40,8 +41,9 @@ THEIRS = {
     "verl": "FSDPEngine actor_rollout_ref enable_activation_offload engine sft_trainer",
     "OneTrainer and litgpt": "fabric offload_fraction trainer.model.transformer trainer.model.unet",
     "trl": "SFTTrainer activation_offloading",
-    "deepspeed": "aio_handle non_reentrant_checkpoint partition_activations",
-    "megatron": "extra_args_provider gpt_config_from_args parse_and_validate_args pretrain "
+    "deepspeed": "aio_handle non_reentrant_checkpoint partition_activations stage3_max_live_parameters "
+    "stage3_max_reuse_distance",
+    "megatron": "extra_args_provider gpt_config_from_args hybrid_config_from_args parse_and_validate_args pretrain "
     "pretrain_cfg_container_from_args",
     "torchtitan": "TRAIN_FILE",
     "torch_remat": "recompute_needs_tensor",
@@ -52,7 +54,8 @@ YOURS = "args config data datasets forward_step hidden model model_provider mode
 FOREIGN = {name for names in (*THEIRS.values(), YOURS) for name in names.split()}
 THEIR_FLAGS = (
     "--compile.enable --compile.memory_policy --compile.mode --config --cpu-offloading --cpu-offloading-num-layers "
-    "--fine-grained-activation-offloading --help --its-own --module --nproc-per-node --offload-modules "
+    "--cuda-graph-impl --fine-grained-activation-offloading --help --its-own --module --moe-paged-stash "
+    "--nproc-per-node --offload-modules "
     "--gradient_checkpointing_kwargs --overlap-moe-expert-parallel-comm --pp --recompute-granularity "
     "--training.disable_cuda_graphs --gradient_checkpointing --gradient_checkpointing_cpu_offload --dataset_config "
     "--blocks_to_swap --block_swap_h2d_only --fp8_scaled --dataset"

@@ -14,7 +14,7 @@ from actoffload.policy import Decision, Policy, TensorFacts
 
 NAMES = (
     "Attachment Decision OffloadConfig Offloader Plan Policy Profile Statistics StorageEngine TensorFacts __version__ "
-    "attach checkpoint create_selective_checkpoint_contexts errors keep name no_offload offload_activations"
+    "attach checkpoint create_selective_checkpoint_contexts errors keep name no_offload offload_activations schedules"
 )
 
 

@@ -13,7 +13,7 @@ from tests.commands import answer
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-MOST_LINES = {"README.md": 120, "CONTRIBUTING.md": 150, "docs/configuration.md": 130, "docs/integrations.md": 75}
+MOST_LINES = {"README.md": 120, "CONTRIBUTING.md": 150, "docs/configuration.md": 130, "docs/integrations.md": 88}
 MOST_LINES["docs/commands.md"] = 116
 
 
