@@ -241,6 +241,9 @@ def build(case: Case, device: torch.device | None = None) -> Workload:
         return build_gpt(GPTConfig(**sizes, vocab=case.vocab), dtype=dtype, device=device)  # type: ignore[arg-type]
     known = TABLES["transformers"]
     if case.model not in known:
+        if case.model not in import_transformers(case.model).CONFIG_MAPPING:
+            names = ", ".join(map(repr, known))
+            raise ConfigError("model", case.model, f"choose one of 'gpt-small', {names}, or a type of Transformers")
         config = _small(case)
         return build_transformers(config, sequence=case.seq, dtype=dtype, device=device)
     about = known[case.model]

@@ -39,6 +39,7 @@ ELSEWHERE = {
     r"docs/tuning\.md, Tuning a slow step.*": "unit/test_causes.py::test_the_tuning_page_shows_what_its_program_prints",
     r"docs/streams\.md, .*": "unit/test_reading_streams.py::test_what_the_page_says_helps",
     r"docs/checkpointing\.md, Switch .*": "integration/test_framework_checkpoints.py::test_the_page_runs",
+    r"docs/schedules\.md, .*": "unit/test_schedules.py::test_the_page_runs",
     r"docs/hooks\.md, .*": "unit/test_hook_stack.py::test_the_page_runs",
     r"docs/commands\.md, A model of .*": "unit/test_cli_estimate.py::test_the_documented_model_of_ones_own_is_counted",
     r"docs/frameworks/megatron\.md, .*": "integration/test_megatron_arguments.py::documented_lines",
@@ -53,6 +54,7 @@ SMALLER = {
     "actoffload bench": "--size 1MiB --depth 2 --seconds 0.02 --rounds 1 --region 8MiB",
     "actoffload rok --preset": "--model bert --batch 4",
     "python -m actoffload.integrations.examples": "--layers 2 --width 64 --seq 64 --steps 2",
+    "actoffload try": "--no-measure",
     "torchrun": "--layers 2 --width 64 --seq 64 --steps 1",
 }
 """Arguments to add, by how a command begins."""

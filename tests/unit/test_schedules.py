@@ -18,7 +18,7 @@ from actoffload.planning.microbatches import Taken, propose_microbatches
 from actoffload.planning.profile import Profile, Storage
 from actoffload.planning.search import Limits
 from actoffload.testing.simulated_device import NAME, SimulatedDevice
-from tests import scaled_llama
+from tests import pages, scaled_llama
 from tests.harness import assert_same_bits, assert_same_gradients, gradients, simulated
 from tests.host_bound import use_virtual_time
 
@@ -140,6 +140,16 @@ def test_a_tied_weight_adds_up_the_heads_gradients_first() -> None:
 
 
 # -- what runs, and what it gets --------------------------------------------------------------------------------------
+
+
+def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (block,) = (text for name, text in pages.BLOCKS.items() if name.startswith("docs/schedules.md"))
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert all(parameter.grad is not None for parameter in names["model"].parameters())
+    assert names["attachment"].offloader.statistics().nvme_written_bytes > 0
+    names["attachment"].detach()
 
 
 def test_every_block_runs_all_micro_batches_before_the_next_one() -> None:
