@@ -59,6 +59,7 @@ SMALLER = {
 }
 """Arguments to add, by how a command begins."""
 INSTEAD = {"/mnt/nvme0": ".", "DIR": ".", "COMMAND": "demo", "NAME": "plain_loop", "FILE.py:FUNCTION": "mine.py:build"}
+INSTEAD["try MODEL"] = "try mine.py:build"
 VENV = sys.prefix
 SHELL = f"""
 python() {{ {sys.executable} "$@"; }}
