@@ -242,8 +242,8 @@ def build(case: Case, device: torch.device | None = None) -> Workload:
     known = TABLES["transformers"]
     if case.model not in known:
         if case.model not in import_transformers(case.model).CONFIG_MAPPING:
-            names = ", ".join(map(repr, known))
-            raise ConfigError("model", case.model, f"choose one of 'gpt-small', {names}, or a type of Transformers")
+            types = ", ".join(map(repr, ("gpt-small", *known)))
+            raise ConfigError("model", case.model, f"choose one of {types}, or a type of Transformers")
         config = _small(case)
         return build_transformers(config, sequence=case.seq, dtype=dtype, device=device)
     about = known[case.model]
