@@ -83,7 +83,6 @@ def layer_major(
                     (flows[place],), (others[place],) = _checked_inputs([result], name)
                 else:
                     flows[place] = _checked_result(result, name)
-                del result  # `flows` alone holds it, so that it may leave as soon as the next block has run on it
                 step.watch(flows[place], sharded, last=place == last)
             sharded.restore()
     except BaseException:

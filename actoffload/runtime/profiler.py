@@ -198,17 +198,20 @@ class Profiler:
         if self.running:
             self._shared.died(entry)
 
-    def needed(self, record: Record, *, alive: bool, first: bool) -> None:
-        """Note that backward has a record's bytes from now on; ``alive``: the program holds them as well.
+    def needed(self, record: Record, *, alive: bool, evicts_first: bool) -> None:
+        """Note that backward has a record's bytes from now on.
 
-        ``first``: the store lets go of what nothing waits for before the next fetch.
+        Args:
+            record: the record.
+            alive: the program holds the bytes as well.
+            evicts_first: as in `Tier`.
         """
         number = self._number_of.get(record) if self.running else None
         if number is None or self._saved[number].need is not None:
             return
         entry = self._saved[number]
         entry.need = self.stopwatch.stamp()
-        entry.let_go = first and record.waiting <= 0
+        entry.let_go = evicts_first and record.waiting <= 0
         run = entry.input_of
         if run is not None and run.held is None and (alive or record.handles > 1):
             entry.input_of = None  # the program holds the input, or another node saved it as well: the bytes stay

@@ -62,11 +62,9 @@ class ActivationStore:
     Attributes:
         shared: the lock, the counts, the budget and the reporter.
         tiers: the spool, the host memory and a tier for each type of device.
-        prefetch: fetches the records that backward needs next.
+        prefetch: fetches the records that backward needs next; ``profiler``: records a step for the planner.
         decision: decides which storages stay; ``regions``: which checkpointed regions run once.
-        profiler: records a step for the planner.
-        identities: the live records by storage.
-        trace: records the steps in a file; None without one.
+        identities: the live records by storage; ``trace``: records the steps in a file, or None.
         closed: it admits nothing more; ``forked``: this process is a fork and has none of the threads.
         interrupted: an interrupt has aborted it.
         run: when the run began, and the memory that it found; ``out_of_memory``: the errors of the device's allocator.
@@ -308,9 +306,11 @@ class ActivationStore:
 
     @aborts_when_interrupted
     def obtain(self, record: Record, round_: int) -> tuple[torch.UntypedStorage, int, int]:
-        """Wait for a record's bytes; return their storage, the byte of the original where it begins, the next round.
+        """Return the storage with a record's bytes, the byte of the original at which it begins, and the next round.
 
-        ``round_`` is how often this handle was unpacked before, as `obtain` returned it.
+        Args:
+            record: the call blocks until its bytes are there.
+            round_: how often this handle was unpacked before, as `obtain` returned it.
 
         Raises:
             StorageReadError: the only copy could not be read.
@@ -372,9 +372,10 @@ class ActivationStore:
         if isinstance(record, Record):
             record.waiting = record.handles - 1 if again else record.waiting - 1
             if self.profiler.running:
-                self.profiler.needed(record, alive=record.alive or record.held_elsewhere(), first=tier.lets_go_first)
+                alive = record.alive or record.held_elsewhere()
+                self.profiler.needed(record, alive=alive, evicts_first=tier.evicts_first)
                 self.run.look_at_memory(self.tiers)
-            if tier.lets_go_first and record.waiting <= 0:  # the next fetch has its room in the budget
+            if tier.evicts_first and record.waiting <= 0:  # the next fetch has its room in the budget
                 tier.evict(record)
         self.prefetch.during_backward(record.tape)
         tier.release_due()  # last: a fetch above may still take an original that is due, without a copy
@@ -401,8 +402,7 @@ class ActivationStore:
                 raise OffloaderClosedError(f"a saved tensor of {record.nbytes} bytes was asked for {where}")
             if record.state is not State.RESIDENT:
                 tier.fetch(record, urgent=True)
-            storage = tier.ready(record)
-            if storage is not None:
+            if (storage := tier.ready(record)) is not None:
                 return storage
             if self.forked:  # a thread of the parent reads it, so no thread here would end this wait
                 raise OffloaderClosedError(f"a saved tensor of {record.nbytes} bytes was asked for in a forked process")

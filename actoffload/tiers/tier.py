@@ -43,13 +43,12 @@ class Tier(ABC):
     """Whether the records that one look ahead brings back are copied together."""
 
     def __init__(self, shared: Shared, spool: Spool | None, copies: CopyStreams | None = None) -> None:
-        config = shared.config
         self.shared = shared
         self.spool = spool
         self.copies = copies
         """The device's side streams, where there is one."""
-        self.lets_go_first = copies is not None and config.device_memory is not None and config.device_budget is None
-        """Backward lets go of a record before the next fetch: ``device_memory`` counts it beside saved tensors."""
+        self.evicts_first = copies is not None and shared.config.device_memory is not None
+        """Backward's record is evicted before the next fetch, as ``device_memory`` counts it beside saved tensors."""
         self._pending_limit_bytes = shared.config.size("pending_bytes", PENDING_BYTES)
         self._copied_in_place: deque[Record] = deque()
         """Records that are being copied from where their owner holds them, and some that were; looked at in turn."""

@@ -1,7 +1,7 @@
 """``actoffload try``: what a model with gradient checkpointing would gain, on GPUs by prediction and here by a trial.
 
 The prediction runs nothing: the planner plans the model's step from its shapes, with `estimate`'s figures for each GPU.
-The trial trains on this machine: a small model of the same type, or the user's own as it is.
+The trial trains on this machine: a small model of the same type, or the user's own.
 """
 
 from __future__ import annotations
@@ -41,14 +41,12 @@ WITHIN_S, STEP_LIMIT_S = 90.0, 600.0
 """No further turn begins after the first time. A step that takes the second one counts as a hang."""
 MORE = 1.5
 """The second prediction has this multiple of the saved bytes that checkpointing has."""
-
-
 FITS = {"kept": "all", "more_memory": "all but the last", "checkpointed": "the first two"}
 """The columns of the table that fit, by the one of them that needs the most memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class Setup:
     """The model's batch, and where it would train."""
 
     sequence: Annotated[int | None, typer.Option(min=1, help="Tokens; your own make_batch(size) says it.")] = None
@@ -69,7 +67,7 @@ def command(
             metavar="MODEL",
         ),
     ],
-    asked: Asked,
+    setup: Setup,
     measure: Annotated[bool, typer.Option(help="Train here, too: a small model of this type, or your own.")] = True,
     path: PathOption = None,
     as_json: JsonOption = False,
@@ -79,11 +77,11 @@ def command(
     FUNCTION returns a model and make_batch(size), which returns the model's arguments; the model returns its loss.
     """
     check_paths(path)
-    answer: dict[str, Any] = {"model": model, **predicted(model, asked)}
+    answer: dict[str, Any] = {"model": model, **predicted(model, setup)}
     if not as_json:
         show_predicted(answer)
     if measure:
-        answer["measured"] = measured(model, asked.batch, strings(path))
+        answer["measured"] = measured(model, setup, strings(path))
         if not as_json:
             show_measured(answer["measured"])
     if as_json:
@@ -94,7 +92,7 @@ def command(
 # -- predicted --------------------------------------------------------------------------------------------------------
 
 
-def predicted(model: str, asked: Asked) -> dict[str, Any]:
+def predicted(model: str, setup: Setup) -> dict[str, Any]:
     """Predict the step on each GPU: checkpointed, planned in the same memory and in `MORE` of it, and without either.
 
     Returns:
@@ -104,19 +102,19 @@ def predicted(model: str, asked: Asked) -> dict[str, Any]:
     Raises:
         ConfigError: the model is not known or has no blocks, or there is no such GPU.
     """
-    machines = [hardware_of(name, target=asked.target) for name in asked.gpu or GPUS]  # first: a refusal takes no time
+    machines = [hardware_of(name, target=setup.target) for name in setup.gpu or GPUS]  # first: a refusal takes no time
     named: dict[str, Any] = {"model": model} if model in MODELS else {"from_model": model}
-    question = Question(sequence=asked.sequence, adapters=asked.adapters, **named)
+    question = Question(sequence=setup.sequence, adapters=setup.adapters, **named)
     workload, label = build_on_paper(question)
     if not workload.blocks:
         raise ConfigError("model", model, NO_BLOCKS)
     from .models import profile_of
 
     states_bytes = sum(states_of(workload.model, question).values())
-    answer: dict[str, Any] = {"label": f"{label}, micro-batch {asked.batch}", "regions": len(workload.blocks)}
-    answer |= {"target": asked.target, "states_bytes": states_bytes, "gpus": []}
+    answer: dict[str, Any] = {"label": f"{label}, micro-batch {setup.batch}", "regions": len(workload.blocks)}
+    answer |= {"target": setup.target, "states_bytes": states_bytes, "gpus": []}
     for machine in machines:
-        row = _on(machine, profile_of(workload, asked.batch, machine)[0], states_bytes)
+        row = _on(machine, profile_of(workload, setup.batch, machine)[0], states_bytes)
         answer |= {name: row.pop(name) for name in ("checkpointed_bytes", "kept_bytes")}
         answer["gpus"].append(row)
     return answer
@@ -159,29 +157,36 @@ def show_predicted(answer: dict[str, Any]) -> None:
         )
         for row in answer["gpus"]
     ]
-    names = ("checkpointed", "ours", f"ours, {MORE:g} × bytes", "kept", "fit")
+    names = ("checkpointed", "ours", f"ours, {MORE:g} × bytes", "plain", "fit")
     print_rows(rows, "", *names, title=f"a step, predicted from shapes; offloaded to {answer['target']}")
+    console.print(
+        "checkpointed: every block runs again. ours: this library beside it, in the same saved bytes. plain: no block "
+        "runs again, and nothing moves. ×: of the checkpointed step.",
+        style="dim",
+        highlight=False,
+    )
 
 
 # -- measured ---------------------------------------------------------------------------------------------------------
 
 
-def measured(model: str, batch: int, path: list[str] | None) -> dict[str, Any]:
+def measured(model: str, setup: Setup, path: list[str] | None) -> dict[str, Any]:
     """Train here with checkpointing, alone and with this library attached, each in a process, step by step in turn.
 
     Returns:
         ``label`` and ``device``; the step's ratio to checkpointing's (``ratio``); of both the peak of the process, or
-        of the device, in ``peak_bytes``; and whether losses and weights are ``identical``. Or ``error``.
+        of the device, in ``peak_bytes``; the ``moved_bytes`` of all steps; and whether losses and weights are
+        ``identical``. Or ``error``.
     """
     if is_own(model):
-        case, label = Case(model=model, batch=batch), "your model, each of its blocks checkpointed"
+        case, label = Case(model=model, batch=setup.batch), "your model, each of its blocks checkpointed"
     else:
         from .models import configuration
 
         kind = MODELS[model].kind if model in MODELS else str(configuration(model).model_type)
         case = Case(model="gpt-small" if kind == BUILT_IN else kind, batch=SMALL_BATCH, **SMALL)  # type: ignore[arg-type]
         label = f"a small {kind}: {case.layers} layers of width {case.hidden}, {case.batch} × {case.seq} tokens"
-    about: dict[str, Any] = {"label": label, "device": find_device()}
+    about: dict[str, Any] = {"label": label, "device": find_device(), "adapters": setup.adapters}
     specs = {name: about | {"name": name, "case": asdict(case), "path": path} for name in ("checkpointed", "ours")}
     found = take_turns(WORKER, specs, WARM_UP + TURNS, limit_s=STEP_LIMIT_S, within_s=WITHIN_S)
     failed = next((one["error"] for one in found.values() if "error" in one), None)
@@ -190,7 +195,7 @@ def measured(model: str, batch: int, path: list[str] | None) -> dict[str, Any]:
     theirs, ours = found.values()
     times = [one["step_s"][min(WARM_UP, len(one["step_s"]) - 1) :] for one in (theirs, ours)]
     about |= {"ratio": median(turn_ratios(times[1], times[0])), "checkpointed_s": median(times[0])}
-    about |= {"peak_bytes": [theirs["peak_bytes"], ours["peak_bytes"]]}
+    about |= {"peak_bytes": [theirs["peak_bytes"], ours["peak_bytes"]], "moved_bytes": ours["moved_bytes"]}
     return about | {"identical": theirs["bits"] == ours["bits"], "others_cpu_share": ours["others_cpu_share"]}
 
 
@@ -201,11 +206,11 @@ def show_measured(found: dict[str, Any]) -> None:
     if "error" in found:
         console.print(f"It could not be measured: {plain(found['error'])}", style="red")
         return
-    theirs, ours = found["peak_bytes"]
+    theirs, ours, moved = map(format_size, (*found["peak_bytes"], found["moved_bytes"]))
     owner = "process" if found["device"] == "cpu" else "device"
     console.print(
         f"{found['ratio']:.2f} × checkpointing's step ({found['checkpointed_s']:.3g} s); {owner} memory at its peak "
-        f"{format_size(ours)}, with checkpointing alone {format_size(theirs)}.",
+        f"{ours}, with checkpointing alone {theirs}; {moved} moved.",
         highlight=False,
     )
     if (share := found["others_cpu_share"]) > BUSY_SHARE:
@@ -225,18 +230,20 @@ def train(spec: dict[str, Any]) -> None:
     from torch.utils.checkpoint import checkpoint
 
     from .. import attach
-    from .models import build
+    from .models import adapt, build
 
     device = spec["device"]
     prepare_process(device, None, 0)
     case = Case(**spec["case"])
     workload = build(case, torch.device(device))
+    if spec["adapters"] is not None:
+        adapt(workload, spec["adapters"])
     for block in map(workload.model.get_submodule, workload.blocks):
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     parameters = [one for one in workload.model.parameters() if one.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
-    if spec["name"] == "ours":  # on a CPU there is no other memory to move to
-        attach(workload.model, target="nvme" if device == "cpu" else "auto", path=spec["path"])
+    target: Any = "nvme" if device == "cpu" else "auto"  # on a CPU there is no other memory to move to
+    ours = attach(workload.model, target=target, path=spec["path"]) if spec["name"] == "ours" else None
     step_s: list[float] = []
     losses: list[str] = []
     say({"turn": 0})
@@ -255,7 +262,8 @@ def train(spec: dict[str, Any]) -> None:
         say({"turn": len(step_s)})
     peak = peak_rss_bytes() if device == "cpu" else int(torch.accelerator.max_memory_allocated())
     bits = [*losses, *(sum_of_bits(parameter.detach()) for parameter in parameters)]
-    say({"step_s": step_s, "peak_bytes": peak, "bits": bits})
+    moved = ours.offloader.statistics().moved_bytes if ours is not None else 0
+    say({"step_s": step_s, "peak_bytes": peak, "moved_bytes": moved, "bits": bits})
 
 
 def main(argument: str) -> int:

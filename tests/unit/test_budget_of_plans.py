@@ -18,6 +18,8 @@ from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, Simu
 from actoffload.tiers.record import State
 from actoffload.tiers.tier import Tier
 from tests.harness import (
+    ADVERSARIES,
+    Adversary,
     Chain,
     MakeOffloader,
     assert_same_gradients,
@@ -110,6 +112,21 @@ def test_on_a_device_kept_ones_make_the_compute_stream_wait_for_copies(
 
 
 @pytest.mark.simulated
+@pytest.mark.parametrize(
+    ("options", "first"),
+    [({"device_memory": "1GiB"}, True), ({"device_budget": "1MiB"}, False), ({}, False)],
+)
+def test_memory_in_use_counts_beside_saved_tensors_only_where_that_is_measured(
+    device: SimulatedDevice, make_offloader: MakeOffloader, options: dict[str, Any], first: bool
+) -> None:
+    """A ``device_budget`` bounds the tensor in use as well. On a CPU only the process's highest peak is known."""
+    with simulated(policy="auto", **options) as offloader:
+        assert {tier.evicts_first for tier in offloader.store.tiers.by_device.values()} == {first}
+    on_cpu = make_offloader(policy="auto", devices="cpu", **options)
+    assert {tier.evicts_first for tier in on_cpu.store.tiers.by_device.values()} == {False}
+
+
+@pytest.mark.simulated
 @pytest.mark.parametrize(("let_go", "each"), [(False, 0), (True, 1)])
 def test_what_backward_takes_leaves_its_room_to_the_next_fetch(
     device: SimulatedDevice, let_go: bool, each: int
@@ -123,7 +140,7 @@ def test_what_backward_takes_leaves_its_room_to_the_next_fetch(
         ahead.append(sum(record.state is State.RELOADING for record in records if record is not None))
 
     with simulated(policy="all", device_budget=2 * RECORD_BYTES) as offloader:
-        offloader.store.tiers.by_device[NAME].lets_go_first = let_go
+        offloader.store.tiers.by_device[NAME].evicts_first = let_go
         with offloader:
             h = x
             for _ in range(LAYERS):
@@ -134,6 +151,24 @@ def test_what_backward_takes_leaves_its_room_to_the_next_fetch(
         h.sum().backward()
         assert offloader.statistics().resident_peak_bytes <= 2 * RECORD_BYTES
     assert ahead[1:-1] == [each] * (LAYERS - 2)
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize("adversary", ADVERSARIES)
+def test_a_tensor_in_use_that_was_evicted_keeps_its_bytes(device: SimulatedDevice, adversary: Adversary) -> None:
+    """Backward's kernels read it while the next fetch fills memory; the simulated device notices early reuse."""
+    accelerator = SimulatedAccelerator()
+    hinder(device, accelerator, adversary)
+    x = torch.linspace(-1, 1, RECORD_BYTES // 4).to(NAME).requires_grad_()
+    (expected,) = torch.autograd.grad(_waves(x), x)
+    with simulated(accelerator, debug=True, policy="all", device_budget=3 * RECORD_BYTES) as offloader:
+        offloader.store.tiers.by_device[NAME].evicts_first = True
+        for _ in range(2):
+            with offloader:
+                loss = _waves(x)
+            offloader.synchronize()
+            assert same_bits(torch.autograd.grad(loss, x)[0], expected)
+        assert offloader.statistics().host_read_bytes > 0
 
 
 @pytest.mark.parametrize(("reserved", "states"), [(0, {State.RESIDENT}), (1 << 20, {State.SPILLING})])

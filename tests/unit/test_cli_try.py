@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import json
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,14 +81,26 @@ def test_a_step_that_does_not_fit_is_named(own: str) -> None:
 def test_the_trial_trains_with_and_without_and_compares_bits(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "WARM_UP", 2)
     monkeypatch.setattr(trial, "TURNS", 1)
-    text = run(f"{own}:build", "--gpu", "h100-sxm")
-    assert "your model, each of its blocks checkpointed" in text
-    assert "× checkpointing's step" in text
-    assert "equal bit for bit" in text
+    found = answer(f"{own}:build", "--gpu", "h100-sxm", "--batch", "64")["measured"]
+    assert found["label"] == "your model, each of its blocks checkpointed"
+    assert found["identical"]
+    assert found["moved_bytes"] > 0
+    assert found["ratio"] > 0
+    trial.show_measured(found)
+
+
+def test_with_adapters_only_those_are_trained(
+    own: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+    spec = {"name": "checkpointed", "case": asdict(Case(model=f"{own}:build", batch=2)), "path": None}
+    assert trial.main(json.dumps(spec | {"device": "cpu", "adapters": 4})) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert len(result["bits"]) == 1 + 6 * 2 * 2, "a loss, and two adapters' two weights in each of six blocks"
 
 
 def _turns(*bits: list[Any]) -> dict[str, dict[str, Any]]:
-    one = {"step_s": [1.0] * 20, "peak_bytes": 1 << 20, "others_cpu_share": 0.0}
+    one = {"step_s": [1.0] * 20, "peak_bytes": 1 << 20, "moved_bytes": 0, "others_cpu_share": 0.0}
     return {name: one | {"bits": its} for name, its in zip(("checkpointed", "ours"), bits, strict=True)}
 
 

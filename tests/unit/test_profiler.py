@@ -84,7 +84,7 @@ def test_the_profile_holds_what_the_plan_holds(make_offloader: MakeOffloader) ->
 def test_what_only_one_tensor_waits_for_is_let_go_at_its_use(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader()
     for tier in offloader.store.tiers.by_device.values():
-        tier.lets_go_first = True
+        tier.evicts_first = True
     profile = _recorded(offloader, _Waves(), batch().requires_grad_())
     assert [s.let_go for s in profile.storages if s.index is not None] == [True, False]
 
