@@ -71,11 +71,14 @@ def test_a_faster_link_shortens_the_step(own: str) -> None:
     assert ratios["host"] < ratios["nvme"]
 
 
-def test_a_step_that_does_not_fit_is_named(own: str) -> None:
+def test_a_step_that_does_not_fit_is_named(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = answer(f"{own}:build", "--no-measure", "--batch", "5000", "--gpu", "rtx-4090")
     (row,) = found["gpus"]
     assert row["fits"] == {"checkpointed": True, "more_memory": True, "kept": False}
     assert "all but the last" in run(f"{own}:build", "--no-measure", "--batch", "5000", "--gpu", "rtx-4090")
+    monkeypatch.setattr(trial, "states_of", lambda *_: {"parameter_bytes": 22e9})
+    (row,) = answer(f"{own}:build", "--no-measure", "--batch", "5000", "--gpu", "rtx-4090")["gpus"]
+    assert not any(row["fits"].values()), "weights, gradients and optimizer states take memory, too"
 
 
 def test_the_trial_trains_with_and_without_and_compares_bits(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,14 +92,18 @@ def test_the_trial_trains_with_and_without_and_compares_bits(own: str, monkeypat
     trial.show_measured(found)
 
 
-def test_with_adapters_only_those_are_trained(
+def test_the_trial_has_the_adapters_that_the_prediction_has(
     own: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
-    spec = {"name": "checkpointed", "case": asdict(Case(model=f"{own}:build", batch=2)), "path": None}
-    assert trial.main(json.dumps(spec | {"device": "cpu", "adapters": 4})) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert len(result["bits"]) == 1 + 6 * 2 * 2, "a loss, and two adapters' two weights in each of six blocks"
+    case = asdict(Case(model=f"{own}:build", batch=2))
+    losses = []
+    for adapters in (None, 4, 4):
+        monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+        spec = {"name": "checkpointed", "case": case, "path": None, "device": "cpu", "adapters": adapters}
+        assert trial.main(json.dumps(spec)) == 0
+        losses.append(json.loads(capsys.readouterr().out.splitlines()[-1])["bits"][0])
+    plain, adapted, again = losses
+    assert adapted == again != plain
 
 
 def _turns(*bits: list[Any]) -> dict[str, dict[str, Any]]:
