@@ -500,6 +500,8 @@ def test_the_trace_of_the_demo_is_valid_and_adds_up(tmp_path: Path) -> None:
     total, memory = trace.counters["memory total"].series["bytes"], trace.counters["memory"].series
     for place, measured in enumerate(total):
         assert abs(sum(values[place] for values in memory.values()) - measured) <= 0.05 * measured
-    assert {"saved by stack.blocks.0", "parameters", "gradients", "optimizer state", "other"} <= memory.keys()
+    assert {"parameters", "gradients", "optimizer state", "other"} <= memory.keys()
+    # on a loaded machine no look may fall into the milliseconds in which one certain block holds its tensors
+    assert any(name.startswith("saved by stack.blocks.") for name in memory)
     assert max(trace.counters["disk write"].series["bytes_per_s"]) > 0
     assert trace.metadata["predicted"]["step_s"] > 0
