@@ -36,7 +36,7 @@ from ..tiers.timers import traced
 from ..version import __version__
 from .backward_end import BackwardEnd
 from .identity import inner_tensors
-from .trace_writer import Rates, TraceWriter, writer_for
+from .trace_writer import TraceWriter, writer_for
 from .untraced import skipped
 
 VARIABLE = "ACTOFFLOAD_TRACE"
@@ -46,9 +46,6 @@ LOOKS, AT_ONCE_S = 5, 0.005
 """A sample that took longer is repeated, up to this many times: other threads ran between its figures."""
 RECOUNT_FORWARDS = 64
 """Parameters are counted again after this many forwards: their owner may have changed their sizes."""
-OVERLAP_S = 2.0
-"""A stretch is written this long after its end. A transfer that ends later counts in later stretches."""
-
 
 _TOLD_OTHERWISE = (EventKind.PACK, EventKind.WRITE, EventKind.READ, EventKind.RELEASE, EventKind.KEEP)
 """Events that a trace does not need: it has the transfers, and the bytes by reason to stay."""
@@ -98,7 +95,6 @@ class Recorder:
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._backward_end = BackwardEnd(self._backward_ended)
         self._memory = Memory(tiers.by_device)
-        self._rates = {f"{link} {way}": Rates() for link in ("disk", "host") for way in ("write", "read")}
         self._gradients_due_s = 0.0
         self._told_bytes: dict[str, int] = {}
         self._told_series: frozenset[str] = frozenset()
@@ -145,7 +141,6 @@ class Recorder:
         args = {"bytes": nbytes, "tensors": [tensor[:2] for tensor in tensors]}
         args |= {"records": [number for _, _, number, _ in tensors], "shapes": [shape for *_, shape in tensors]}
         self._writer.span(f"{link}*", name + (f" +{len(tensors) - 1}" if tensors[1:] else ""), begin_s, end_s, args)
-        self._rates[link].add(begin_s, end_s, nbytes)
 
     # -- phases -------------------------------------------------------------------------------------------------------
 
@@ -223,7 +218,6 @@ class Recorder:
         finally:
             if link:
                 self._writer.span(f"{link}, by others*", name, begin_s, now(), {"bytes": nbytes, "tensors": []})
-                self._rates[link].add(begin_s, now(), nbytes)
             else:
                 self.look()
                 self._end(name)
@@ -270,7 +264,7 @@ class Recorder:
         done = self._timeline.take(wait=wait) if self._timeline is not None else []
         under_way = self._timeline.under_way() if self._timeline is not None and last else []
         for what, begin_s, end_s, about in [*done, *under_way]:
-            if what in self._rates:
+            if what.startswith("host "):
                 self._transfer(what, begin_s, end_s, list(about), sum(tensor[1] for tensor in about))
             elif isinstance(about, Mapping):
                 self._writer.span("device phases*", what, begin_s, end_s, about)
@@ -315,14 +309,8 @@ class Recorder:
             if nbytes != self._told_bytes.get(name):
                 self._told_bytes[name] = nbytes
                 self._writer.counter(name, begin_s, {"bytes": nbytes})
-        self._count_rates(begin_s - OVERLAP_S)
         if self._writer.failed:
             self._shared.reporter.advise("trace", f"the trace ends early: {self._writer.failed}")
-
-    def _count_rates(self, until_s: float) -> None:
-        for link, rates in self._rates.items():
-            for time_s, rate in rates.told(until_s):
-                self._writer.counter(link, time_s, {"bytes_per_s": rate, "can_do": rates.can_do})
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -339,7 +327,6 @@ class Recorder:
             self._closed.set()
         self._stop()
         self._take_timeline(last=True, wait=wait)
-        self._count_rates(float("inf"))
         known: dict[str, Any] = {}
         tell = self.ask() if ask else None
         if tell is not None:

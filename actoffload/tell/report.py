@@ -19,6 +19,8 @@ from .causes import causes
 from .facts import Facts
 
 KEEPS = "nothing moves, as policy='keep' says"
+NEXT = "  next: "
+"""The begin of a line with a remedy."""
 
 
 class Report(str):
@@ -62,11 +64,12 @@ def diagnose(facts: Facts) -> list[str]:
     if not facts.counts.steps:
         return []
     if facts.config.policy == "keep":
-        return [f"diagnosis: {KEEPS}"]
+        could = format_size(facts.counts.kept_bytes.get(KeepReason.POLICY.value, 0) // facts.steps)
+        return [f"diagnosis: {KEEPS}", f"{NEXT}policy='auto' moves what costs no time, up to {could} a step"]
     ranked = [cause for pair in zip_longest(*causes(facts)) for cause in pair if cause is not None]
     lines: list[str] = []
     for _, evidence, remedies in ranked[:MOST_CAUSES]:
-        lines += [f"diagnosis: {evidence}", *(f"  next: {remedy}" for remedy in remedies[:1])]
+        lines += [f"diagnosis: {evidence}", *(f"{NEXT}{remedy}" for remedy in remedies[:1])]
     return lines or [f"diagnosis: OK: {_waits(facts)}"]
 
 

@@ -26,7 +26,7 @@ from actoffload.planning.profile import Profile
 from actoffload.planning.search import Limits
 from actoffload.sizes import format_size
 from actoffload.statistics import Statistics
-from actoffload.tell.causes import CHECKPOINT, next_steps
+from actoffload.tell.causes import CHECKPOINT
 from actoffload.tell.facts import Facts, Planned
 from actoffload.tell.report import diagnose
 from actoffload.testing.faults import FullEngine
@@ -534,15 +534,6 @@ def test_a_larger_budget_is_named_with_what_it_gives() -> None:
     )
     assert "it writes 0.5 GB/s" in lines[0]
     assert "is predicted to peak at" in lines[1]
-
-
-def test_the_report_of_a_run_and_of_its_trace_name_the_same_budget() -> None:
-    profile = transformer(layers=4, write_gb_s=0.5)
-    plan = planned(profile, profile.baseline_peak_bytes // 4)
-    run = facts(step={"forward_wait_s": 5.0}, disk=profile.disk, planned=plan)
-    remedy = diagnose(run)[1].removeprefix("  next: ")
-    assert remedy.startswith("device_budget=")
-    assert next_steps(run.as_dict(None), {"steps": 1.0})[0] == remedy
 
 
 def test_no_budget_is_named_that_buys_no_time() -> None:
