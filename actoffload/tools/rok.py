@@ -30,7 +30,7 @@ from ..sizes import format_size
 from .console import JsonOption, PathOption, grouped, print_json, print_rows, progress_bar, strings
 from .environment import BUSY_SHARE, describe_environment, find_device, write_json
 from .on_paper import TABLES, hardware_of
-from .plots import Look, draw_rok
+from .plots import draw_rok
 from .rok_points import SERIES, Case, Point, Spread, Variant, is_own, verdict
 from .workers import FAILURES, failure, run_worker
 
@@ -378,11 +378,11 @@ class Measured:
 @grouped
 def command(
     measured: Measured,
-    look: Look,
     out: Annotated[
         Path | None, typer.Option(help="Results (JSON); continued if it exists. Default: rok_NAME.json.")
     ] = None,
     redraw: Annotated[Path | None, typer.Option(help="Measure nothing; draw and compare these results.")] = None,
+    dark: Annotated[bool, typer.Option("--dark", help="Draw on black.")] = False,
     path: PathOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -391,7 +391,7 @@ def command(
     FUNCTION returns a model and make_batch(size), which returns the model's arguments; the model returns its loss.
     """
     if redraw is not None:
-        raise typer.Exit(finish(load_results(redraw), redraw, look, as_json))
+        raise typer.Exit(finish(load_results(redraw), redraw, dark, as_json))
     rok = measured.run(out, strings(path))
     try:
         take_rounds(rok, quiet=as_json)
@@ -400,7 +400,7 @@ def command(
         drawn = f"; actoffload rok --redraw {rok.file} draws the others" if rok.payload["samples"] else ""
         typer.echo(f"Interrupted. {left}{drawn}.", err=True)
         raise typer.Exit(INTERRUPTED) from None
-    raise typer.Exit(finish(rok.payload, rok.file, look, as_json))
+    raise typer.Exit(finish(rok.payload, rok.file, dark, as_json))
 
 
 def take_rounds(run: RokRun, *, quiet: bool) -> None:
@@ -418,7 +418,7 @@ def take_rounds(run: RokRun, *, quiet: bool) -> None:
                 progress.console.print(text, style="yellow", markup=False)
 
 
-def finish(payload: dict[str, Any], file: Path, look: Look, as_json: bool) -> int:
+def finish(payload: dict[str, Any], file: Path, dark: bool, as_json: bool) -> int:
     """Draw and compare; return 1 if losses or gradients differ or a point failed.
 
     Running out of memory and a budget below the floor are no failures.
@@ -432,11 +432,11 @@ def finish(payload: dict[str, Any], file: Path, look: Look, as_json: bool) -> in
         title, share = f"SIMULATED GPU, virtual time; torch {machine.get('torch')}", 0.0
     share = share if share > BUSY_SHARE else 0.0
     busy = f"the machine was busy: others took up to {share:.0%} of the processors" if share else ""
-    pictures = [look.path(file, ending) for ending in (".png", ".svg")]
+    pictures = [file.with_name(f"{file.stem}{'_dark' * dark}{ending}") for ending in (".png", ".svg")]
     drawn = f"written beside {file.name}: {', '.join(picture.name for picture in pictures)}"
     try:
         if points:
-            draw_rok(points, pictures, "\n".join(filter(None, (title, busy))), look)
+            draw_rok(points, pictures, "\n".join(filter(None, (title, busy))), dark=dark)
     except ImportError:
         drawn = "a picture needs matplotlib: pip install actoffload[plots]"
     if as_json:
