@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -148,6 +149,17 @@ class Policy(Protocol):
         The offloader calls it on the training thread under its lock: be quick, and do not call the offloader.
         """
         ...
+
+
+OUTSIDE = "(no module)"
+
+
+@functools.cache
+def part_of(module: str | None) -> str:
+    """Return the part of the model that contains a module: the module's name up to the first number."""
+    names = (module or OUTSIDE).split(".")
+    number = next((place for place, name in enumerate(names) if name.isdigit()), len(names))
+    return ".".join(names[: number + 1])
 
 
 CHECKPOINT_INPUT = "checkpoint_input"

@@ -75,7 +75,7 @@ class Span:
 
 
 @dataclass(slots=True)
-class Counter:
+class CounterValues:
     """Values over time.
 
     Attributes:
@@ -123,7 +123,7 @@ class TraceFile:
     transfers: tuple[Span, ...]
     waits: tuple[Span, ...]
     notes: tuple[Span, ...]
-    counters: Mapping[str, Counter]
+    counters: Mapping[str, CounterValues]
 
     def steps(self, *, on_device: bool = False) -> list[tuple[float, float]]:
         """Return begin and end of each step: from the first forward after an optimizer's step to the next such forward.
@@ -251,14 +251,14 @@ def _sorted(events: Sequence[_Event]) -> dict[str, Any]:
     origin = min((ts for ts, _ in timed), default=0.0)
     tracks = {e.tid: convert(e.args.get("name"), str) for e in events if e.ph == "M" and e.name == "thread_name"}
     found: dict[str, list[Span]] = {"phases": [], "transfers": [], "waits": [], "notes": []}
-    counters: dict[str, Counter] = {}
+    counters: dict[str, CounterValues] = {}
     # A run writes a span as it ends, so the file is in no order of begins.
     for ts, event in sorted(timed, key=lambda each: each[0]):
         begin_s = (ts - origin) / 1e6
         if event.ph in "sf":  # an arrow of a viewer, from the write of a tensor to its read
             continue
         if event.ph == "C":  # before the typed arguments, as a counter names its own series there
-            counters.setdefault(event.name, Counter()).add(begin_s, convert(event.args, dict[str, float]))
+            counters.setdefault(event.name, CounterValues()).add(begin_s, convert(event.args, dict[str, float]))
             continue
         args, lasts_s = convert(event.args, _Args), 0.0 if event.ph == "i" else convert(event.dur, float) / 1e6
         common: dict[str, Any] = {"name": event.name, "begin_s": begin_s, "end_s": begin_s + lasts_s}

@@ -202,6 +202,10 @@ class Run:
                 found += [(begin_s, end_s)] if end_s > begin_s else []
         return found
 
+    def phases(self) -> list[Span]:
+        """Return the host's phases of the step, with times from its begin on."""
+        return self.of_step([phase for phase in self.trace.phases if not phase.on_device])
+
     def of_step(self, spans: Sequence[Span]) -> list[Span]:
         """Return those of the trace's spans that are in the step, with times from its begin on."""
         return [

@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..config import OffloadConfig, check_file
 from ..events import EventKind, TraceEvent, now
 from ..memory.process_memory import rss_bytes
-from ..policy import STATIC
+from ..policy import STATIC, part_of
 from ..storage.transfers import Transfer
 from ..tiers.shared import Shared
 from ..tiers.tiers import Tiers
@@ -79,8 +79,6 @@ def rank_and_ranks() -> tuple[int, int]:
 class Recorder:
     """Records one offloader's steps. It is the sink of the offloader's events, which come with the store's lock held.
 
-    It has more than fifteen attributes: its sources, the state of the output, and the thread that samples memory.
-
     Args:
         path: the file.
         shared: of the offloader's store; ``tiers``: likewise.
@@ -94,7 +92,7 @@ class Recorder:
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._backward_end = BackwardEnd(self._backward_ended)
-        self._memory = Memory(tiers.by_device)
+        self._memory = MemoryUse(tiers.by_device)
         self._gradients_due_s = 0.0
         self._told_bytes: dict[str, int] = {}
         self._told_series: frozenset[str] = frozenset()
@@ -222,10 +220,10 @@ class Recorder:
                 self.look()
                 self._end(name)
 
-    def _begin(self, name: str, number: int | None = None) -> _Phase:
+    def _begin(self, name: str, number: int | None = None) -> _Running:
         index = self._timeline.current_index if self._timeline is not None else None
         moment = self._timeline.moment(index) if self._timeline is not None and index is not None else None
-        return _Phase(name, now(), number, index, moment, self._writer.forwards, now())
+        return _Running(name, now(), number, index, moment, self._writer.forwards, now())
 
     def _end(self, name: str, end_s: float | None = None) -> None:
         """End the innermost phase of this name, and the phases in it, which have no end as they raised."""
@@ -243,9 +241,9 @@ class Recorder:
                 return
 
     @property
-    def _phases(self) -> list[_Phase]:
+    def _phases(self) -> list[_Running]:
         """The phases that run in this thread, outermost first."""
-        phases: list[_Phase] | None = getattr(self._writer.running, "phases", None)
+        phases: list[_Running] | None = getattr(self._writer.running, "phases", None)
         if phases is None:
             phases = self._writer.running.phases = []
         return phases
@@ -353,7 +351,7 @@ class Recorder:
 
 
 @dataclass(slots=True, eq=False)
-class _Phase:
+class _Running:
     """A phase that runs.
 
     Attributes:
@@ -375,7 +373,7 @@ class _Phase:
     teller: int = 0
 
 
-class Memory:
+class MemoryUse:
     """The use of the device's memory, or of the process's on the CPU.
 
     Args:
@@ -464,7 +462,7 @@ class Memory:
         small = resident_bytes
         for module, nbytes in dict(self.saved).items():
             if nbytes:
-                name = f"saved by {block_of(module)}"
+                name = f"saved by {part_of(module)}"
                 values[name] = values.get(name, 0) + nbytes
                 small -= nbytes
         if small > 0:
@@ -480,14 +478,6 @@ class Memory:
         if type(tensor) is nn.Parameter or type(tensor) is Tensor:
             return tensor.nbytes if tensor.device.type == self._type else 0
         return sum(inner.nbytes for inner in inner_tensors(tensor) if inner.device.type == self._type)
-
-
-@functools.cache
-def block_of(module: str | None) -> str:
-    """Return the block of a module: its name up to the first number in it, else the first two parts."""
-    parts = (module or "a module without a name").split(".")
-    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[: numbers[0] + 1] if numbers else parts[:2])
 
 
 def _about_the_run(config: OffloadConfig) -> dict[str, Any]:

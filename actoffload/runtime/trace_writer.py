@@ -46,8 +46,6 @@ Row = tuple[str, str, str, float, float, Mapping[str, Any] | None]
 class TraceWriter:
     """The writer of one file. Any thread adds events to it, at the cost of an append.
 
-    It has more than fifteen attributes: a file, its tracks, its clock and the thread that writes it.
-
     Args:
         path: the file; an old file is overwritten.
         about: the facts of the run at its beginning, ready for JSON.

@@ -16,10 +16,10 @@ from ..planning.profile import Link, Profile
 from ..planning.search import Limits, best
 from ..planning.simulator import Prediction, simulate
 from ..planning.workload import HOST, KEEP, NVME, Workload
+from ..policy import part_of
 from ..sizes import format_size, format_time
 
 KIB, MIB = 1 << 10, 1 << 20
-OUTSIDE = "(no module)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,15 +131,6 @@ def budget_table(profile: Profile, limits: Limits) -> list[BudgetRow]:
 def _with_budget(profile: Profile, limits: Limits, budget: int) -> BudgetRow:
     """The best step with a budget in place of the limits' own. A budget may cost time, so no slow-down is too much."""
     return priced(profile, replace(limits, device_budget=budget, max_slowdown=None))
-
-
-def part_of(module: str | None) -> str:
-    """The part of the model that contains a module: the module's name up to the first number."""
-    if not module:
-        return OUTSIDE
-    names = module.split(".")
-    number = next((place for place, name in enumerate(names) if name.isdigit()), len(names))
-    return ".".join(names[: number + 1])
 
 
 class _Parts:

@@ -175,22 +175,14 @@ PUBLISHED: list[dict[str, Any]] = [row | {"source": SOURCES[row["source"]]} for 
 
 
 def preset(option: str, name: str, known: dict[str, T]) -> T:
-    """Return the preset of that name.
-
-    Raises:
-        ConfigError: there is none; lists the known names.
-    """
+    """Return the preset of that name."""
     if name not in known:
         raise ConfigError(option, name, f"no such preset; there are {', '.join(known)}")
     return known[name]
 
 
 def hardware_of(gpu: str, drive: str = "980pro-1tb", **changes: Any) -> Hardware:
-    """Return the machine of a GPU preset and a drive preset, with some fields changed.
-
-    Raises:
-        ConfigError: there is no such preset, or a value cannot work.
-    """
+    """Return the machine of a GPU preset and a drive preset, with some fields changed."""
     row = preset("gpu", gpu, GPUS)
     source = SOURCES[row["source"]].partition("; the link" if "link_bytes_per_s" in changes else "\n")[0]
     return Hardware(**{"name": gpu, "drive": preset("drive", drive, DRIVES), **row, "source": source, **changes})
@@ -220,7 +212,7 @@ class Activations:
 
 
 @dataclass(frozen=True)
-class Peak:
+class Fit:
     """Saved bytes on the fullest GPU at its peak, and samples of the largest micro-batch that fits so; 0 for none."""
 
     saved_bytes: float
@@ -228,7 +220,7 @@ class Peak:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class MemoryNeed:
     """Bytes on the fullest GPU at its peak. Temporary buffers of operators are not in it."""
 
     capacity_bytes: float
@@ -236,11 +228,11 @@ class Memory:
     parameter_bytes: float
     gradient_bytes: float
     optimizer_bytes: float
-    kept: Peak
+    kept: Fit
     """With everything kept."""
-    hidden: Peak
+    hidden: Fit
     """After moving the share that hides, so that the step is not longer."""
-    moved: Peak
+    moved: Fit
     """After moving everything."""
 
     @property
@@ -274,7 +266,7 @@ class Estimate:
     rated_life_s: float
     """Of all of the GPU's drives, on rated TBW."""
     ssd_price_usd: float | None
-    memory: Memory
+    memory: MemoryNeed
     notes: tuple[str, ...] = ()
     """For a reader to know before quoting a number."""
 
@@ -293,9 +285,6 @@ def estimate(
         split: how a step is split over GPUs; the stages of a pipeline are taken as equal.
         hardware: one GPU's share of a machine.
         step_s: seconds of a step as measured. Default: the step's FLOPs over the rate that the GPU achieves.
-
-    Raises:
-        ConfigError: the layers cannot be split so.
     """
     layers = len(activations.blocks)
     if layers % (split.pipeline * split.interleave):
@@ -337,7 +326,7 @@ def estimate(
 
 def _memory_of(
     activations: Activations, split: Parallelism, hardware: Hardware, *, in_flight: float, small: float, share: float
-) -> Memory:
+) -> MemoryNeed:
     """Return the bytes on the fullest GPU: the first stage of a pipeline, which does not compute the loss."""
     # Each stage of ZeRO also splits everything that the stages before it split.
     shards = [split.pipeline * (split.data if split.zero >= stage else 1) for stage in (3, 2, 1)]
@@ -347,12 +336,12 @@ def _memory_of(
     free = max(0.0, capacity - parameters - gradients - optimizer)
     rest = small + (activations.ends_bytes if split.pipeline == 1 else 0.0)
 
-    def peak(moves: float) -> Peak:
+    def peak(moves: float) -> Fit:
         in_transit = min(moves * in_flight, LAYERS_IN_TRANSIT * max(activations.blocks))
         saved = rest + (1 - moves) * in_flight + in_transit
-        return Peak(saved, int(free * activations.micro_batch / max(1.0, saved)))
+        return Fit(saved, int(free * activations.micro_batch / max(1.0, saved)))
 
-    return Memory(
+    return MemoryNeed(
         capacity_bytes=capacity,
         parameter_bytes=parameters,
         gradient_bytes=gradients,

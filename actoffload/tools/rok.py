@@ -162,9 +162,6 @@ class RokRun:
         about: ``environment`` and ``command`` of the results.
         launch: takes a round and returns its result; a failure is a result, too.
         path: directories of the spool; not written to the results.
-
-    Raises:
-        ConfigError: the file holds something else, or was measured with other options.
     """
 
     def __init__(
@@ -220,11 +217,7 @@ def _job(sample: Sample) -> Job:
 
 
 def load_results(file: Path) -> dict[str, Any]:
-    """Return the results in a file.
-
-    Raises:
-        ConfigError: it cannot be read, or holds no results of this version.
-    """
+    """Return the results in a file."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
         if data["benchmark"] != "rok" or data["version"] != VERSION:
@@ -331,11 +324,7 @@ class Measured:
         return self.model is not None and is_own(self.model)
 
     def run(self, out: Path | None, path: list[str] | None) -> RokRun:
-        """Return the run for these options.
-
-        Raises:
-            ConfigError: an option cannot work, or the results file holds something else.
-        """
+        """Return the run for these options."""
         name = self.preset or (OWN if self.own else "cpu")
         if name not in PRESETS:
             raise ConfigError("preset", name, f"choose one of {', '.join(map(repr, PRESETS))}")

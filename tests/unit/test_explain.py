@@ -15,14 +15,9 @@ from actoffload.planning.profile import Link, Profile, Storage
 from actoffload.planning.search import Limits, best
 from actoffload.planning.search import plan as make
 from actoffload.planning.simulator import simulate
+from actoffload.policy import OUTSIDE, part_of
 from actoffload.sizes import format_size
-from actoffload.tell.parts import (
-    OUTSIDE,
-    Row,
-    analyse,
-    budget_table,
-    part_of,
-)
+from actoffload.tell.parts import Row, analyse, budget_table
 from actoffload.tell.plans import render_budgets, render_plan
 from tests.profiles import Accelerator, checkpointed, link, random_profile, transformer_profile
 

@@ -15,7 +15,7 @@ import torch
 
 from actoffload import OffloadConfig, Offloader
 from actoffload.analysis.report_page import COLOURS, comparison, sections, tiles, write_page
-from actoffload.analysis.trace_file import Counter, Span, TraceFile, load
+from actoffload.analysis.trace_file import CounterValues, Span, TraceFile, load
 from actoffload.analysis.traced_run import (
     AWAY,
     KINDS,
@@ -85,13 +85,13 @@ def _by_hand() -> Run:
     moved = Span(**span, nbytes=8 * MIB, tensors=(("a", 8 * MIB),))
     theirs = replace(moved, track="host write, by others #1", nbytes=MIB)
     memory = {"parameters": 2.0, "saved by a.0": 1.0, "saved by a.1": 3.0, "other": 4.0}
-    counters: dict[str, Counter] = {}
+    counters: dict[str, CounterValues] = {}
     for name, values in {
         "memory": [(0.0, memory), (8.5, {**memory, "saved by a.1": 5.0})],
         "memory total": [(0.0, {"bytes": 10.0}), (8.5, {"bytes": 12.0})],
         "memory with nothing moved": [(0.0, {"bytes": 10.0}), (8.5, {"bytes": 15.0})],
     }.items():
-        counter = counters[name] = Counter()
+        counter = counters[name] = CounterValues()
         for time_s, value in values:
             counter.add(time_s, value)
     waits = [_wait("b", 8.2, 8.3), _wait("a", 1.0, 1.25), _wait("a", 9.0, 9.25), _wait("c", 9.3, 9.3)]
