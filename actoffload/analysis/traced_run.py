@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import TraceFileError
 from ..policy import STATIC
 from ..sizes import format_size, format_time
-from ..storage.endurance import Rating, render_wear
+from ..storage.endurance import render_wear
 from ..tell.report import NEXT
 from ..tools.rok_points import Spread, verdict
 from .trace_file import LINKS, Span, TraceFile
@@ -271,12 +271,10 @@ class Run:
     def wear(self) -> str:
         """Return the run's effect on its SSD as text; empty if it wrote nothing to one."""
         config, spool = self.known("config"), self.known("spool")
-        tbw = config.get("drive_tbw")
-        rating = None if tbw is None else Rating(name="the drive", rated_written_bytes=tbw)
         # The metadata has it only if the run came to its end.
         elapsed_s = self.trace.metadata.get("elapsed_s") or self.trace.steps()[-1][1]
-        written = sum(moved.nbytes for moved in self._left("disk"))
-        return " ".join(render_wear(written, elapsed_s, rating, drives=len(spool.get("paths", ())) or 1))
+        written, drives = sum(moved.nbytes for moved in self._left("disk")), len(spool.get("paths", ())) or 1
+        return " ".join(render_wear(written, elapsed_s, config.get("drive_tbw"), drives=drives))
 
     def summary(self) -> str:
         """Return the run in one line, as in `Offloader.report`; of a trace without an end, its steps."""

@@ -14,7 +14,7 @@ from ..policy import STATIC, KeepReason, reasons
 from ..runtime.trace import rank_and_ranks, trace_path
 from ..sizes import format_size, format_time
 from ..statistics import Statistics
-from ..storage.endurance import Rating, render_wear
+from ..storage.endurance import render_wear
 from .causes import causes
 from .facts import Facts
 
@@ -220,6 +220,5 @@ def _degraded(s: Statistics) -> list[str]:
 
 
 def _wear(config: OffloadConfig, s: Statistics, elapsed_s: float) -> list[str]:
-    tbw = config.drive_tbw
-    rating = None if tbw is None else Rating(name="the drive", rated_written_bytes=config.size("drive_tbw", 0))
-    return render_wear(s.nvme_written_bytes, elapsed_s, rating, drives=len(config.paths))
+    rated = None if config.drive_tbw is None else config.size("drive_tbw", 0)
+    return render_wear(s.nvme_written_bytes, elapsed_s, rated, drives=len(config.paths))

@@ -43,7 +43,6 @@ NEARLY = 0.97
 REGION_BYTES, BLOCK_BYTES, SECONDS, ROUNDS = 128 << 20, 8 << 20, 0.3, 2
 """The defaults, in `bench` and in `doctor` alike."""
 SIZES = ("256KiB", "1MiB", format_size(BLOCK_BYTES))
-_RANDOM_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,10 +261,9 @@ class Rig:
             extents = [self.spool.allocate(block_bytes) for _ in range(region // block_bytes * len(paths))]
             # Twice as many slots as transfers that run, so that an engine always finds the next one waiting.
             count = min(2 * self.capabilities.threads * len(paths), len(extents))
-            self._random = np.frombuffer(os.urandom(_RANDOM_BYTES), np.uint8)
-            pieces = -(-count * block_bytes // _RANDOM_BYTES)
-            memory = np.frombuffer(map_private(pieces * _RANDOM_BYTES), np.uint8)  # as the host pool's
-            self._memory = memory.reshape(pieces, _RANDOM_BYTES)
+            self._random = np.frombuffer(os.urandom(block_bytes), np.uint8)
+            memory = np.frombuffer(map_private(count * block_bytes), np.uint8)  # as the host pool's
+            self._memory = memory.reshape(count, block_bytes)
             self._memory[:] = self._random
             begin = self._memory.ctypes.data
             # Memory of one block each, and the extents that it goes through.
@@ -358,15 +356,12 @@ class Rig:
 
     def _check_content(self) -> None:
         """Read a block of each slot back: an engine that is fast because it moves nothing must not win."""
-        block, random = self._block_bytes, self._random
         self._memory[:] = 0
-        for transfer in [self.spool.read(extents[-1], address, block) for address, extents in self._slots]:
+        for transfer in [self.spool.read(extents[-1], address, self._block_bytes) for address, extents in self._slots]:
             transfer.wait()
             if transfer.error is not None:
                 raise transfer.error
-        used = self._memory.reshape(-1)[: len(self._slots) * block]
-        pieces = (used[i : i + len(random)] for i in range(0, len(used), len(random)))
-        if not all(np.array_equal(piece, random[: len(piece)]) for piece in pieces):
+        if not all(np.array_equal(block, self._random) for block in self._memory):
             raise ChecksumError(errno.EBADMSG, "what was read back is not what was written", self.spool.files[0].path)
 
 

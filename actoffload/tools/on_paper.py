@@ -20,15 +20,7 @@ import typer
 
 from ..errors import ConfigError
 from ..sizes import parse_size
-from ..storage.endurance import (
-    DAY_S,
-    Drive,
-    check_counts,
-    check_positive,
-    format_duration,
-    lifetime_s,
-    written_per_day,
-)
+from ..storage.endurance import DAY_S, format_duration, written_per_day
 
 RESERVED_BYTES = 1 << 30
 """GPU memory besides tensors: the CUDA context and libraries' workspaces (a round figure, recalled)."""
@@ -60,6 +52,31 @@ def _count(help: str | None = None) -> Any:
     return typer.Option(min=1, help=help, rich_help_panel=SPLIT)
 
 
+def _check(owner: object, *names: str) -> None:
+    """Refuse all values but numbers above 0 and None."""
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(name, value, "must be a number above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drive:
+    """One SSD as its maker rates it. Sizes in bytes (makers' terabytes are 10¹² bytes), rates in bytes a second."""
+
+    name: str
+    capacity_bytes: int
+    rated_written_bytes: int
+    """Rated endurance: TBW × 10¹²."""
+    write_bytes_per_s: float
+    """Sequential write. Makers of consumer drives state it for the SLC cache; a full cache writes slower."""
+    read_bytes_per_s: float
+    price_usd: float | None = None
+    nand: bool = True
+    """Flash, which writes slower once its cache is full."""
+    source: str = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
     """How a step is split over GPUs. Fields with an option are flags of ``actoffload estimate``."""
@@ -76,7 +93,7 @@ class Parallelism:
     """1 splits optimizer states over the data-parallel ranks, 2 gradients too, 3 parameters too."""
 
     def __post_init__(self) -> None:
-        check_counts(self, "tensor", "pipeline", "interleave", "data", "micro_batches")
+        _check(self, "tensor", "pipeline", "interleave", "data", "micro_batches")
         if self.zero not in range(4):
             raise ConfigError("zero", self.zero, "is a stage, 0 to 3")
 
@@ -120,9 +137,8 @@ class Hardware:
     """The origin of the numbers."""
 
     def __post_init__(self) -> None:
-        check_positive(self, "peak_flops", "utilisation", "link_bytes_per_s", "memory_bytes")
-        check_positive(self, "ssd_write_bytes_per_s", "ssd_read_bytes_per_s")
-        check_counts(self, "drives")
+        _check(self, "peak_flops", "utilisation", "link_bytes_per_s", "memory_bytes", "drives")
+        _check(self, "ssd_write_bytes_per_s", "ssd_read_bytes_per_s")
         if self.target not in ("nvme", "host"):
             raise ConfigError("target", self.target, "choose one of 'nvme', 'host'")
         if self.utilisation > 1:
@@ -300,7 +316,7 @@ def estimate(
     share = min(1.0, min(hardware.write_bytes_per_s, hardware.read_bytes_per_s) / max(1.0, required))
     moved, drive = share * per_step, hardware.drive
     written = moved if hardware.target == "nvme" else 0.0
-    life_s = lifetime_s(drive.rated_written_bytes * hardware.drives, seconds, written)
+    life_s = drive.rated_written_bytes * hardware.drives * seconds / written if written else math.inf
     in_flight = per_microbatch * split.microbatches_in_flight
     small = activations.small_bytes / split.pipeline * split.microbatches_in_flight
     return Estimate(
