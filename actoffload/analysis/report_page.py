@@ -163,7 +163,7 @@ def _chart(run: Run, memory: list[Moment], kinds: Sequence[str], top: float, len
     ends = [*(moment.time_s for moment in memory[1:]), run.end_s - run.begin_s]
     unit, name = (GIB, "GiB") if top >= GIB else (MIB, "MiB")
     labels = [("y", "bottom", at * unit / top, f"{at:g} {name}") for at in _ticks(top / unit)]
-    labels += [("x", "left", at / 1e3 / length_s, f"{at:g} ms") for at in _ticks(900 * length_s, most=3)]
+    labels += [("x", "left", at / 1e3 / length_s, f"{at:g} ms") for at in _ticks(800 * length_s, most=3)]
     for phase in run.phases():
         text = phase.name if phase.duration_s > NAMED * length_s else ""
         labels.append(("phase", "left", phase.begin_s / length_s, text))
