@@ -262,7 +262,7 @@ class Recorder:
         done = self._timeline.take(wait=wait) if self._timeline is not None else []
         under_way = self._timeline.under_way() if self._timeline is not None and last else []
         for what, begin_s, end_s, about in [*done, *under_way]:
-            if what.startswith("host "):
+            if what in ("host write", "host read"):
                 self._transfer(what, begin_s, end_s, list(about), sum(tensor[1] for tensor in about))
             elif isinstance(about, Mapping):
                 self._writer.span("device phases*", what, begin_s, end_s, about)

@@ -64,8 +64,9 @@ def diagnose(facts: Facts) -> list[str]:
     if not facts.counts.steps:
         return []
     if facts.config.policy == "keep":
-        could = format_size(facts.counts.kept_bytes.get(KeepReason.POLICY.value, 0) // facts.steps)
-        return [f"diagnosis: {KEEPS}", f"{NEXT}policy='auto' moves what costs no time, up to {could} a step"]
+        could = facts.counts.kept_bytes.get(KeepReason.POLICY.value, 0) // facts.steps
+        free = [f"{NEXT}policy='auto' moves what costs no time, up to {format_size(could)} a step"] if could else []
+        return [f"diagnosis: {KEEPS}", *free]
     ranked = [cause for pair in zip_longest(*causes(facts)) for cause in pair if cause is not None]
     lines: list[str] = []
     for _, evidence, remedies in ranked[:MOST_CAUSES]:

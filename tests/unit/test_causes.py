@@ -487,6 +487,14 @@ def test_a_report_names_three_causes_of_which_each_list_has_its_heaviest_first()
     assert [line.startswith("  next: ") for line in lines] == [False, True] * MOST_CAUSES
 
 
+def test_a_run_that_keeps_everything_is_told_what_could_move() -> None:
+    config = make_config({"policy": "keep"})
+    could = "  next: policy='auto' moves what costs no time, up to 8.0 MiB a step"
+    for kept, told in (({"policy": 80 * MIB}, [could]), ({}, [])):
+        lines = diagnose(facts({"kept_bytes": kept, "optimizer_steps": 10}, config=config))
+        assert lines == ["diagnosis: nothing moves, as policy='keep' says", *told]
+
+
 def test_greedy_is_told_how_much_to_keep() -> None:
     config = make_config({"policy": "greedy"})
     first = Accounts(first_bytes=60 * MIB)
