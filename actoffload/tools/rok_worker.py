@@ -37,7 +37,7 @@ from ..tiers.accelerator import Accelerator
 from .models import Trainee, build
 from .process import peak_rss_bytes, prepare_process, say, sum_of_bits, synchronize
 from .rok import NO_BLOCKS, OFFLOAD_READS_AHEAD, SIMULATED, budget_of
-from .rok_points import Case, Variant
+from .rok_points import Case, Variant, is_own
 from .saved_bytes import BACKWARD_FACTOR
 from .workers import FAILURES, failure
 
@@ -103,9 +103,10 @@ class Round:
         case = Case(**spec["case"])
         self.workload = build(case, self.device)
         self.inputs = self.workload.batch(case.batch)
+        counted = case.batch if is_own(case.model) else 1  # a user's own may need several samples, as batch norm does
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            self.workload.loss(self.workload.batch(1))
-        self.flops = int(counter.get_total_flops()) * case.batch * BACKWARD_FACTOR
+            self.workload.loss(self.workload.batch(counted))
+        self.flops = int(counter.get_total_flops()) * (case.batch // counted) * BACKWARD_FACTOR
         self.parameters = [parameter for parameter in self.workload.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.SGD(self.parameters, lr=0.0)
         for parameter in self.parameters:  # gradients are static memory
