@@ -13,7 +13,7 @@ from ..errors import TraceFileError
 from ..policy import STATIC
 from ..sizes import format_size, format_time
 from ..storage.endurance import render_wear
-from ..tell.report import NEXT
+from ..tell.causes import NEXT
 from ..tools.rok_points import Spread, verdict
 from .trace_file import LINKS, Span, TraceFile
 

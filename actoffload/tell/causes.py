@@ -31,6 +31,8 @@ CHECKPOINT = (
     "waiting"
 )
 FASTER_DISK = "give path= on a faster disk ('actoffload bench' measures one), or several to stripe over"
+NEXT = "  next: "
+"""The begin of a line with a remedy."""
 _WHEN_DEGRADED = {
     "no room on disk": "free room under path=, raise nvme_budget, or give another path=",
     "write failed": "look at the disk under path= (dmesg), or give another path=",

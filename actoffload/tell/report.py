@@ -15,12 +15,10 @@ from ..runtime.trace import rank_and_ranks, trace_path
 from ..sizes import format_size, format_time
 from ..statistics import Statistics
 from ..storage.endurance import render_wear
-from .causes import causes
+from .causes import NEXT, causes
 from .facts import Facts
 
 KEEPS = "nothing moves, as policy='keep' says"
-NEXT = "  next: "
-"""The begin of a line with a remedy."""
 
 
 class Report(str):
