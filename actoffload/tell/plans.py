@@ -11,9 +11,10 @@ from ..planning.observed import Observed
 from ..planning.plan import Plan, regions_in_words
 from ..planning.profile import Profile
 from ..planning.search import Limits
+from ..policy import OUTSIDE
 from ..sizes import format_size, format_time
 from .facts import PlanFacts, ShapeFacts, machine_changed
-from .parts import OUTSIDE, Analysis, BudgetRow, Row, analyse
+from .parts import Analysis, BudgetRow, Row, analyse
 
 
 def explain_plans(facts: PlanFacts) -> str:

@@ -58,8 +58,8 @@ _EMPTY: dict[torch.device, Tensor] = {}
 class Record:
     """One version of one saved storage (or of a span of it), shared by every handle on it.
 
-    All fields are guarded by the store's lock. It has more than fifteen, as the store, the tape and one tier keep their
-    facts about a storage here, and each of them reads it for each tensor.
+    All fields are guarded by the store's lock. The store, the tape and one tier keep their facts about a storage here,
+    and each of them reads it for each tensor.
     """
 
     data: torch.UntypedStorage | None  # views are made of it while the bytes are on the device

@@ -222,33 +222,18 @@ def functions(source: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
             yield node
 
 
-def large_classes(source: str) -> Iterator[tuple[str, int]]:
-    """Classes whose methods set more than fifteen attributes, unless their docstrings say why."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ClassDef) and "more than fifteen attributes" not in (ast.get_docstring(node) or ""):
-            stored = (
-                part for part in ast.walk(node) if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store)
-            )
-            names = {part.attr for part in stored if isinstance(part.value, ast.Name) and part.value.id == "self"}
-            if len(names) > 15:
-                yield node.name, len(names)
-
-
 def length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Lines from ``def`` to the end."""
     return (function.end_lineno or function.lineno) - function.lineno + 1
 
 
 def size_problems(sources: Sources) -> list[str]:
-    """Files, functions and classes that are too long."""
+    """Files and functions that are too long."""
     problems = []
     lengths = []
     for module, text in sources.items():
         if (lines := text.count("\n")) > MAX_FILE_LINES:
             problems.append(f"{module} has {lines} lines, at most {MAX_FILE_LINES}")
-        problems += [
-            f"{module}.{name} does not say why it has {count} attributes" for name, count in large_classes(text)
-        ]
         for function in functions(text):
             lengths.append(length(function))
             if lengths[-1] > MAX_FUNCTION_LINES:
