@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ..planning.constants import (
+from ..planning.constants import LEAST_GAIN_BYTES
+from ..policy import KeepReason, Kind, reasons
+from ..sizes import format_size, format_time
+from .facts import Facts, Planned
+from .numbers import (
     HELD,
     LARGE_FIRST,
-    LEAST_GAIN_BYTES,
     LEAST_LATE,
     LEAST_OTHERS,
     MUCH_KEPT,
@@ -21,9 +24,6 @@ from ..planning.constants import (
     SMALL_PART,
     WORTH_SAYING,
 )
-from ..policy import KeepReason, Kind, reasons
-from ..sizes import format_size, format_time
-from .facts import Facts, Planned
 from .parts import BudgetRow
 
 CHECKPOINT = (

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
 from ..errors import BudgetError
-from ..planning.constants import BUDGET_SHARES, NEARLY_ALL
 from ..planning.plan import Plan
 from ..planning.profile import Link, Profile
 from ..planning.search import Limits, best
@@ -18,6 +17,7 @@ from ..planning.simulator import Prediction, simulate
 from ..planning.workload import HOST, KEEP, NVME, Workload
 from ..policy import part_of
 from ..sizes import format_size, format_time
+from .numbers import BUDGET_SHARES, NEARLY_ALL
 
 KIB, MIB = 1 << 10, 1 << 20
 

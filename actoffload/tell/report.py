@@ -9,7 +9,6 @@ from itertools import zip_longest
 
 from ..config import OffloadConfig
 from ..interrupts import expected
-from ..planning.constants import MOST_CAUSES
 from ..policy import STATIC, KeepReason, reasons
 from ..runtime.trace import rank_and_ranks, trace_path
 from ..sizes import format_size, format_time
@@ -17,6 +16,7 @@ from ..statistics import Statistics
 from ..storage.endurance import render_wear
 from .causes import NEXT, causes
 from .facts import Facts
+from .numbers import MOST_CAUSES
 
 KEEPS = "nothing moves, as policy='keep' says"
 

@@ -20,7 +20,6 @@ from actoffload import Decision, Offloader, TensorFacts
 from actoffload.config import make_config
 from actoffload.events import EventKind
 from actoffload.planning import search
-from actoffload.planning.constants import MOST_CAUSES, MUCH_LATE
 from actoffload.planning.observed import Observed
 from actoffload.planning.profile import Profile
 from actoffload.planning.search import Limits
@@ -28,6 +27,7 @@ from actoffload.sizes import format_size
 from actoffload.statistics import Statistics
 from actoffload.tell.causes import CHECKPOINT
 from actoffload.tell.facts import Facts, Planned
+from actoffload.tell.numbers import MOST_CAUSES, MUCH_LATE
 from actoffload.tell.report import diagnose
 from actoffload.testing.faults import FullEngine
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice

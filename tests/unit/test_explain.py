@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from actoffload.errors import BudgetError
-from actoffload.planning.constants import MOST_ROWS
 from actoffload.planning.observed import Observed
 from actoffload.planning.plan import Plan, PlanEntry
 from actoffload.planning.profile import Link, Profile, Storage
@@ -17,6 +16,7 @@ from actoffload.planning.search import plan as make
 from actoffload.planning.simulator import simulate
 from actoffload.policy import OUTSIDE, part_of
 from actoffload.sizes import format_size
+from actoffload.tell.numbers import MOST_ROWS
 from actoffload.tell.parts import Row, analyse, budget_table
 from actoffload.tell.plans import render_budgets, render_plan
 from tests.profiles import Accelerator, checkpointed, link, random_profile, transformer_profile
