@@ -18,6 +18,16 @@ from actoffload.tools.rok_points import Case
 Start = tuple[Tensor, Tensor | None]
 CAUSAL_MODELS = {"llama": "LlamaDecoderLayer", "qwen2": "Qwen2DecoderLayer"}
 LANGUAGE_MODELS = {"gpt2": "gpt", "bert": "bert", "t5": "t5"}
+THREADS = 2
+"""Of whole steps on the CPU."""
+
+
+def gpt(layers: int, width: int, sequence: int, *, batch: int = 8) -> dict[str, Any]:
+    """The built-in GPT, for `build`."""
+    return {"model": "gpt", "batch": batch, "gpt": {"layers": layers, "width": width, "seq": sequence}}
+
+
+TINY = gpt(2, 64, 64, batch=2)
 
 
 @dataclass(frozen=True, kw_only=True)
