@@ -7,6 +7,7 @@ Beside the best mix of kept and checkpointed blocks that a person could set by h
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     "host, recompute": {"target": "host", "recompute": True},
 }
 """On a target that is a disk only memory counts: its time is real, all other times are virtual."""
+Rows = dict[Any, Row]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,6 +47,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     options = parser.parse_args(arguments)
     results = harness.Results("limited_memory", arguments, {"links": LINKS, "steps": STEPS, "targets": TARGETS})
+    found, by_hand, checkpointed, inside = _take(options)
+    results.write(
+        memory={str(key): row for key, row in found.items()},
+        mixes={str(key): r for key, r in by_hand.items()},
+        within={str(key): r for key, r in inside.items()},
+    )
+    rows = {}
+    bounds: list[Bound] = []
+    for (model, link, target, share), row in found.items():
+        name = f"{model}, {target}, {link}, {share:.0%}"
+        rows[name] = judged = _judge(
+            row,
+            by_hand[model, link],
+            checkpointed[model, link],
+            inside.get((model, link, share), {"error": "no mixes"}),
+        )
+        bounds += _bounds(name, judged, timed=target != "NVMe")
+    results.write(memory_rows=rows)
+    table = harness.table_of(f"{ACCUMULATION} micro-batches, shapes in turns", rows, COLUMNS)
+    return 0 if results.finish(table, bounds) else 1
+
+
+def _take(options: argparse.Namespace) -> tuple[Rows, Rows, Rows, Rows]:
+    """Return what ended in limited memory, all mixes, checkpoints alone, and the mixes that fit, by what was asked."""
     pairs = [(model, link) for model in options.models for link in options.rates]
     mixes: list[dict[str, Any]] = [{"what": "mixes", "name": model, "link": LINKS[link]} for model, link in pairs]
     alone: list[dict[str, Any]] = [spec | {"what": "alone", "steps": STEPS} for spec in mixes]
@@ -80,25 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ]
         inside = dict(zip(places, pool.map(sample, again), strict=False))
         found = dict(zip(wanted, pool.map(sample, limited), strict=True))
-    results.write(
-        memory={str(key): row for key, row in found.items()},
-        mixes={str(key): r for key, r in by_hand.items()},
-        within={str(key): r for key, r in inside.items()},
-    )
-    rows = {}
-    bounds: list[Bound] = []
-    for (model, link, target, share), row in found.items():
-        name = f"{model}, {target}, {link}, {share:.0%}"
-        rows[name] = judged = _judge(
-            row,
-            by_hand[model, link],
-            checkpointed[model, link],
-            inside.get((model, link, share), {"error": "no mixes"}),
-        )
-        bounds += _bounds(name, judged, timed=target != "NVMe")
-    results.write(memory_rows=rows)
-    table = harness.table_of(f"{ACCUMULATION} micro-batches, shapes in turns", rows, COLUMNS)
-    return 0 if results.finish(table, bounds) else 1
+    return found, by_hand, checkpointed, inside
 
 
 def _bounds(name: str, judged: Row, *, timed: bool) -> list[Bound]:
