@@ -55,29 +55,30 @@ def launch(module: str, world: int, directory: Path, *arguments: str, env: dict[
     with open(directory / "log.txt", "wb") as log:
         parent = subprocess.Popen(command, env=base, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
         try:
-            status = parent.wait(2 * GIVE_UP_S)
+            status = parent.wait(GIVE_UP_S + 30)  # before pytest's own timeout
         finally:
             with contextlib.suppress(ProcessLookupError):  # all of its children, too
                 os.killpg(parent.pid, signal.SIGKILL)
             parent.wait()
     if status != 0:
-        logs = (f"--- {file.name}\n{file.read_text(errors='replace')[-8000:]}" for file in directory.glob("log*.txt"))
+        logs = (
+            f"--- {file.name}\n{file.read_text(errors='replace')[-8000:]}"
+            for file in sorted(directory.glob("log*.txt"))
+        )
         raise AssertionError("\n".join([f"{module} failed:", *logs]))
     return [torch.load(directory / f"rank{rank}.pt", weights_only=False) for rank in range(world)]
 
 
 def _run_ranks(module: str) -> None:
-    """In the process that `launch` started: be the parent of the ranks, or the only one."""
-    world = int(os.environ["WORLD_SIZE"])
-    if world == 1:
-        return _run_rank(module, 0)
-    importlib.import_module(module)
+    """In the process that `launch` started: be the parent of the ranks."""
+    world, deadline_s = int(os.environ["WORLD_SIZE"]), time.monotonic() + GIVE_UP_S
+    if world > 1:
+        importlib.import_module(module)
     ranks: list[int] = []
     for rank in range(world):
         ranks.append(os.fork())  # nothing has started a thread by now
         if ranks[-1] == 0:
             return _run_rank(module, rank)
-    deadline_s = time.monotonic() + GIVE_UP_S
     running = set(ranks)
     while running and time.monotonic() < deadline_s:
         pid, status = os.waitpid(-1, os.WNOHANG)
