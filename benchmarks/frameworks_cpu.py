@@ -81,8 +81,11 @@ def trl_sft(path: str | None) -> Train:
 
 
 def deepspeed(path: str | None) -> Train:
+    import deepspeed as package
+
     from actoffload.integrations import deepspeed as adapter
 
+    package.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo does; this would be compiled for a minute
     os.environ.update(ALONE)
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
