@@ -95,8 +95,8 @@ docs: $(VENV)/.installed-test
 
 bench: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks.micro
-	$(BIN)/python -m benchmarks.e2e_cpu
-	$(BIN)/python -m benchmarks.peers_cpu
+	$(BIN)/python -m benchmarks.steps_cpu --part e2e
+	$(BIN)/python -m benchmarks.steps_cpu --part peers
 	$(BIN)/python -m benchmarks.planner
 
 gpu:
