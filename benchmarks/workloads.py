@@ -89,7 +89,7 @@ def _gpt(spec: dict[str, Any]) -> Workload:
     return _made(models.build_gpt(sizes, dtype=torch.get_default_dtype(), device=device), spec)
 
 
-def _made(made: models.Workload, spec: dict[str, Any]) -> Workload:
+def _made(made: models.Trainee, spec: dict[str, Any]) -> Workload:
     batch = made.batch(spec["batch"])
     return Workload(model=made.model, forward=lambda: (made.loss(batch), None), blocks=made.blocks)
 
