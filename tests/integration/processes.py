@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
+PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+"""Of a process that imports these tests, and from where this one imports the rest."""
 GIVE_UP_S = 240.0
 
 
@@ -39,7 +41,7 @@ def launch(module: str, world: int, directory: Path, *arguments: str, env: dict[
         "OMP_NUM_THREADS": "1",
         "RANKS_DIRECTORY": str(directory),
         "TMPDIR": str(directory),
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": PYTHONPATH,
         # Used only by frameworks that insist on them; the group itself meets through a file.
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",
