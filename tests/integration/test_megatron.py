@@ -19,7 +19,7 @@ from actoffload.integrations.megatron import microbatches, phases
 
 from tests.integration.evidence import assert_evidence
 from tests.integration.megatron_found import Found, Hint
-from tests.integration.processes import ROOT, launch
+from tests.integration.processes import PYTHONPATH, launch
 
 pytestmark = [
     # Megatron says at import what it runs without.
@@ -205,7 +205,7 @@ OFFLOADING = "--actoffload-target nvme --actoffload-min-bytes 4KiB --actoffload-
 def _example(module: str, options: str, folder: Path) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
         [sys.executable, "-m", module, *SIZES.split(), *options.split()],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH},
         cwd=folder,
         capture_output=True,
         text=True,
