@@ -144,8 +144,9 @@ def same_counter(one: Tensor, other: Tensor) -> bool:
         return False
     set_version = torch._C._autograd._unsafe_set_version_counter
     # PyTorch does not expose the counter's identity. A bump of one version shows in the other only if they share it.
-    set_version((one,), (version + 1,))
     try:
+        # Inside of `try`: an interrupt that arrives as the call returns must not leave the version too high.
+        set_version((one,), (version + 1,))
         return other._version != version
     finally:
         set_version((one,), (version,))

@@ -85,6 +85,19 @@ def test_abandon_gives_back_what_this_thread_alone_holds() -> None:
     assert in_another_thread(lambda: lock.acquire(blocking=False))
 
 
+def test_an_interrupt_in_a_wait_comes_out_of_the_block_as_it_is() -> None:
+    """`threading.Condition.wait` has released the lock, and an interrupt arrives before it has it again."""
+    lock = DrainingLock()
+
+    def wait() -> None:
+        with lock:
+            lock.release()
+            raise KeyboardInterrupt
+
+    pytest.raises(KeyboardInterrupt, wait)
+    assert not lock.owned()
+
+
 def test_something_is_done_unless_somebody_holds_it() -> None:
     lock = DrainingLock()
     assert lock.run_if_free(lock.owned) is True

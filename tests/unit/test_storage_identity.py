@@ -184,3 +184,29 @@ def test_two_threads_save_one_storage_under_a_budget(make_offloader: MakeOffload
         assert not thread.is_alive()
     assert same_bits(take_gradient(w), expected)
     blocked.clear()
+
+
+def test_an_interrupt_in_the_comparison_of_counters_leaves_the_version(
+    make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a graph of before, which knows nothing of the library, would raise autograd's error in its backward."""
+    x = _leaf(*BIG)
+    y = x * 2
+    plain = y.square()
+    set_version = torch._C._autograd._unsafe_set_version_counter
+
+    def interrupted(*arguments: Any) -> None:
+        monkeypatch.undo()
+        set_version(*arguments)
+        raise KeyboardInterrupt  # CPython looks for signals as a call of C returns
+
+    offloader = make_offloader()
+    with offloader:
+        saved = y.cos()
+        monkeypatch.setattr(torch._C._autograd, "_unsafe_set_version_counter", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            y.sin()
+    del saved
+    plain.sum().backward()
+    assert x.grad is not None
+    assert same_bits(x.grad, 8 * x.detach())
