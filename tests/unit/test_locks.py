@@ -94,7 +94,8 @@ def test_an_interrupt_in_a_wait_comes_out_of_the_block_as_it_is() -> None:
             lock.release()
             raise KeyboardInterrupt
 
-    pytest.raises(KeyboardInterrupt, wait)
+    with pytest.raises(KeyboardInterrupt):
+        wait()
     assert not lock.owned()
 
 
