@@ -263,7 +263,7 @@ def test_tensors_that_a_function_keeps_on_ctx(make_offloader: MakeOffloader, kep
     )
     assert "ctx.save_for_backward" in found[1]
     del loss
-    assert told(offloader)[1] == []
+    assert not [line for line in told(offloader)[1] if "ctx" in line]
 
 
 class _Whole(torch.autograd.Function):
