@@ -20,7 +20,7 @@ from benchmarks import harness, micro_hooks, micro_spool
 from benchmarks.harness import Bound, Sample, Samples, middle
 
 PARTS = ("hooks", "step", "scaling", "spool")
-HOOK_BOUNDS_US = {"parameter": 3.0, "small": 3.0, "policy": 10.0, "device kept": 10.0, "device": 60.0}
+HOOK_BOUNDS_US = {"parameter": 10.0, "small": 15.0, "policy": 20.0, "device kept": 20.0, "device": 55.0}
 """By kind of tensor. What moves on the CPU has no bound: its cost is reported, and whole steps are judged."""
 CALL_BOUNDS = {"records": 2.0, "waits": 2.0, "queries": 1.0}
 """What one tensor's way to the host and back may ask of its device, timed waits included."""

@@ -20,6 +20,7 @@ from actoffload.runtime.profiler import Profiler
 from actoffload.storage.spool import Spool, SpoolStatistics
 from actoffload.testing.simulated_device import DEVICES, NAME, SimulatedAccelerator, SimulatedDevice
 from actoffload.tiers.copy_streams import Batch, CopyStreams
+from actoffload.tiers.record import Record
 
 WAIT_S = 60.0
 """How long a test waits for another thread before it calls that a hang."""
@@ -204,8 +205,9 @@ def after_fork_in_child(offloader: Offloader) -> None:
 
 def records_of(offloader: Offloader) -> list[Any]:
     """The records that are alive, in the order in which they were saved."""
-    records = offloader.store.identities.records.values()
-    return sorted((record for found in records for record in found), key=lambda record: int(record.number))
+    records = offloader.store.identities.places.values()
+    moving = (place for found in records for place in found if isinstance(place, Record))
+    return sorted(moving, key=lambda record: record.number)
 
 
 def tape_records(offloader: Offloader) -> list[Any]:

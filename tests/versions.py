@@ -28,10 +28,8 @@ PAIRS = ("2.9:3.11", "2.11:3.12", "2.13:3.13", "2.14:3.11", "2.15:3.11")
 PACKAGES = ("expecttest", "hypothesis", "numpy", "psutil", "pytest", "pytest-timeout", "rich", "typer")
 SUITES = {
     "gradients": ["tests/parity/test_graphs.py", "tests/parity/test_tensors.py", "tests/parity/test_training.py"],
-    "native programs": [
-        *("-m", "not slow"),
-        *(f"tests/unit/test_{name}.py" for name in ("cpu_allocator", "cpu_allocator_build", "native_hooks")),
-    ],
+    "hooks": [f"tests/unit/test_{name}.py" for name in ("kept_tensors", "saved_leaves", "interrupts")],
+    "native programs": ["-m", "not slow", *(f"tests/unit/test_cpu_allocator{name}.py" for name in ("", "_build"))],
     "checkpoints": [f"tests/unit/test_{name}.py" for name in ("selective", "checkpoints", "checkpoint")],
     "simulated device": [
         "--simulated",
@@ -103,8 +101,7 @@ def _run_suite(folder: Path, interpreter: str, files: list[str]) -> dict[str, An
     """How many tests passed, were skipped and failed, and which."""
     report = folder / "report.xml"
     report.unlink(missing_ok=True)
-    # A native program refuses releases that it does not know: here it is to try.
-    variables = os.environ | {"ACTOFFLOAD_NATIVE": "1", "OMP_NUM_THREADS": "1"}
+    variables = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [interpreter, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *files]
     try:
         done = subprocess.run(command, cwd=harness.ROOT, env=variables, timeout=SUITE_S, check=False)

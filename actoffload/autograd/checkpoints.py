@@ -160,13 +160,10 @@ class Checkpoints:
             recomputation = self._regions.again(region, nested=nested)
         note = self._note if region.recorded is not None and not nested else None
         try:
-            with _Counted(recomputation, inputs, self._is_static, note):
+            with _Counted(recomputation, inputs, self._exclusions.is_static, note):
                 return function(*args, **kwargs)
         finally:
             self._regions.ran_again(recomputation)
-
-    def _is_static(self, tensor: Tensor, storage: torch.UntypedStorage) -> bool:
-        return self._exclusions.why_static(tensor, storage) is not None
 
     def _note(self, region: Region, tensor: Tensor, nbytes: int) -> None:
         if self._profiler.running and region.recorded is not None:

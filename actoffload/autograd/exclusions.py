@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, StateError
-from ..policy import STATIC, KeepReason
+from ..policy import KeepReason
 from ..runtime.identity import ModuleOwners, StorageSet, is_parameter, live_modules
 from ..runtime.untraced import untraced
 from .hook_stack import THREAD, enter_region, leave_region
@@ -21,9 +21,6 @@ MARKED = StorageSet()
 
 RELEARN_EVERY = 100
 """Without ``model=``, the first two entries and every entry at a multiple of this number search all live modules."""
-
-_REASONS = {note: KeepReason(note) for note in STATIC}
-
 
 FILLED_LATER = frozenset({"rrelu", "rrelu_", "rrelu_with_noise", "rrelu_with_noise_"})
 """Operators that save a tensor, then fill it without a version bump: a copy made at the save would be wrong.
@@ -47,10 +44,6 @@ def is_filled_later(tensor: Tensor) -> bool:
 
 _BETWEEN = ("actoffload.", "torch._ops", "torch._dynamo.eval_frame", "torch.utils._device", "torch.overrides")
 """Modules with frames between the code that calls an operator and this module."""
-
-
-OPEN_REGIONS: list[None] = []
-"""One entry for each open region of any thread. Append and pop are atomic, so this count needs no lock."""
 
 
 _ENGINE, _CHECKPOINT = "_engine_run_backward", "torch.utils.checkpoint"
@@ -112,24 +105,22 @@ class Exclusions:
             self.owners.add(live_modules())
         self.owners.note_storages(self.static)
 
-    def why_static(self, tensor: Tensor, storage: torch.UntypedStorage) -> KeepReason | None:
-        """Return why this saved tensor is no activation, or None."""
-        number = storage._cdata
-        if is_parameter(tensor):
-            if number not in self.static.by_number:
-                self.static.add(tensor, "parameter")
-            return KeepReason.PARAMETER
-        known = self.static.by_number.get(number)
-        if known is None and self.owners.sharded and self.owners.note_gathered(self.static):
-            known = self.static.by_number.get(number)
-        return None if known is None else _REASONS[known[1]]
+    def is_static(self, tensor: Tensor, storage: torch.UntypedStorage) -> bool:
+        """Return whether this tensor is no activation."""
+        return storage._cdata in self.static.by_number or self.newly_static(tensor, storage) is not None
 
-    def why_stays(self, tensor: Tensor, storage: torch.UntypedStorage) -> KeepReason | None:
-        """Return why this saved tensor stays, or None."""
-        # First: a static tensor counts as no activation, even if it is marked or saved in a recomputation.
-        reason = self.why_static(tensor, storage)
-        if reason is not None:
-            return reason
+    def newly_static(self, tensor: Tensor, storage: torch.UntypedStorage) -> str | None:
+        """Note the storage of a tensor that turns out to be static, and return the note; None if it is not static."""
+        if is_parameter(tensor):
+            note: str = KeepReason.PARAMETER.value
+            self.static.add(tensor, note)
+            return note
+        if self.owners.sharded and self.owners.note_gathered(self.static):
+            return self.static.get(storage)
+        return None
+
+    def why_stays(self, storage: torch.UntypedStorage) -> KeepReason | None:
+        """Return why an activation stays because of what the program said, or where it is saved, or None."""
         if storage._cdata in MARKED.by_number:
             return KeepReason.MARKED
         if THREAD.regions:
@@ -152,8 +143,6 @@ class no_offload(ContextDecorator):
 
     @untraced
     def __enter__(self) -> None:
-        # Counted for longer than the thread is in the region: an entry makes the compiled hooks leave the check to us.
-        OPEN_REGIONS.append(None)
         enter_region()
 
     @untraced
@@ -161,7 +150,6 @@ class no_offload(ContextDecorator):
         if not THREAD.regions:
             raise StateError("no_offload() was left in a thread that did not enter it: use one in each thread")
         leave_region()
-        OPEN_REGIONS.pop()
 
 
 @untraced

@@ -7,6 +7,7 @@ version counter, and for a tensor that stays an alias of it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 import weakref
@@ -22,12 +23,11 @@ from ..errors import SavedTensorModifiedError
 from ..locks import renewed_in_child
 from ..runtime.identity import Counter, inner_names, same_counter, storages
 from ..runtime.regions import Regions
-from ..runtime.untraced import untraced
+from ..runtime.untraced import compiling, untraced, untraced_frame
 
 if TYPE_CHECKING:
-    from ..runtime.profiler import SavedStorage
     from ..runtime.store import ActivationStore
-    from ..tiers.record import Record
+    from ..tiers.record import Hold
 
 NOTHING: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 """The tensors that `empty` returns, by type and device."""
@@ -37,9 +37,8 @@ _SHARES = torch._C.DispatchKey.ADInplaceOrView
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
-def counters_are_shared() -> bool:
-    """Return whether an alias shares its tensor's version counter here anyway, so that `sharing_counters` is no use."""
-    return not torch._C._dispatch_tls_is_dispatch_key_excluded(_SHARES)
+counters_are_apart = functools.partial(torch._C._dispatch_tls_is_dispatch_key_excluded, _SHARES)
+"""Return whether an alias would get a version counter of its own here, unless it is made in `sharing_counters`."""
 
 
 def sharing_counters() -> AbstractContextManager[None]:
@@ -48,7 +47,7 @@ def sharing_counters() -> AbstractContextManager[None]:
     Dispatch modes run below autograd, and PyTorch's selective checkpoints (from 2.14 on) call hooks from one. There an
     alias would get a version counter of its own, and a change of the original would go unseen.
     """
-    if counters_are_shared():
+    if not counters_are_apart():
         return nullcontext()
     guard: AbstractContextManager[None] = torch._C._SetExcludeDispatchKeyGuard(_SHARES, False)
     return guard
@@ -133,20 +132,13 @@ _ALONE = _holders([torch.empty(0)], 0)
 """The count for a tensor that only the list holds: measured, as interpreters count their own references differently."""
 
 
-def let_go() -> bool:
-    """Release the tensors that only the list holds: the Function has returned, and not returned them as gradients.
-
-    Returns:
-        Whether this thread may still hold a tensor, for any backward.
-    """
-    # Not `len` and `values` of the dictionary, which are Python functions: this runs for each saved tensor.
-    lists: dict[Any, Any] = _handed_out.by_task.data  # type: ignore[attr-defined]
-    if not lists or _handed_out.reading:
-        return _handed_out.reading
+def let_go() -> None:
+    """Release the tensors that only the list holds: the Function has returned, and not returned them as gradients."""
+    if _handed_out.reading:
+        return
     held = _handed_out.by_task.get(torch._C._current_graph_task_id())
     if held:
         held[:] = [held[index] for index in range(len(held)) if _holders(held, index) > _ALONE]
-    return bool(held) or len(lists) > (held is not None)  # another backward's list, in which this one is nested
 
 
 def hand_out(tensor: Tensor) -> Tensor:
@@ -242,42 +234,77 @@ def watch_functions() -> None:
 
 _BETWEEN = (__name__, untraced.__module__, "torch._dynamo.eval_frame")
 """Modules with frames between the reader of a saved tensor and this module (the last one: in compiled code)."""
+_OF_ENGINE = "torch.autograd.graph"
+"""This module of PyTorch calls the engine, whose own nodes unpack without a frame of Python in between."""
 _OF_FUNCTIONS = "torch._functorch.autograd_function"
 """This module of PyTorch runs the program's own Functions, under `torch.func.vmap`."""
 
 
-@untraced
+@untraced_frame
 def unpack(handle: Any) -> Tensor:
     """Return the tensor that a handle stands for: the unpack hook."""
-    return hand_out(unpack_only(handle))
+    if compiling() is not None or counters_are_apart():
+        return _unpack_elsewhere(handle)
+    if _handed_out.by_task.data:  # type: ignore[attr-defined]  # not `len`, which is a Python function
+        let_go()  # first: a Function that has returned frees its tensors before this one needs memory
+    tensor: Tensor = handle.unpack()
+    frame = sys._getframe().f_back
+    if frame is None or frame.f_globals.get("__name__") == _OF_ENGINE:  # usually: `hand_out` would find the same
+        return tensor
+    return hand_out(tensor)
 
 
-def unpack_only(handle: Any) -> Tensor:
-    """Return the tensor that a handle stands for, without holding it for a custom Function."""
-    let_go()  # first: a Function that has returned frees its tensors before this one needs memory
-    if counters_are_shared():
-        return handle.unpack()  # type: ignore[no-any-return]
+@untraced
+def _unpack_elsewhere(handle: Any) -> Tensor:
+    """Do the same inside of a compiled function, or below autograd."""
+    let_go()
     with sharing_counters():
-        return handle.unpack()  # type: ignore[no-any-return]
+        return hand_out(handle.unpack())
+
+
+class Link:
+    """A handle's way to the store.
+
+    A handle has it in a slot, which the interpreter clears after it has appended the handle's `Hold` to the mailbox. An
+    interrupt at the start of the finalizer delays the count until the next hook, and the count is right all the same.
+    """
+
+    __slots__ = ("holds_memory", "store")
+
+    def __init__(self, store: ActivationStore, *, holds_memory: bool) -> None:
+        self.holds_memory = holds_memory
+        self.store = store
+
+    def __del__(self) -> None:
+        store = getattr(self, "store", None)  # an interrupt may have come before there was one
+        if store is not None and (self.holds_memory or store.closed):  # else the next hook counts it
+            store.handle_died()
 
 
 class Handle:
     """One saved view of a record."""
 
-    __slots__ = ("conj", "dtype", "neg", "offset", "probe", "record", "round", "shape", "store", "stride", "version")
+    __slots__ = (
+        "__weakref__", "conj", "device", "dtype", "hold", "link", "neg", "offset", "probe", "shape", "store", "stride",
+        "version",
+    )  # fmt: skip
 
-    def __init__(self, store: ActivationStore, record: Record, alias: Tensor, conj: bool, neg: bool) -> None:
-        self.record = record
-        self.dtype = alias.dtype
+    def __init__(self, alias: Tensor, *, conj: bool, neg: bool) -> None:
+        dtype = self.dtype = alias.dtype
         self.shape = alias.shape
         self.stride = alias.stride()
-        self.offset = alias.storage_offset() * self.dtype.itemsize
+        self.offset = alias.storage_offset() * dtype.itemsize
         self.conj = conj
         self.neg = neg
         self.version = alias._version
-        self.round = record.round
+
+    def begin(self, store: ActivationStore, hold: Hold, alias: Tensor) -> None:
+        """Begin to stand for the tensor, which the store has admitted; ``alias`` becomes a `version_probe`."""
+        self.store = store
+        self.hold = hold
+        self.device = alias.device
         self.probe = version_probe(alias)
-        self.store = store  # last: its death counts from here on
+        self.link = Link(store, holds_memory=True)
 
     def unpack(self) -> Tensor:
         """Return the saved view, bit for bit.
@@ -286,24 +313,19 @@ class Handle:
             SavedTensorModifiedError: it was changed in place.
             StorageReadError: it could not be read back.
         """
-        record = self.record
+        hold = self.hold
         # The check comes first, as `obtain` may return the original storage with its present contents.
         if self.probe._version != self.version:
-            check_version(self.probe._version, self.version, self.dtype, self.shape, record.module)
-        storage, begin, self.round = self.store.obtain(record, self.round)
+            check_version(self.probe._version, self.version, self.dtype, self.shape, hold.place.module)
+        storage, begin, hold.round = self.store.obtain(hold.place, hold.round)
         return view_in(self, storage, begin)
-
-    def __del__(self) -> None:
-        store = getattr(self, "store", None)
-        if store is not None:
-            store.drop(self.record, self.round)
 
 
 def view_in(handle: Handle, storage: torch.UntypedStorage, begin: int) -> Tensor:
     """Return the saved view in a storage that begins at byte ``begin`` of the original storage."""
-    offset = (handle.offset - begin) // handle.dtype.itemsize
-    view = empty(handle.dtype, handle.record.device).detach()
-    view.set_(storage, offset, handle.shape, handle.stride)
+    dtype = handle.dtype
+    view = empty(dtype, handle.device).detach()
+    view.set_(storage, (handle.offset - begin) // dtype.itemsize, handle.shape, handle.stride)
     # The view shares the version counter of the saved tensor. If backward changes the view in place, the next unpack
     # raises, as autograd's own does.
     shared = handle.probe.detach()
@@ -319,14 +341,23 @@ class Kept:
     Args:
         alias: a tensor that shares its memory, or with ``itself`` the saved tensor, a leaf.
         itself: whether unpack returns ``alias`` itself, as autograd does for a leaf.
+
+    Attributes:
+        hold: on the place of a storage that a plan keeps; else None.
     """
 
-    __slots__ = ("alias", "itself", "version")
+    __slots__ = ("__weakref__", "alias", "hold", "itself", "link", "version")
 
-    def __init__(self, alias: Tensor, *, itself: bool = False) -> None:
+    def __init__(self, alias: Tensor, itself: bool = False) -> None:
         self.alias = alias
         self.itself = itself
         self.version = alias._version
+        self.hold: Hold | None = None
+
+    def begin(self, store: ActivationStore, hold: Hold) -> None:
+        """Begin to hold a place."""
+        self.hold = hold
+        self.link = Link(store, holds_memory=False)
 
     def unpack(self) -> Tensor:
         """Return the saved tensor.
@@ -334,67 +365,14 @@ class Kept:
         Raises:
             SavedTensorModifiedError: it was changed in place.
         """
-        alias = self.alias
+        alias, hold = self.alias, self.hold
         if alias._version != self.version:
-            check_version(alias._version, self.version, alias.dtype, shape_of(alias), self.module)
+            module = None if hold is None else hold.place.module
+            check_version(alias._version, self.version, alias.dtype, shape_of(alias), module)
+        if hold is not None:
+            self.link.store.passed(hold)  # of backward's progress
         # A new alias each time: its receiver may swap its `.data`, and the next unpack must not see that.
         return alias if self.itself else alias.detach()
-
-    @property
-    def module(self) -> str | None:
-        """The name of the module that it was saved in, if that is known."""
-        return None
-
-
-class Stayed(Kept):
-    """One saved view of a record that stays for life. Its unpack notifies the store of backward's progress."""
-
-    __slots__ = ("record", "round", "store")
-
-    def __init__(self, store: ActivationStore, record: Record, alias: Tensor) -> None:
-        super().__init__(alias)
-        self.round = record.round
-        self.record = record
-        self.store = store  # last: its death counts from here on
-
-    def unpack(self) -> Tensor:
-        """Return the saved tensor.
-
-        Raises:
-            SavedTensorModifiedError: it was changed in place.
-        """
-        alias = super().unpack()
-        self.round = self.store.passed(self.record, self.round)
-        return alias
-
-    @property
-    def module(self) -> str | None:
-        """The name of the module that it was saved in, if that is known."""
-        return self.record.module
-
-    def __del__(self) -> None:
-        store = getattr(self, "store", None)
-        if store is not None:
-            store.drop(self.record, self.round)
-
-
-class KeptActivation(Kept):
-    """A kept tensor that counts as activation memory until it dies."""
-
-    __slots__ = ("entry", "nbytes", "store")
-
-    def __init__(self, alias: Tensor, store: ActivationStore, nbytes: int, reason: str) -> None:
-        super().__init__(alias)
-        self.entry: SavedStorage | None = None
-        self.nbytes = nbytes
-        self.store = store
-        # Append only once `store` is set: from then on the finalizer subtracts these bytes again.
-        store.shared.accounts.deferred.append((reason, nbytes, True))
-
-    def __del__(self) -> None:
-        store = getattr(self, "store", None)
-        if store is not None:
-            store.drop_kept(self.nbytes, self.entry)
 
 
 _PLAIN_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)

@@ -10,22 +10,20 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..policy import STATIC, KeepReason
+from ..policy import KeepReason
 from ..runtime.identity import PLAIN_TYPES, Counter, byte_span, is_parameter, own_counter
+from ..runtime.kept import keep, may_keep
 from ..runtime.store import ActivationStore
 from ..runtime.tape import Tape
-from ..runtime.untraced import untraced
-from ..tiers.accounts import MANY_DEFERRED
+from ..runtime.untraced import compiling, untraced, untraced_frame
 from ..tiers.record import Record
-from . import native
 from .exclusions import MARKED, Exclusions, is_filled_later
 from .handles import (
     Attributed,
     Handle,
     Kept,
-    KeptActivation,
-    Stayed,
     Wrapped,
+    counters_are_apart,
     is_plain_value,
     sharing_counters,
     unpack,
@@ -39,6 +37,8 @@ ATTRIBUTES = (
     "tensor's attributes; pass what backward needs by ctx, or have the tensor left alone by no saved-tensor hook"
 )
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
+_count_modes = torch._C._len_torch_dispatch_stack
+_PARAMETER, _INPUT = KeepReason.PARAMETER.value, KeepReason.INPUT.value
 
 
 class Forwards(threading.local):
@@ -89,111 +89,93 @@ class Packer:
         self._module_names = module_names
         self._forwards = forwards
         self._min_bytes = store.min_bytes
-        self._kept: Any = None
-        """With compiled hooks, their ``KeptStorages``: the storages that a plan keeps."""
+        self._static = exclusions.static.by_number
         self._only_boundaries = store.shared.config.boundaries == "only"
         self._names_count = store.decision.uses_names
 
     def hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-        """Return pack and unpack: the compiled ones if there are any, else `pack` and `unpack` in Python."""
+        """Return the two hooks: pack and unpack."""
         watch_functions()
-        module = native.load()
-        if module is None:
-            return self.pack, unpack
-        shared = self._store.shared
-        # One for all entries of the context, so that a storage saved in two of them counts once.
-        if self._kept is None:
-            self._kept = module.KeptStorages(notes=shared.accounts.deferred)
-        pack = module.Pack(
-            notes=shared.accounts.deferred,
-            settle=self._store.count_deferred,
-            fallback=self.pack,
-            save=self.save_plain,
-            kept=self._kept,
-            records=self._store.identities.records,
-            static=self._exclusions.static.by_number,
-            marked=MARKED.by_number,
-            awaited=self._exclusions.owners.sharded,
-            # Under a budget every activation that stays needs room, which only the Python hook makes.
-            least=self._min_bytes if shared.budget.limit_bytes is None else {},
-            recording=self._store.profiler.running,
-            many=MANY_DEFERRED,
-        )
-        return pack.pack, module.unpack
+        return self.pack, unpack
 
-    @untraced
+    @untraced_frame
     def pack(self, tensor: Tensor) -> Any:
         """Return the handle of a tensor that autograd saves: the pack hook."""
-        try:
-            with self._store.tiers.hook, sharing_counters():
-                handle = self._pack(tensor, ())
-                # A subclass uses attributes for its own parts (inner tensors, layout): only a plain tensor is checked.
-                special = type(tensor) in PLAIN_TYPES and vars(tensor)
-                return self._with_attributes(tensor, handle) if special else handle
-        except BaseException as error:
-            self._store.abort_if_interrupted(error)
-            raise
+        if compiling() is not None or counters_are_apart():
+            return self._pack_elsewhere(tensor)
+        return self._pack_whole(tensor)
 
     @untraced
-    def save_plain(self, tensor: Tensor, nbytes: int, new: bool) -> Any:
-        """Return the handle of a plain tensor that may move, or the `KeptPlace` of a storage that a plan keeps.
+    def _pack_elsewhere(self, tensor: Tensor) -> Any:
+        """Do the same inside of a compiled function, or below autograd."""
+        with sharing_counters():
+            return self._pack_whole(tensor)
 
-        Args:
-            tensor: neither excluded nor small. It stands for its whole storage.
-            nbytes: the size of that storage.
-            new: whether no tensor of the storage is saved yet.
-        """
+    def _pack_whole(self, tensor: Tensor) -> Any:
         try:
-            store, kind = self._store, "cpu" if tensor.is_cpu else tensor.device.type
-            if store.interrupted:
-                return Kept(tensor.detach())
-            with store.tiers.hook:  # one query per device for a graph capture serves the whole hook
-                if store.tiers.by_device[kind].is_of_a_graph(tensor):
-                    return self._keep(tensor, KeepReason.CAPTURE, nbytes)
-                if is_filled_later(tensor):
-                    return self._keep(tensor, KeepReason.FILLED_LATER, nbytes)
-                tape, module = self.tape(), self._module_names.innermost()
-                if new and tape.planned:
-                    place = store.keep_planned(nbytes, kind, tape, module)
-                    if place is not None:
-                        return place
-                with sharing_counters():
-                    alias = tensor.detach()
-                    return self._save(alias, tensor.untyped_storage(), (0, nbytes), tape, module)
+            handle = self._pack(tensor, ())
+            # A subclass uses attributes for its own parts (inner tensors, layout): only a plain tensor is checked.
+            if type(tensor) not in PLAIN_TYPES or not vars(tensor):
+                return handle
+            return self._with_attributes(tensor, handle)
         except BaseException as error:
             self._store.abort_if_interrupted(error)
             raise
 
     def _pack(self, tensor: Tensor, counters: tuple[Counter, ...]) -> Any:
+        """Return the handle of a tensor, or of one inside the wrapper subclasses whose counters these are."""
         # An aborted store takes nothing, yet contexts entered before the interrupt are still open. Under `make_fx`
         # tensors have no bytes to move.
-        if self._store.interrupted or torch._C._get_dispatch_mode(_PROXY) is not None:
+        if self._store.interrupted or (_count_modes() and torch._C._get_dispatch_mode(_PROXY) is not None):
             return Kept(tensor.detach())
         if type(tensor) not in PLAIN_TYPES:
             return self._pack_subclass(tensor, counters)
-        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
-            return self._keep(tensor, KeepReason.LAYOUT, 0)
-        if tensor._is_zerotensor():  # without memory
+        if tensor.layout is not torch.strided:
             return self._keep(tensor, KeepReason.LAYOUT, 0)
         storage = tensor.untyped_storage()
+        # First, before all other questions: most saved tensors are parameters.
+        known = self._static.get(storage._cdata)
+        if known is None or tensor.is_nested:
+            return self._pack_activation(tensor, storage, counters)
+        return self._pack_static(tensor, storage, known[1])
+
+    def _pack_static(self, tensor: Tensor, storage: torch.UntypedStorage, note: str) -> Kept:
+        """Return the handle of a parameter, buffer or input, or of a view of one."""
         nbytes, storage_bytes = tensor.nbytes, storage.nbytes()
-        reason = self._exclusions.why_stays(tensor, storage)
+        if note != _PARAMETER and is_parameter(tensor):
+            note = _PARAMETER
+        self._store.keep_static(note, nbytes if nbytes < storage_bytes else storage_bytes)
+        # Keep a parameter or buffer that is a leaf as the object itself, as autograd does: backward then sees its
+        # attributes and a swapped `.data`, and a leaf closes no cycle. A model's input can: an in-place operation may
+        # make it the output of this graph.
+        if note != _INPUT and tensor.is_leaf:
+            return Kept(tensor, True)
+        return Kept(tensor.detach())
+
+    def _pack_activation(self, tensor: Tensor, storage: torch.UntypedStorage, counters: tuple[Counter, ...]) -> Any:
+        """Return the handle of a strided tensor whose storage is not known to be static."""
+        if tensor.is_nested or tensor.is_quantized or tensor.is_meta or tensor._is_zerotensor():  # all without memory
+            return self._keep(tensor, KeepReason.LAYOUT, 0)
+        note = self._exclusions.newly_static(tensor, storage)
+        if note is not None:
+            return self._pack_static(tensor, storage, note)
+        nbytes, storage_bytes = tensor.nbytes, storage.nbytes()
+        reason = self._exclusions.why_stays(storage)
         if reason is not None:
-            return self._keep(tensor, reason, min(nbytes, storage_bytes))
-        begin, end = byte_span(tensor, storage_bytes) if nbytes else (0, 0)
+            return self._keep(tensor, reason, nbytes if nbytes < storage_bytes else storage_bytes)
+        if 2 * nbytes >= storage_bytes and tensor.is_contiguous() and nbytes:
+            begin, end = 0, storage_bytes  # usually: `byte_span` would find the same
+        else:
+            begin, end = byte_span(tensor, storage_bytes) if nbytes else (0, 0)
         reason = self._why_unfit(tensor, end - begin)
-        if reason is None and is_filled_later(tensor):
-            reason = KeepReason.FILLED_LATER
         if reason is not None:
             return self._keep(tensor, reason, end - begin)
-        counters = counters or own_counter(tensor)
-        alias = tensor.detach()
-        # The compiled hooks may have kept this storage without a record: a record now would count it a second time.
-        if self._kept is not None and not counters:
-            again = self._kept.again(alias, begin, end)
-            if again is not None:
-                return again
-        return self._save(alias, storage, (begin, end), self.tape(), self._module_names.innermost(), counters=counters)
+        with self._store.tiers.hook:  # one query per device for a graph capture serves the whole hook
+            if self._store.tiers.by_device["cpu" if tensor.is_cpu else tensor.device.type].is_of_a_graph(tensor):
+                return self._keep(tensor, KeepReason.CAPTURE, end - begin)
+            if is_filled_later(tensor):
+                return self._keep(tensor, KeepReason.FILLED_LATER, end - begin)
+            return self._save(tensor, storage, (begin, end), counters or own_counter(tensor))
 
     def _with_attributes(self, tensor: Tensor, handle: Any) -> Any:
         """Return a handle that restores the tensor's Python attributes, as autograd does without hooks."""
@@ -218,6 +200,8 @@ class Packer:
             return KeepReason.MARKED
         begin, end = byte_span(tensor, storage.nbytes()) if tensor.nbytes else (0, 0)
         reason = self._why_unfit(tensor, end - begin)
+        if reason is None and self._store.tiers.by_device[tensor.device.type].is_of_a_graph(tensor):
+            return KeepReason.CAPTURE
         return KeepReason.FILLED_LATER if reason is None and is_filled_later(tensor) else reason
 
     def _why_unfit(self, tensor: Tensor, nbytes: int) -> KeepReason | None:
@@ -226,9 +210,7 @@ class Packer:
         least = self._min_bytes.get(kind)
         if least is None:
             return KeepReason.DEVICE
-        if nbytes < least:
-            return KeepReason.SMALL
-        return KeepReason.CAPTURE if self._store.tiers.by_device[kind].is_of_a_graph(tensor) else None
+        return KeepReason.SMALL if nbytes < least else None
 
     def tape(self) -> Tape[Record]:
         """The tape of the running forward, after counting handles that died: with the last one its tape is over."""
@@ -237,16 +219,17 @@ class Packer:
         return self._forwards.tape
 
     def _save(
-        self,
-        alias: Tensor,
-        storage: torch.UntypedStorage,
-        span: tuple[int, int],
-        tape: Tape[Record],
-        module: str | None,
-        *,
-        counters: tuple[Counter, ...] = (),
+        self, tensor: Tensor, storage: torch.UntypedStorage, span: tuple[int, int], counters: tuple[Counter, ...]
     ) -> Any:
-        """Admit a tensor that may move to the store, and return its handle."""
+        """Return the handle of a tensor that may move, after the store has decided whether it does."""
+        store, tape, module = self._store, self.tape(), self._module_names.innermost()
+        alias = tensor.detach()
+        if not counters and may_keep(store, storage._cdata, span[1] - span[0], tape):
+            kept = Kept(alias)
+            hold = keep(store, kept, alias, span, storage, tape, module)
+            if hold is not None:
+                kept.begin(store, hold)
+                return kept
         # The record holds bytes. Conjugation and negation are lazy bits of the view, which the handle restores.
         conj, neg = alias.is_conj(), alias.is_neg()
         if conj:
@@ -254,27 +237,24 @@ class Packer:
         if neg:
             alias = alias._neg_view()
         name = name_of(storage, only_boundaries=self._only_boundaries) if self._names_count else None
-        record = self._store.admit(alias, span, storage, tape, (module, name), counters)
-        if record.stays and not conj and not neg:
-            return Stayed(self._store, record, alias)
-        return Handle(self._store, record, alias, conj, neg)
+        handle = Handle(alias, conj=conj, neg=neg)
+        handle.begin(store, store.admit(handle, alias, span, storage, tape, (module, name), counters), alias)
+        return handle
 
     def _keep(self, tensor: Tensor, reason: KeepReason, nbytes: int) -> Kept:
-        if reason._value_ in STATIC or not nbytes:
-            self._store.keep_static(reason, nbytes)
-            # Keep a parameter or buffer that is a leaf as the object itself, as autograd does: backward then sees its
-            # attributes and a swapped `.data`, and a leaf closes no cycle. A model's input can: an in-place operation
-            # may make it the output of this graph.
-            itself = reason in (KeepReason.PARAMETER, KeepReason.BUFFER) and tensor.is_leaf
-            return Kept(tensor if itself else tensor.detach(), itself=itself)
-        handle = KeptActivation(tensor.detach(), self._store, nbytes, reason._value_)
-        handle.entry = self._store.keep_activation(nbytes, reason, tensor.device)
-        return handle
+        """Return the handle of a tensor that stays for a reason that the store does not decide on."""
+        kept = Kept(tensor.detach())
+        if nbytes:
+            self._store.keep_activation(kept, nbytes, reason, tensor)
+        else:
+            self._store.keep_static(reason._value_, 0)
+        return kept
 
     def _pack_subclass(self, tensor: Tensor, outer: tuple[Counter, ...]) -> Any:
         if is_parameter(tensor):
-            self._exclusions.static.add(tensor, "parameter")
-            return self._keep(tensor, KeepReason.PARAMETER, 0)
+            self._exclusions.static.add(tensor, _PARAMETER)
+            self._store.keep_static(_PARAMETER, 0)
+            return Kept(tensor, True) if tensor.is_leaf else Kept(tensor.detach())
         counter = Wrapped.hollow(tensor) if is_traceable_wrapper_subclass(tensor) else None
         if counter is not None:
             counters = (*outer, counter)

@@ -189,7 +189,7 @@ class Autopilot:
             return  # the device has not ended the recorded step yet, so its times are not known
         if self._is_recorded(shape):
             self._recorded_shape, self._settled = shape, self._run.is_settled
-            if not self._profiler.active:
+            if not self._profiler.running:
                 self._recording.begin()
         else:
             self._profiler.forget()
@@ -212,7 +212,7 @@ class Autopilot:
                 self._review(shape, ended)
         if not watch.began:
             return
-        shape, recorded = self._shape, self._profiler.active or self._profiler.finished
+        shape, recorded = self._shape, self._profiler.running or self._profiler.finished
         if rested:  # a pass without gradients has no signature, and saves nothing: it is no step
             if not self._is_too_much(shape, watch.end()) and (watch.saved or self._signatures):
                 self._count += 1

@@ -46,19 +46,20 @@ class Slot:
     reads or writes the memory holds the slot meanwhile.
     """
 
-    __slots__ = ("_dropped", "_piece", "address", "events", "nbytes", "offset", "slab", "views")
+    __slots__ = ("__weakref__", "address", "events", "nbytes", "offset", "slab", "views")
 
-    def __init__(self, piece: _Piece, dropped: Mailbox[_Piece]) -> None:
-        self.address, self.nbytes, self.slab, self.offset, self.events, self.views = self._piece = piece
-        self._dropped = dropped
+    def __init__(self, piece: _Piece) -> None:
+        self.address, self.nbytes, self.slab, self.offset, self.events, self.views = piece
 
-    def __del__(self) -> None:
-        # It may run anywhere, also inside the pool's own lock: only an atomic operation.
-        dropped = getattr(self, "_dropped", None)
-        if dropped is not None:
-            piece = self._piece
-            del self._dropped  # no interrupt comes between this and the call, so that it is called once
-            dropped.append(piece)
+
+class _Loan(weakref.ref[Slot]):
+    """The piece that is lent as a slot.
+
+    As the slot dies, the interpreter appends the loan to a mailbox. An interrupt could end a finalizer in Python.
+    """
+
+    __slots__ = ("piece",)
+    piece: _Piece
 
 
 class HostBudget:
@@ -169,7 +170,8 @@ class HostPool:
         self._by_room: list[tuple[int, int, Slab]] = []
         self._idle: dict[Slab, None] = {}  # without slots
         self._kept: dict[int, list[_Piece]] = {}  # free, but not returned to their slabs, by size
-        self._dropped: Mailbox[_Piece] = Mailbox()  # filled by finalizers
+        self._dropped: Mailbox[_Loan] = Mailbox()  # filled as slots die
+        self._lent: set[_Loan] = set()
         self._grown: Mailbox[Slab | None] = Mailbox()  # filled by the thread that page-locks
         self._gone: Mailbox[Slab] = Mailbox()  # filled by the thread that gives memory back
         self._thread: threading.Thread | None = None
@@ -335,7 +337,11 @@ class HostPool:
         piece.slab.used = True
         self.allocated_bytes += piece.nbytes
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
-        return Slot(piece, self._dropped)
+        slot = Slot(piece)
+        loan = _Loan(slot, self._dropped.append)
+        loan.piece = piece
+        self._lent.add(loan)
+        return slot
 
     def _list(self, slab: Slab) -> None:
         """List a slab by the room that it has now."""
@@ -455,7 +461,9 @@ class HostPool:
 
     def _take_dropped(self) -> None:
         while self._dropped:  # not `drain`, as in `Disk.work_off`
-            piece = self._dropped.popleft()
+            loan = self._dropped.popleft()
+            self._lent.remove(loan)
+            piece = loan.piece
             if self._poison:
                 self._overwrite(piece)
             self.allocated_bytes -= piece.nbytes

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..tiers.record import Record
+from ..tiers.record import Place
 from ..tiers.storage_ref import StorageRef
 
 SPAN_ALIGNMENT = 512
@@ -78,59 +78,51 @@ def own_counter(tensor: Tensor) -> tuple[Counter, ...]:
 
 
 class IdentityMap:
-    """The live records by (storage, version, span)."""
+    """The places that have handles, by (storage, version, span)."""
 
     def __init__(self) -> None:
-        self.records: dict[int, list[Record]] = {}
+        self.places: dict[int, list[Place]] = {}
         """By the storage's number."""
 
     def find(
         self, storage: torch.UntypedStorage, tensor: Tensor, span: tuple[int, int], counters: tuple[Counter, ...] = ()
-    ) -> Record | None:
-        """Return a record of the tensor's storage at this version whose bytes include ``span``, or None.
+    ) -> Place | None:
+        """Return a place of the tensor's storage at this version whose bytes include ``span``, or None.
 
         ``counters`` belong to the wrapper subclasses around the tensor, outermost first: an in-place change of a
         DTensor bumps its own version, not its local tensor's.
         """
-        for known in self.records.get(storage._cdata, ()):
+        for known in self.places.get(storage._cdata, ()):
             if (
                 known.version == tensor._version
                 and known.begin <= span[0]
                 and span[1] <= known.end
                 and known.address == storage.data_ptr()  # else it was resized and has moved: other bytes
                 and known.thread == threading.get_ident()  # another thread might see the bump of `same_counter`
-                and same_counter(known.probe, tensor)
+                and (counter := known.counter()) is not None  # else its handles are dead, perhaps its storage as well
+                and same_counter(counter, tensor)
                 and len(known.counters) == len(counters)
                 and all(map(Counter.same, known.counters, counters))
             ):
                 return known
         return None
 
-    def add(self, record: Record, tensor: Tensor, counters: tuple[Counter, ...] = ()) -> None:
-        """Add a record on the device, and pin its storage's identity.
+    def add(self, place: Place, number: int, tensor: Tensor, counters: tuple[Counter, ...] = ()) -> None:
+        """Add the place of a tensor whose storage has this number.
 
-        ``tensor`` is held until `remove`. That costs no memory: its handle makes it a `version_probe`, unless the
-        record stays, which holds the memory anyway. ``counters`` hold none either.
+        Only while the storage lives, or a reference pins it, does no other storage get the number. A handle of a place
+        that stays holds the storage; a record pins it. ``counters`` hold no memory.
         """
-        assert record.data is not None, "it was just saved"
-        # Pinned before the number is a key: only while the reference lives does no other storage get the number.
-        identity = record.identity = StorageRef(record.data)
-        record.probe, record.version, record.counters = tensor, tensor._version, counters
-        record.thread = threading.get_ident()
-        known = self.records.get(identity.cdata)
-        self.records[identity.cdata] = [record] if known is None else [*known, record]
+        place.key, place.version, place.counters = number, tensor._version, counters
+        place.thread = threading.get_ident()
+        known = self.places.get(number)
+        self.places[number] = [place] if known is None else [*known, place]
 
-    def remove(self, record: Record) -> None:
-        """Remove a record."""
-        if record.identity is None:
-            return
-        number = record.identity.cdata
-        known = self.records.get(number, [])
-        if len(known) > 1:
-            self.records[number] = [other for other in known if other is not record]
-        elif known:
-            del self.records[number]
-        record.probe = None  # if the record stays, the probe holds its storage
+    def remove(self, place: Place) -> None:
+        """Remove a place."""
+        known = [other for other in self.places.pop(place.key, ()) if other is not place]
+        if known:
+            self.places[place.key] = known
 
 
 def same_counter(one: Tensor, other: Tensor) -> bool:

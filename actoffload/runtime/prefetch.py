@@ -7,10 +7,9 @@ from collections.abc import Mapping
 import torch
 
 from ..config import OffloadConfig
-from ..tiers.record import Record, State
+from ..tiers.record import Place, Record, State
 from ..tiers.shared import Shared
 from ..tiers.tier import Tier
-from .kept_place import KeptPlace
 from .pipeline import Hint, Phases
 from .tape import FOR_EVER, LearnedOrders, Tape, Window
 
@@ -72,8 +71,8 @@ class Prefetch:
         if tape is not None and not tape.in_backward:
             self._fetch(tape, self._ahead(tape))
 
-    def reach(self, record: Record | KeptPlace, round_: int) -> None:
-        """Note that backward has reached a record; ``round_`` is how often this handle was unpacked before."""
+    def reach(self, record: Place, round_: int) -> None:
+        """Note that backward has reached a place; ``round_`` is how often this handle was unpacked before."""
         tape = record.tape
         if tape is None:
             return

@@ -131,14 +131,14 @@ class Profiler:
     def __init__(self, stopwatch: Stopwatch) -> None:
         self.stopwatch = stopwatch
         self._local = threading.local()
-        self.running: list[None] = []
-        """Not empty while a step is recorded. A list, as the compiled hooks check it for each tensor."""
+        self.running = False
+        """A step is recorded."""
         self._backward_end = BackwardEnd(self._backward_ended)
         self.forget()
 
     def forget(self) -> None:
         """Drop the recording, and record nothing more."""
-        self.running.clear()
+        self.running = False
         self._saved: list[SavedStorage] = []
         self._number_of: dict[Record, int] = {}
         self._regions: list[RunRegion] = []
@@ -151,17 +151,12 @@ class Profiler:
         self.finished = False
         """The step has ended, and `profile` may be called."""
 
-    @property
-    def active(self) -> bool:
-        """Whether a step is recorded."""
-        return bool(self.running)
-
     # -- while the step runs ------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Begin to record a step; drop the last recording."""
         self.forget()
-        self.running.append(None)
+        self.running = True
         self.stopwatch.begin()
 
     def saved(self, record: Record, reason: KeepReason | None) -> None:
@@ -194,7 +189,7 @@ class Profiler:
         return entry
 
     def kept_died(self, entry: SavedStorage) -> None:
-        """Note the death of such an activation. It may run anywhere."""
+        """Note the death of such an activation."""
         if self.running:
             self._shared.died(entry)
 
@@ -213,7 +208,7 @@ class Profiler:
         entry.need = self.stopwatch.stamp()
         entry.let_go = evicts_first and record.waiting <= 0
         run = entry.input_of
-        if run is not None and run.held is None and (alive or record.handles > 1):
+        if run is not None and run.held is None and (alive or len(record.holds) > 1):
             entry.input_of = None  # the program holds the input, or another node saved it as well: the bytes stay
         if alive and not entry.kept:
             entry.kept = KeepReason.ALIVE.value  # moving it would free nothing
@@ -320,7 +315,7 @@ class Profiler:
         if self.running:
             self._end = self.stopwatch.stamp()
             self._shared.dead_by(self._end)
-            self.running.clear()
+            self.running = False
             self.finished = True
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 import weakref
 from collections import deque
@@ -22,18 +23,18 @@ from ..statistics import Statistics
 from ..tiers.accelerator import Accelerator
 from ..tiers.accounts import MANY_DEFERRED
 from ..tiers.cpu_tier import CpuTier
-from ..tiers.record import Record, State
+from ..tiers.record import Hold, Place, Record, State
 from ..tiers.shared import Shared
+from ..tiers.storage_ref import StorageRef
 from ..tiers.tier import Tier
 from ..tiers.tiers import Tiers
 from .backward_end import BackwardEnd
 from .decision import OffloadDecision
 from .identity import Counter, IdentityMap
-from .kept_place import KeptPlace
 from .out_of_memory import OutOfMemory
 from .pipeline import Hint, Phases
 from .prefetch import Prefetch, first_window
-from .profiler import Profiler, SavedStorage
+from .profiler import Profiler
 from .regions import Regions
 from .run_so_far import RunSoFar
 from .tape import Tape
@@ -48,8 +49,9 @@ _node_number = torch._C._autograd._get_sequence_nr  # of the autograd node that 
 class ActivationStore:
     """Admit storages, move them, and return them to backward: the offloader without its hooks.
 
-    Handles own the records. A handle that dies calls `drop`, which may run anywhere, as finalizers do: it appends the
-    death to a list. The thread that holds the lock counts it on release; if the lock is free, `drop` counts it itself.
+    Handles own the records. As a handle dies, the interpreter appends its `Hold` to a mailbox. The thread that holds
+    the lock counts it on release; if the lock is free, `handle_died` counts it, which may run anywhere, as finalizers
+    do.
 
     An interrupt (Ctrl-C, or any exception of a signal handler) may leave records and counts half changed. A method that
     catches an exception passes it to `abort_if_interrupted`: the store ends, its handles lose their bytes, and the
@@ -64,9 +66,10 @@ class ActivationStore:
         tiers: the spool, the host memory and a tier for each type of device.
         prefetch: fetches the records that backward needs next; ``profiler``: records a step for the planner.
         decision: decides which storages stay; ``regions``: which checkpointed regions run once.
-        identities: the live records by storage; ``trace``: records the steps in a file, or None.
+        identities: the live places by storage; ``trace``: records the steps in a file, or None.
         closed: it admits nothing more; ``forked``: this process is a fork and has none of the threads.
         interrupted: an interrupt has aborted it.
+        died: a mailbox of the holds of handles that died.
         run: when the run began, and the memory that it found; ``out_of_memory``: the errors of the device's allocator.
     """
 
@@ -75,7 +78,7 @@ class ActivationStore:
         self.closed = self.forked = self.interrupted = False
         self.identities = IdentityMap()
         self.run = RunSoFar(self.shared.accounts)
-        self._dropped: deque[tuple[Record | KeptPlace, int]] = self.shared.lock.noted
+        self.died: deque[Hold] = self.shared.lock.noted
         self._decisions: list[tuple[int, KeepReason | None, str | None]] = []
         self._following_bytes: int | None = None
         self._backward_end = BackwardEnd(self._backward_ended)
@@ -108,7 +111,7 @@ class ActivationStore:
                 accounts.begin_step()
             self.run.forward_begins(self.tiers, first=first)
             if first and (self.profiler.running or self.shared.config.device_memory is not None):
-                self.run.begin_looking(self.tiers, recorded=bool(self.profiler.running))
+                self.run.begin_looking(self.tiers, recorded=self.profiler.running)
             accounts.steps += 1
 
     @property
@@ -120,16 +123,18 @@ class ActivationStore:
 
     def admit(
         self,
+        handle: Any,
         tensor: Tensor,
         span: tuple[int, int],
         storage: Any,
         tape: Tape[Record],
         names: tuple[str | None, str | None],
         counters: tuple[Counter, ...] = (),
-    ) -> Record:
-        """Return the record of a span of a storage: a live one that holds the same bytes, else a new one.
+    ) -> Hold:
+        """Return the handle's hold on the record of a span of a storage: a live one with the same bytes, or a new one.
 
         Args:
+            handle: what autograd gets.
             tensor: the tensor being saved, without conjugate and negative bits.
             span: the bytes of the storage that it needs.
             storage: its storage.
@@ -142,79 +147,60 @@ class ActivationStore:
         begin, end = span
         with shared.lock:
             self._count_dropped()
-            tier = self.tiers.by_device[tensor.device.type]
+            device = tensor.device
+            kind = device.type
+            tier = self.tiers.by_device[kind]
             tier.notice_resized()
             accounts.packed_tensors += 1
             accounts.packed_bytes += end - begin
-            record = self.identities.find(storage, tensor, span, counters)
-            if record is not None:
+            known = self.identities.find(storage, tensor, span, counters)
+            if isinstance(known, Record):
                 accounts.deduplicated_bytes += end - begin
-                tier.saved_again(record, tensor)  # perhaps on another stream, which uses its memory from now on
-                record.handles += 1
-                record.waiting += 1
-                if names[1] is not None and record.name is None:
-                    self.decision.named_late(record, names[1])
-                return record
-            record = Record(storage, storage.data_ptr(), begin, end, tensor.device, tensor.shape if self.trace else ())
+                tier.saved_again(known, tensor)  # perhaps on another stream, which uses its memory from now on
+                known.waiting += 1
+                if names[1] is not None and known.name is None:
+                    self.decision.named_late(known, names[1])
+                return Hold.of(handle, known, self.died.append)
+            record = Record(storage.data_ptr(), begin, end, end - begin, kind, storage, device)
             record.module, record.name = names
-            record.has_gaps = tensor.nbytes < record.nbytes
-            self.identities.add(record, tensor, counters)
-            accounts.add_record(record.nbytes)
-            if not len(tape):
-                accounts.microbatches += 1
-                tape.built = torch._C._current_graph_task_id() != -1
-                tape.number = accounts.microbatches
-                self.prefetch.phases.begin_forward(tape)
-            record.tape, record.index = tape, tape.append(record, record.nbytes)
-            record.handles = record.waiting = 1  # first: `_place` may wait, which releases the lock
-            shared.events += 1
+            # Pinned before the number is a key: only while the reference lives does no other storage get the number.
+            record.identity = StorageRef(storage)
+            self.identities.add(record, record.identity.cdata, tensor, counters)
+            hold = Hold.of(handle, record, self.died.append)  # first: `_place` may wait, which releases the lock
+            self._enter(record, tensor, tape)
             try:
                 self._place(record, tensor, tape, tier)
-            except BaseException:  # of a policy, say: no handle will own the record, so its death is noted here
-                self._dropped.append((record, record.round))
+            except BaseException:  # of a policy, say: now, as the traceback holds the handle
+                self.died.append(hold)
                 raise
             # After `_place`: the size of the first storage may select the plan. Budgets and sinks must see every save.
             if not record.index and shared.budget.limit_bytes is None and shared.reporter.sink is None:
                 tape.planned = self.decision.planned_sizes()
-            self._saved_by_node(tape, record.nbytes)
-        return record
+            self.saved_by_node(tape, record.nbytes)
+        return hold
 
-    def _saved_by_node(self, tape: Tape[Record], nbytes: int) -> None:
+    def _enter(self, record: Record, tensor: Tensor, tape: Tape[Record]) -> None:
+        """Count a new record, and append it to its tape."""
+        accounts, nbytes = self.shared.accounts, record.nbytes
+        record.probe = tensor  # which its handle turns into a `version_probe`, so that this costs no memory
+        record.has_gaps = tensor.nbytes < nbytes
+        record.waiting = 1
+        if self.trace is not None:
+            record.shape = tensor.shape
+        accounts.add_record(nbytes)
+        if not tape.records:
+            accounts.microbatches += 1
+            tape.built = torch._C._current_graph_task_id() != -1
+            tape.number = accounts.microbatches
+            self.prefetch.phases.begin_forward(tape)
+        record.tape, record.index = tape, tape.append(record, nbytes)
+        self.shared.events += 1
+
+    def saved_by_node(self, tape: Tape[Record], nbytes: int) -> None:
+        """Count a new storage among those of its autograd node. The lock is held."""
         if tape.by_node.saved(_node_number(), nbytes):
             # A node holds all its saves until the last one, so these bytes are resident together.
             self.shared.accounts.resident_at_once(tape.by_node.node_bytes)
-
-    def keep_planned(self, nbytes: int, kind: str, tape: Tape[Record], module: str | None) -> KeptPlace | None:
-        """Count a storage that the plan keeps without a record; return None where `admit` has to decide.
-
-        Args:
-            nbytes: its size, all of which is saved.
-            kind: the type of its device.
-            tape: of the forward that saves it.
-            module: the name of the module that runs, if known.
-        """
-        shared, index = self.shared, len(tape.records)  # without the lock: only this thread appends to the tape
-        if index >= len(tape.planned) or tape.planned[index] != nbytes or shared.stopped or self.closed:
-            return None
-        self.speak()
-        accounts, reason = shared.accounts, self.decision.why_planned
-        with shared.lock:
-            accounts.deferred.append((reason._value_, nbytes, True))
-            if len(accounts.deferred) >= MANY_DEFERRED:
-                self._count_dropped()
-            accounts.live_records += 1
-            tape.append(None, nbytes)
-            tape.decisions.append((nbytes, reason, module))
-            self._saved_by_node(tape, nbytes)
-            shared.events += 1
-            if shared.largest_moved_bytes:  # other storages move under this plan, and this save is a position for them
-                tier = self.tiers.by_device[kind]
-                with tier.watched():
-                    tier.notice_resized()
-                    tier.poll()
-                    self.prefetch.during_forward(tape)
-                    tier.release_due()
-        return KeptPlace(self, tape, index, nbytes, kind, module)
 
     def _place(self, record: Record, tensor: Tensor, tape: Tape[Record], tier: Tier) -> None:
         """Decide whether a new record moves, and begin its move."""
@@ -266,10 +252,10 @@ class ActivationStore:
         self.shared.accounts.pack_wait_s += waited_s
         return waited_s
 
-    def keep_static(self, reason: KeepReason, nbytes: int) -> None:
+    def keep_static(self, reason: str, nbytes: int) -> None:
         """Count a tensor that stays and is not an activation."""
         deferred = self.shared.accounts.deferred
-        deferred.append((reason._value_, nbytes, False))  # atomic, so it needs no lock
+        deferred.append((reason, nbytes, False))  # atomic, so it needs no lock
         if len(deferred) >= MANY_DEFERRED:
             self.count_deferred()
 
@@ -279,20 +265,21 @@ class ActivationStore:
         with self.shared.lock:
             self._count_dropped()
 
-    def keep_activation(self, nbytes: int, reason: KeepReason, device: torch.device) -> SavedStorage | None:
-        """Make room for an activation that stays without a record; return its entry in the profiler.
-
-        Its handle has appended it to ``Accounts.deferred``.
-        """
-        shared, limited = self.shared, self.shared.budget.limit_bytes is not None
-        if not limited and not self.profiler.running and len(shared.accounts.deferred) < MANY_DEFERRED:
-            return None
-        with shared.lock:
+    def keep_activation(self, handle: Any, nbytes: int, reason: KeepReason, tensor: Tensor) -> None:
+        """Count an activation that stays without a place, until its handle dies, and make room for it."""
+        shared, accounts = self.shared, self.shared.accounts
+        limited = shared.budget.limit_bytes is not None
+        hold = accounts.keep(handle, nbytes, reason._value_)
+        if not limited and not self.profiler.running and len(accounts.deferred) < MANY_DEFERRED:
+            return
+        with self.tiers.hook, shared.lock:
             self._count_dropped()
-            tier = self.tiers.by_device.get(device.type)
+            tier = self.tiers.by_device.get(tensor.device.type)
             if limited and reason is not KeepReason.IN_BACKWARD and tier is not None:
                 self._make_room(tier)
-            return self.profiler.kept(nbytes, reason)
+            entry = self.profiler.kept(nbytes, reason)
+            if entry is not None:
+                hold.counted = functools.partial(self.profiler.kept_died, entry)
 
     def speak(self) -> None:
         """Log pending warnings, and raise the interrupt that a finalizer caught. Runs on a thread of the user's."""
@@ -338,23 +325,35 @@ class ActivationStore:
                     self.shared.accounts.unpack_wait_s += waited_s
                     self.shared.reporter.event(EventKind.UNPACK_WAIT, record, since_s=since_s)
                     self.prefetch.window.waited()
-            self.prefetch.given(record, waited_s)
+            if not record.stays:
+                self.prefetch.given(record, waited_s)
             next_round = self._pass(record, round_, tier)
             if record.waiting <= 0:  # `storage` holds the bytes for this unpack, later ones have the weak reference
                 tier.evict(record)
             return storage, begin, next_round
 
+    def passed(self, hold: Hold) -> None:
+        """Note that backward uses a storage that stays without a record."""
+        place, shared = hold.place, self.shared
+        tape: Tape[Record] = place.tape
+        more = shared.largest_moved_bytes or shared.accounts.recomputed_bytes or not tape.in_backward
+        if more or hold.round or place.round:
+            self._passed(hold)
+        else:  # nothing moves under this plan, so there is nothing to fetch or to release
+            tape.see(place.index)
+            hold.round = 1
+
     @aborts_when_interrupted
-    def passed(self, record: Record | KeptPlace, round_: int) -> int:
-        """Note that backward uses a storage that stays; return the handle's next round, as `obtain` does."""
-        tier = self.tiers.by_device[record.kind]
+    def _passed(self, hold: Hold) -> None:
+        place = hold.place
+        tier = self.tiers.by_device[place.kind]
         self.speak()
         with self.shared.lock, tier.watched():
-            self._reach(record, round_, tier)
-            return self._pass(record, round_, tier)
+            self._reach(place, hold.round, tier)
+            hold.round = self._pass(place, hold.round, tier)
 
-    def _reach(self, record: Record | KeptPlace, round_: int, tier: Tier) -> None:
-        """Note that backward has reached a record."""
+    def _reach(self, record: Place, round_: int, tier: Tier) -> None:
+        """Note that backward has reached a place."""
         self._count_dropped()  # first: dead records give their room to the fetches that follow
         tier.notice_resized()
         tier.poll()
@@ -364,13 +363,13 @@ class ActivationStore:
         if self.trace is not None and record.tape is not None:
             self.trace.backward(record.tape.number)
 
-    def _pass(self, record: Record | KeptPlace, round_: int, tier: Tier) -> int:
+    def _pass(self, record: Place, round_: int, tier: Tier) -> int:
         """Note that backward has the bytes and continues; return the handle's next round."""
         again = round_ > record.round  # a second unpack of this handle: every handle may be unpacked again
         if again:
             record.round = round_
         if isinstance(record, Record):
-            record.waiting = record.handles - 1 if again else record.waiting - 1
+            record.waiting = len(record.holds) - 1 if again else record.waiting - 1
             if self.profiler.running:
                 alive = record.alive or record.held_elsewhere()
                 self.profiler.needed(record, alive=alive, evicts_first=tier.evicts_first)
@@ -392,7 +391,7 @@ class ActivationStore:
                 for tier in self.tiers.by_device.values():
                     tier.release_dead()
                 if self.profiler.running or self.shared.config.device_memory is not None:
-                    self.run.backward_ends(self.tiers, recorded=bool(self.profiler.running))
+                    self.run.backward_ends(self.tiers, recorded=self.profiler.running)
 
     def _fetch_now(self, record: Record, tier: Tier) -> torch.UntypedStorage:
         record.error = None  # of a prefetch, which is tried once more
@@ -421,33 +420,16 @@ class ActivationStore:
 
     # -- the end of a handle ------------------------------------------------------------------------------------------
 
-    def drop(self, record: Record | KeptPlace, round_: int) -> None:
-        """Note that a handle died. It may run anywhere, even in a thread that holds our lock: it never blocks."""
-        if self.interrupted:
-            return  # the abort has dropped every record
+    def handle_died(self) -> None:
+        """Count the dead handles now if the lock is free. It may run anywhere, even under our lock: it never blocks."""
         try:
-            self._dropped.append((record, round_))  # atomic, so it needs no lock
-            if self.closed or not isinstance(record, KeptPlace):  # else it frees nothing: the next save counts it
-                self._count_dropped_if_free()
-        except BaseException as error:
-            self._tell_later(error)
-
-    def drop_kept(self, nbytes: int, entry: SavedStorage | None) -> None:
-        """Note that a kept tensor without a record died. It may run anywhere."""
-        try:
-            if entry is not None:
-                self.profiler.kept_died(entry)
-            self.shared.accounts.deferred.append(nbytes)
-        except BaseException as error:
-            self._tell_later(error)
-
-    def _tell_later(self, error: BaseException) -> None:
-        """Keep an exception of a finalizer for `speak`, as Python would only print it."""
-        self.abort_if_interrupted(error)
-        self._swallowed = error
+            self._count_dropped_if_free()
+        except BaseException as error:  # kept for `speak`, as Python would only print it
+            self.abort_if_interrupted(error)
+            self._swallowed = error
 
     def _count_dropped_if_free(self) -> None:
-        while self._dropped:
+        while self.died:
             last = self.shared.lock.run_if_free(self._count_dropped_and_look)
             if last is None:
                 return  # a thread holds the lock, and counts them when it releases it
@@ -464,19 +446,25 @@ class ActivationStore:
         accounts = self.shared.accounts
         if accounts.deferred:
             accounts.count_deferred()  # first: it has the births of tensors whose deaths may be noted below
-        while self._dropped:  # not a `for`: finalizers may append meanwhile
-            record, round_ = self._dropped.popleft()
-            if isinstance(record, KeptPlace):
-                accounts.remove_resident(record.nbytes)
-                self._leave(record)
+        while self.died:  # not a `for`: handles may die meanwhile
+            hold = self.died.popleft()
+            if self.interrupted:
+                continue  # the abort has dropped every record
+            place, holds = hold.place, hold.place.holds
+            if hold not in holds:
+                continue  # counted before: `admit` has failed
+            holds.remove(hold)
+            if not isinstance(place, Record):
+                if not holds:
+                    accounts.remove_resident(place.nbytes)
+                    self._leave(place)
                 continue
-            record.handles -= 1
-            if round_ <= record.round:  # else it was unpacked in this round, and waits no more
-                record.waiting -= 1
-            if record.handles == 0:
-                self._release(record)
-            elif record.waiting <= 0:
-                self.tiers.by_device[record.kind].evict(record)
+            if hold.round <= place.round:  # else it was unpacked in this round, and waits no more
+                place.waiting -= 1
+            if not holds:
+                self._release(place)
+            elif place.waiting <= 0:
+                self.tiers.by_device[place.kind].evict(place)
         if self.regions.held and accounts.baseline_bytes == accounts.recomputed_bytes:
             self.regions.passed()  # only recomputations hold bytes: backward is over
 
@@ -486,13 +474,13 @@ class ActivationStore:
             self.regions.released(record)
         if self.profiler.running:
             self.profiler.died(record)
-        self.identities.remove(record)
         self._leave(record)
         self.shared.reporter.event(EventKind.RELEASE, record)
         self.shared.changed.notify_all()  # a thread may wait for the room that this freed
 
-    def _leave(self, record: Record | KeptPlace) -> None:
-        """Free the place on the tape of a storage without handles."""
+    def _leave(self, record: Place) -> None:
+        """Free the place of a storage without handles."""
+        self.identities.remove(record)
         tape = record.tape
         if tape is not None:
             tape.forget(record.index)
@@ -550,7 +538,7 @@ class ActivationStore:
         self.shared.lock.abandon()
         try:
             with self.shared.lock:
-                self._dropped.clear()  # counts are half changed as well, so no death can be counted
+                self.died.clear()  # counts are half changed as well, so no death can be counted
                 self.identities = IdentityMap()
                 self.prefetch.phases.forget()
                 self.tiers.abandon()

@@ -40,6 +40,15 @@ _NEEDED = ("get_eval_frame_callback", "set_eval_frame", "set_code_exec_strategy"
 _at_hand = all(hasattr(_frames, name) for name in _NEEDED) and _owned(_frames.get_eval_frame_callback)
 
 
+def _unknown() -> bool:
+    return True
+
+
+compiling: Callable[[], Any] = _frames.get_eval_frame_callback if _at_hand else _unknown
+"""Return None where this thread compiles no frames. An `untraced_frame` that autograd calls often asks this itself and
+leaves the rare case to an `untraced` function, which saves the call of one Python function."""
+
+
 def _skip(code: CodeType) -> None:
     """Have the compiler run frames of this code as they are, and still compile their callees."""
     if _at_hand:
@@ -77,7 +86,7 @@ def untraced(function: F) -> F:
     if not _at_hand:
         disabled: F = torch.compiler.disable(function, reason=UNTRACED_REASON)  # type: ignore[no-untyped-call]
         return disabled
-    compiling, set_compiling = _frames.get_eval_frame_callback, _frames.set_eval_frame
+    set_compiling = _frames.set_eval_frame
 
     def direct(*args: Any, **kwargs: Any) -> Any:
         if compiling() is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +14,20 @@ from ..statistics import Statistics
 MANY_DEFERRED = 4096
 """This many deferred entries are counted at once: nothing else may take the lock for long, and they would pile up."""
 
-Deferred = int | tuple[str, int, bool]
+
+class KeptBytes(weakref.ref[Any]):
+    """The bytes of an activation that stays without a place, while its handle lives.
+
+    As a `Hold` does, it arrives in a mailbox as the handle dies, by the interpreter alone.
+    """
+
+    __slots__ = ("counted", "nbytes")
+    nbytes: int
+    counted: Callable[[], None] | None
+    """Called as the death is counted."""
+
+
+Deferred = int | tuple[str, int, bool] | KeptBytes
 """A tensor that stays without a record: the reason, its bytes, and whether it is an activation; or the bytes of such an
 activation that died. Without a reason its storage was counted before."""
 
@@ -22,11 +37,12 @@ class Accounts:
     """Counts in bytes unless named otherwise. The caller holds the store's lock.
 
     It has more than fifteen fields, as `Statistics` has; fields with the same name are documented there. Tensors that
-    stay without a record are only appended to ``deferred``, which needs no lock, also in a finalizer. They are counted,
-    in order, before any peak can be passed.
+    stay without a record are only appended to ``deferred``, which needs no lock. They are counted, in order, before any
+    peak can be passed.
     """
 
     deferred: Mailbox[Deferred] = field(default_factory=Mailbox)
+    kept: set[KeptBytes] = field(default_factory=set)  # of live handles: the interpreter needs a reference to them
     steps: int = 0
     unhooked: int = 0
     microbatches: int = 0
@@ -61,6 +77,15 @@ class Accounts:
     """The part of it before a moment at which an accelerator had caught up with the host."""
     live_records: int = 0
     degraded: Counter[str] = field(default_factory=Counter)
+
+    def keep(self, handle: Any, nbytes: int, reason: str) -> KeptBytes:
+        """Count an activation that stays without a place until its handle dies; needs no lock."""
+        deferred = self.deferred
+        kept = KeptBytes(handle, deferred.append)
+        kept.nbytes, kept.counted = nbytes, None
+        self.kept.add(kept)
+        deferred.append((reason, nbytes, True))
+        return kept
 
     def begin_step(self) -> None:
         """Nothing of the step before is alive: its peak counts for the plan that it ran under."""
@@ -127,8 +152,8 @@ class Accounts:
         by_reason = self.kept_bytes
         tensors = packed = more = most = 0  # `more`: bytes above those when this call began, and the `most` of them
         for entry in self.deferred.drain():
-            if isinstance(entry, int):
-                more -= entry
+            if not isinstance(entry, tuple):
+                more -= entry if isinstance(entry, int) else self._died(entry)
                 continue
             reason, nbytes, is_activation = entry
             if reason:
@@ -148,6 +173,12 @@ class Accounts:
         self.step_peak_bytes = max(self.step_peak_bytes, self.resident_bytes + most)
         self.baseline_bytes += more
         self.resident_bytes += more
+
+    def _died(self, kept: KeptBytes) -> int:
+        self.kept.discard(kept)
+        if kept.counted is not None:
+            kept.counted()
+        return kept.nbytes
 
     def freeze(self, **elsewhere: int) -> Statistics:
         """Return the counts as `Statistics`; ``elsewhere``: counts of pools, copies and engines."""

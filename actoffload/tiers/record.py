@@ -1,8 +1,10 @@
-"""The life of one saved storage: its states, the one table of legal transitions, and the facts that go with them."""
+"""The life of one saved storage: its place and, where it moves, its states and the one table of legal transitions."""
 
 from __future__ import annotations
 
 import itertools
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -54,22 +56,76 @@ _EMPTY: dict[torch.device, Tensor] = {}
 """A tensor of no bytes on each device: an alias of it costs less than a new one."""
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class Record:
-    """One version of one saved storage (or of a span of it), shared by every handle on it.
+class Hold(weakref.ref[Any]):
+    """The hold of one handle on a place, and how often the handle was unpacked before (see `Place.round`).
 
-    All fields are guarded by the store's lock. It has more than fifteen, as the store, the tape and one tier keep their
-    facts about a storage here, and each of them reads it for each tensor.
+    As the handle dies, the interpreter itself appends the hold to a mailbox. A finalizer in Python would lose the death
+    to an interrupt that arrives before its first line.
     """
 
-    data: torch.UntypedStorage | None  # views are made of it while the bytes are on the device
+    __slots__ = ("place", "round")
+    place: Place
+    round: int
+
+    @classmethod
+    def of(cls, handle: Any, place: Place, notify: Callable[[Hold], None]) -> Hold:
+        """Return the hold of a new handle.
+
+        Args:
+            handle: it can be referenced weakly.
+            place: the place.
+            notify: is called with the hold as the handle dies: a function written in C.
+        """
+        hold = cls(handle, notify)
+        hold.place, hold.round = place, place.round
+        place.holds.add(hold)  # if only the handle held it, the collector would drop both and notify nobody
+        return hold
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Place:
+    """One version of one saved storage (or of a span of it), shared by every handle on it: all it needs to stay.
+
+    All fields are guarded by the store's lock.
+    """
+
     address: int  # where the storage lay when it was saved
     begin: int  # its first byte that a view needs
     end: int  # one past the last byte that a view needs
+    nbytes: int  # of the span
+    kind: str  # the type of the device
+    key: int = field(init=False, default=0)  # the number of the storage, in `IdentityMap`
+    version: int = field(init=False, default=0)  # of the saved tensor
+    thread: int = field(init=False, default=0)  # that saved it
+    counters: tuple[Any, ...] = field(init=False, default=())  # of the wrapper subclasses around it, see `IdentityMap`
+    tape: Any = field(init=False, default=None)  # the forward that it was saved in
+    index: int = field(init=False, default=-1)  # its place on the tape
+    module: str | None = field(init=False, default=None)  # that saved it, if names are known
+    holds: set[Hold] = field(init=False, default_factory=set)  # of the handles, until their deaths are counted
+    round: int = field(init=False, default=0)  # how often backward has begun over (`retain_graph`)
+
+    def counter(self) -> Tensor | None:
+        """Return a tensor that shares the version counter of the saved tensor; None once all handles are dead."""
+        # A handle's own alias: the place holds none, so that the memory goes with the last handle at once.
+        for hold in self.holds:
+            handle = hold()
+            if handle is not None:
+                alias: Tensor = handle.alias
+                return alias
+        return None
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Record(Place):
+    """The place of a storage that may move, with the facts of its moves.
+
+    It has more than fifteen fields, as the store, the tape and one tier keep their facts about a storage here, and each
+    of them reads it for each tensor.
+    """
+
+    data: torch.UntypedStorage | None  # views are made of it while the bytes are on the device
     device: torch.device
     shape: tuple[int, ...] = ()  # of the view that was saved first, for traces
-    kind: str = field(init=False)  # the type of the device
-    nbytes: int = field(init=False)  # of the span
     number: int = field(default_factory=_numbers.__next__)  # of the record in this process, for traces
     state: State = State.RESIDENT
     has_gaps: bool = False  # the first view does not need all bytes of the span, so that some may change
@@ -77,15 +133,7 @@ class Record:
     weak_data: StorageRef | None = None  # the device copy, which the program may still hold after we let go of it
     identity: StorageRef | None = None  # pins the storage's identity for as long as the record lives
     probe: Any = None  # an alias that shares the version counter of the saved tensor
-    version: int = 0  # of the saved tensor
-    thread: int = 0  # that saved it
-    counters: tuple[Any, ...] = ()  # of the wrapper subclasses around it, see `IdentityMap`
-    handles: int = 0
     waiting: int = 0  # handles that were not unpacked in this round of backward
-    round: int = 0  # how often backward has begun over (`retain_graph`)
-    tape: Any = None  # the forward that it was saved in
-    index: int = -1  # its place on the tape
-    module: str | None = None  # that saved it, if names are known
     name: str | None = None  # from the user
     stays: bool = False  # it was decided that it never leaves
     planned_tier: str = ""  # where a plan sends it: "host", "nvme", or "" for the tier's own choice
@@ -106,9 +154,10 @@ class Record:
     filled_bytes: int = 0  # its first bytes; their copies have begun
     error: BaseException | None = None  # why it could not be read; the next unpack tries again
 
-    def __post_init__(self) -> None:
-        self.nbytes = self.end - self.begin
-        self.kind = self.device.type
+    def counter(self) -> Tensor | None:
+        """Return a tensor that shares the version counter of the saved tensor."""
+        probe: Tensor | None = self.probe
+        return probe
 
     def to(self, state: State) -> None:
         """Change the state.
@@ -143,10 +192,7 @@ class Record:
         """Whether the program holds the original, so that moving it frees nothing. A handle is being unpacked."""
         if self.identity is None or self.identity.gone() or self.outgoing is not None:
             return False  # copies out hold it in parts, so the count proves nothing
-        ours = 1  # Python's objects for a storage count as one
-        if self.stays:
-            ours += self.handles + 1  # the alias of each handle, and the alias that backward is about to get
-        return self.identity.held_by() > ours
+        return self.identity.held_by() > 1  # Python's objects for a storage count as one
 
     def flat(self) -> Tensor:
         """Return the record's bytes on the device as a flat uint8 tensor."""

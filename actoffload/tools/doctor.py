@@ -42,7 +42,6 @@ def command(path: PathOption = None, as_json: JsonOption = False) -> None:
 
 def examine(paths: Sequence[str] | None) -> dict[str, Any]:
     """Return all findings, ready for JSON. Sizes in bytes, rates in bytes a second."""
-    from ..autograd import native
     from ..memory import cpu_allocator
 
     found_device, found_paths = device(), [examine_path(path) for path in paths or default_paths()]
@@ -50,7 +49,6 @@ def examine(paths: Sequence[str] | None) -> dict[str, Any]:
         "device": found_device,
         "memory": memory(),
         "cpu_allocator": _unless(cpu_allocator.refusal(), "memory of large CPU tensors is kept and used again"),
-        "native_hooks": _unless(native.refusal(), "what stays is packed in C"),
         "io_uring": _unless(_why_engine_fails("uring"), "the engine starts"),
         "gds": gpudirect_storage(),
         "paths": found_paths,
@@ -200,7 +198,7 @@ def _machine_rows(findings: dict[str, Any]) -> list[tuple[str, str]]:
     for key, name in (("memlock", "memlock limit (of io_uring alone)"), ("cgroup", "cgroup limit")):
         limit = memory[f"{key}_limit_bytes"]
         rows.append((name, "none" if limit is None else format_size(limit)))
-    names = {"CPU allocator": "cpu_allocator", "hooks in C": "native_hooks", "io_uring": "io_uring"}
+    names = {"CPU allocator": "cpu_allocator", "io_uring": "io_uring"}
     for name, key in (names | {"GPUDirect Storage": "gds"}).items():
         rows.append((name, f"{'yes' if findings[key]['available'] else 'no'}: {findings[key]['reason']}"))
     return rows

@@ -29,8 +29,6 @@ def describe_environment(root: Path = ROOT) -> dict[str, Any]:
     """
     import torch
 
-    from ..autograd import native
-
     share = psutil.cpu_percent(interval=0.2) / 100
     facts: dict[str, Any] = {
         "cpu": cpu_model(),
@@ -44,7 +42,6 @@ def describe_environment(root: Path = ROOT) -> dict[str, Any]:
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),
         "actoffload": __version__,
-        "native_hooks": native.refusal() or "yes",
         "commit": commit_of(root),
         "gpu": None,
     }

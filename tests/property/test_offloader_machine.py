@@ -231,8 +231,8 @@ class OffloaderMachine(RuleBasedStateMachine):
 
     @invariant()
     def records_are_those_of_living_handles(self) -> None:
-        records = {id(saved.handle.record) for saved in self.saved if hasattr(saved.handle, "record")}
-        assert self.offloader.statistics().live_records == len(records)
+        holds = [hold for saved in self.saved if (hold := getattr(saved.handle, "hold", None)) is not None]
+        assert self.offloader.statistics().live_records == len({id(hold.place) for hold in holds})
 
     @invariant()
     def nothing_handed_out_changes(self) -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
-from actoffload.autograd import native
 from actoffload.policy import Decision, TensorFacts
 from tests.unit.saving import Save
 
@@ -46,10 +42,3 @@ class SavedTensor:
         """What autograd's unpack hook gives for it."""
         (tensor,) = self._node.saved_tensors
         return tensor  # type: ignore[no-any-return]
-
-
-@contextmanager
-def in_python() -> Iterator[None]:
-    """Contexts that are entered meanwhile have their hooks in Python, as where there is no compiler."""
-    with mock.patch.object(native, "load", return_value=None):
-        yield

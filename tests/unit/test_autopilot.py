@@ -166,7 +166,7 @@ def test_steps_in_which_all_is_small_are_recorded_less_and_less(make_offloader: 
     recorded = []
     for _ in range(40):
         with offloader:
-            recorded.append(recorder_of(offloader).active)
+            recorded.append(recorder_of(offloader).running)
             loss = model(batch()).sum()
         loss.backward()
     assert recorded[0]

@@ -423,7 +423,7 @@ def test_what_its_owner_frees_while_it_is_written_stays(
 
 def test_a_storage_that_was_freed_once_counts_so_though_it_is_filled_again_at_its_old_address() -> None:
     storage, moved = torch.arange(16).untyped_storage(), Mock()
-    record = Record(storage, storage.data_ptr(), 0, 16, torch.device("cpu"))
+    record = Record(storage.data_ptr(), 0, 16, 16, "cpu", storage, torch.device("cpu"))
     untouched = Sources([record], [])
     record.data = moved
     sources = Sources([record], [])

@@ -30,7 +30,6 @@ from torch import Tensor
 
 import actoffload
 from actoffload import OffloadConfig, Offloader
-from actoffload.autograd import native
 from actoffload.autograd.hook_stack import Hooks
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator
 from tests.harness import (
@@ -262,9 +261,10 @@ def test_an_interrupt_at_the_edge_of_a_context_leaves_no_hooks(tmp_path: Path, e
     assert x.grad is not None
 
 
-@pytest.mark.skipif(bool(native.refusal()), reason="without the compiled hooks a finalizer may lose it")
-def test_ctrl_c_in_a_long_backward_is_raised(tmp_path: Path) -> None:
-    """The signal comes inside of a kernel; what Python runs first after it is often a finalizer of ours."""
+def test_ctrl_c_in_a_long_backward_is_raised_or_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal arrives in a kernel, and Python often runs a finalizer next. No death of a handle is lost then."""
+    printed: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: printed.append(unraisable.exc_type))
     model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(12)])
     x = torch.randn(512, 512)
     offloader = Offloader(OffloadConfig(target="nvme", path=tmp_path, engine="posix", min_bytes=1 << 16))
@@ -274,8 +274,13 @@ def test_ctrl_c_in_a_long_backward_is_raised(tmp_path: Path) -> None:
         with offloader:
             loss = model(x).sum()
         hook = next(model[index].parameters()).register_hook(lambda _: _send_from_a_thread())
-        with pytest.raises(KeyboardInterrupt):
-            _backward_and_wait(loss)
+        try:
+            loss.backward()
+            wait_until(lambda: printed, "backward ended before the signal, or the interrupt is lost")
+        except KeyboardInterrupt:
+            printed.append(KeyboardInterrupt)
+        assert printed == [KeyboardInterrupt]
+        printed.clear()
         hook.remove()
         del loss
         forget_failed_backward()
@@ -343,11 +348,6 @@ def test_an_alarm_at_a_random_moment_fails_its_step_alone(
     for seed in range(3 if thorough else 1):
         alarms = 200 if thorough else 24
         assert _at_random_places(alarms, seed, tmp_path) > alarms // 4
-
-
-def _backward_and_wait(loss: Tensor) -> None:
-    loss.backward()
-    threading.Event().wait(10)  # where backward ended before the signal came
 
 
 def _send_from_a_thread() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,20 +30,13 @@ from tests.harness import (
     same_bits,
     simulated,
 )
-from tests.unit.saved_tensors import activation, in_python
+from tests.unit.saved_tensors import activation
 
 ELEMENTS = 4096
 NBYTES = 4 * ELEMENTS
 COUNT = 8
 Use = Callable[[Any, Tensor], Tensor]
 KINDS = pytest.mark.parametrize("kind", ["below min_bytes", "policy"])
-BOTH_HOOKS = pytest.mark.usefixtures("_both_hooks")
-
-
-@pytest.fixture(params=["compiled", "in Python"])
-def _both_hooks(request: pytest.FixtureRequest) -> Iterator[None]:
-    with in_python() if request.param == "in Python" else contextlib.nullcontext():
-        yield
 
 
 def _plan(*moving: int, count: int = COUNT, prefetch_bytes: int | None = None) -> Plan:
@@ -256,7 +249,6 @@ def test_a_second_backward_under_a_plan_finds_all_again(
     assert (offloader.statistics().nvme_read_bytes > 0) == bool(moving)
 
 
-@BOTH_HOOKS
 def test_a_second_backward_reads_nothing_that_it_has_passed(make_offloader: MakeOffloader) -> None:
     """A storage that stays was saved twice: backward comes to it first of all, and again when it is nearly done."""
     plan = _plan(0, *range(2, COUNT), prefetch_bytes=4 * NBYTES)
@@ -337,13 +329,15 @@ COUNTED = (
 
 
 @pytest.mark.parametrize("moving", [(), (2, 5)])
-def test_compiled_hooks_count_as_python_does(moving: tuple[int, ...], make_offloader: MakeOffloader) -> None:
-    """A plan that keeps a storage has the same places, bits and statistics, whoever packs."""
+def test_what_stays_counts_alike_with_and_without_a_record(
+    moving: tuple[int, ...], make_offloader: MakeOffloader
+) -> None:
+    """A plan that keeps a storage has the same places, bits and statistics."""
     outcomes = []
-    for hooks in (contextlib.nullcontext(), in_python()):
-        offloader = make_offloader(policy=_plan(*moving), engine="memory", min_bytes=64, prefetch_bytes=NBYTES)
-        with hooks:
-            found = _saves_in_many_ways(offloader)
+    for trace in (None, lambda event: None):  # a sink sees each record, so all storages have one
+        options: dict[str, Any] = {"engine": "memory", "min_bytes": 64, "prefetch_bytes": NBYTES, "trace": trace}
+        offloader = make_offloader(policy=_plan(*moving), **options)
+        found = _saves_in_many_ways(offloader)
         plan = offloader.plan
         statistics = offloader.statistics()
         assert_empty(offloader)
@@ -404,7 +398,6 @@ def _step_in_a_compiled_function(forward: Callable[[], Tensor]) -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # PyTorch's compiler looks at it
 @pytest.mark.parametrize("way", ["plain", "vmap", "compiled"])
-@BOTH_HOOKS
 @pytest.mark.parametrize("kind", ["below min_bytes", "policy", "moves"])
 def test_a_saved_tensor_that_is_a_leafs_gradient_is_not_shared_with_it(
     make_offloader: MakeOffloader, kind: str, way: str
@@ -432,7 +425,6 @@ def test_a_saved_tensor_that_is_a_leafs_gradient_is_not_shared_with_it(
         assert same_bits(found, expected)
 
 
-@BOTH_HOOKS
 @KINDS
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_a_function_was_handed_is_let_go(make_offloader: MakeOffloader, kind: str, fails: bool) -> None:
@@ -467,7 +459,6 @@ def test_what_a_function_was_handed_is_let_go(make_offloader: MakeOffloader, kin
     assert all(reference.expired() for reference in references)
 
 
-@BOTH_HOOKS
 @KINDS
 def test_it_is_let_go_by_the_unpack_of_a_node_of_pytorchs(make_offloader: MakeOffloader, kind: str) -> None:
     """A loss that is a Function, as fused ones are, saves the most of all, and nothing after it may be one."""

@@ -1,111 +1,22 @@
-"""How the hooks in C++ are built and loaded, and where they are refused: the reason is said, and Python does it."""
+"""The cache of compiled libraries: what is damaged is made anew, and what others may exchange is not trusted."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import shutil
-import signal
 import sys
-import sysconfig
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from actoffload.autograd import native
 from actoffload.memory import native_build
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux") or shutil.which("c++") is None, reason="Linux and a C++ compiler"
 )
-
-
-class Elsewhere(Tensor):
-    """A tensor that says that it lies elsewhere than it does."""
-
-    _cdata = 16
-
-
-@pytest.fixture
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Nothing was loaded or refused yet, and nothing is in the cache; the cache's place."""
-    monkeypatch.setattr(native._Process, "module", None)
-    monkeypatch.setattr(native._Process, "reason", None)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv(native_build.SWITCH, raising=False)
-    return tmp_path / "cache" / "actoffload"
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_child_does_not_wait_for_who_was_building_when_it_was_forked() -> None:
-    module = native.load()
-    with native._Process.lock:
-        child = os.fork()
-        if not child:
-            signal.alarm(60)  # ends a child that waits
-            os._exit(0 if native.load() is module else 1)
-        _, status = os.waitpid(child, 0)
-    assert status == 0
-
-
-@pytest.mark.parametrize(
-    ("why", "told"),
-    [
-        ("switch", "ACTOFFLOAD_NATIVE=0 is set"),
-        ("headers", "Python.h"),
-        ("platform", "only on Linux"),
-        ("free-threaded", "only for CPython with its global lock"),
-        ("release", "not tested with PyTorch 9.1 (2.9 to 2.15; ACTOFFLOAD_NATIVE=1 has it tried)"),
-        ("broken", "the C++ compiler failed: hooks.cpp"),
-        ("library", "could not be loaded"),
-        ("layout", "TypeError: this release of PyTorch lays out its objects otherwise"),
-    ],
-)
-def test_where_they_cannot_be_had_the_reason_is_said(
-    why: str, told: str, fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if why == "switch":
-        monkeypatch.setenv(native_build.SWITCH, "0")
-    elif why == "headers":
-        monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    elif why == "platform":
-        monkeypatch.setattr(sys, "platform", "darwin")
-    elif why == "free-threaded":
-        monkeypatch.setattr(sysconfig, "get_config_var", lambda name: 1)
-    elif why == "release":
-        monkeypatch.setattr(torch, "__version__", "9.1.0+cpu")
-    elif why == "layout":
-        monkeypatch.setenv("XDG_CACHE_HOME", str(Path.home() / ".cache"))
-        monkeypatch.setattr(native, "_samples", lambda: (torch.ones(1).as_subclass(Elsewhere),))
-    else:
-        bad = tmp_path / "hooks.cpp"
-        bad.write_text("no program" if why == "broken" else "int nothing;")
-        monkeypatch.setattr(native, "SOURCE", bad)
-    assert native.load() is None
-    assert told in native.refusal().replace(str(tmp_path) + "/", "")
-    assert native.load() is None
-
-
-@pytest.mark.parametrize("switch", ["1", "hooks", ""])
-def test_another_release_is_tried_where_that_was_asked_for(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__version__", "9.1.0+cpu")
-    monkeypatch.setenv(native_build.SWITCH, switch)
-    if switch:
-        assert native.build().exists()
-    else:
-        with pytest.raises(native_build.Refused, match="not tested"):
-            native.build()
-
-
-@pytest.mark.slow
-def test_a_damaged_module_is_made_anew(fresh: Path) -> None:
-    library = native.build()
-    library.write_bytes(b"")
-    assert native.load() is not None, native.refusal()
-    assert library.stat().st_size > 0
 
 
 class Cached:

@@ -36,7 +36,7 @@ from tests.harness import (
     simulated,
     wait_until,
 )
-from tests.unit.saved_tensors import SavedTensor, in_python
+from tests.unit.saved_tensors import SavedTensor
 from tests.unit.saving import Saved, activations
 
 WIDTH = 64
@@ -155,9 +155,8 @@ OPTIONS: list[dict[str, Any]] = [ALL, {**ALL, "engine": "memory"}, {**ALL, "veri
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("hooks", ["compiled", "in Python"])
 def test_any_way_to_fill_a_buffer_again_is_what_backward_reads(
-    make_offloader: MakeOffloader, options: dict[str, Any], hooks: str
+    make_offloader: MakeOffloader, options: dict[str, Any]
 ) -> None:
     offloader = make_offloader(**options)
 
@@ -180,8 +179,7 @@ def test_any_way_to_fill_a_buffer_again_is_what_backward_reads(
         if isinstance(found, RuntimeError):
             flush_autograd()
 
-    with in_python() if hooks == "in Python" else contextlib.nullcontext():
-        check()
+    check()
 
 
 @pytest.mark.simulated
@@ -245,9 +243,7 @@ def test_a_frozen_buffer_of_a_module_may_be_swapped(make_offloader: MakeOffloade
         assert x.grad is not None
         return x.grad
 
-    for hooks in (contextlib.nullcontext, in_python):
-        with hooks():
-            assert same_bits(run(make_offloader(**ALL)), run(contextlib.nullcontext()))
+    assert same_bits(run(make_offloader(**ALL)), run(contextlib.nullcontext()))
 
 
 # -- what the program holds does not leave ----------------------------------------------------------------------------

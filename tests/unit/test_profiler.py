@@ -342,5 +342,5 @@ def test_a_recording_that_never_ends_is_given_up(
     for _ in range(60):
         with offloader:
             kept_alive.append((torch.randn(64, 64, requires_grad=True) * 2).sin())
-    assert not recorder.active
+    assert not recorder.running
     kept_alive[0].sum().backward()

@@ -13,7 +13,7 @@ from actoffload.tiers.record import TRANSITIONS, Record, State
 
 def _record(state: State = State.RESIDENT) -> Record:
     storage = torch.arange(16, dtype=torch.uint8).untyped_storage()
-    record = Record(storage, storage.data_ptr(), 4, 12, torch.device("cpu"))
+    record = Record(storage.data_ptr(), 4, 12, 8, "cpu", storage, torch.device("cpu"))
     record.state = state
     return record
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from actoffload import Offloader
 from actoffload.errors import SavedTensorModifiedError
 from tests.harness import MakeOffloader, assert_empty, flush_autograd, no_garbage_collection, same_bits
-from tests.unit.saved_tensors import in_python
 
 WIDTH = 64
 SPACES: dict[str, dict[str, Any]] = {
@@ -22,12 +21,6 @@ SPACES: dict[str, dict[str, Any]] = {
     "small": {"min_bytes": "1MiB"},
     "kept": {"policy": "keep", "min_bytes": 1},
 }
-
-
-@pytest.fixture(autouse=True, params=["compiled", "in Python"])
-def _both_hooks(request: pytest.FixtureRequest) -> Iterator[None]:
-    with in_python() if request.param == "in Python" else contextlib.nullcontext():
-        yield
 
 
 def _numbers(seed: int) -> Tensor:

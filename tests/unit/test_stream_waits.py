@@ -137,7 +137,7 @@ def test_a_forked_child_asks_the_device_nothing(
         optimizer.step()
         assert offloader.statistics().live_records == 0
         assert offloader.report()
-        assert not recorder_of(offloader).active, "it would ask for the time of what dies"
+        assert not recorder_of(offloader).running, "it would ask for the time of what dies"
         assert asked == []
 
 
