@@ -10,11 +10,13 @@
 #   make options     the class `Options` and the entries of docs/configuration.md, after a change of an option
 #   make docs        the documentation's pages, in build/site (a part of `make test`)
 #   make newest      the tests of frameworks on the newest release of each, in a fresh environment; writes what broke
+#                    (6 GB, an hour); with MEGATRON_LM=CLONE, those of Megatron also on a clone of Megatron-LM
 #   make versions    tests on several releases of PyTorch and Python, each installed by pip (25 GB, an hour)
 #
 # PYTHON      the interpreter that makes the environment, and that `make gpu` runs
 # PIP_ARGS    more arguments for pip, e.g. the index of PyTorch's CPU builds, which saves gigabytes
 # DEMO_ARGS   arguments for `actoffload demo`;  PYTEST_ARGS, SIMULATED_ARGS  for pytest;  GPU_ARGS  for benchmarks.gpu
+# MEGATRON_LM a clone of Megatron-LM, for `make newest`
 # VERSIONS    pairs for `make versions`, e.g. 2.15:3.11
 
 PYTHON ?= python3
@@ -95,8 +97,8 @@ docs: $(VENV)/.installed-test
 
 bench: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks.micro
-	$(BIN)/python -m benchmarks.e2e_cpu
-	$(BIN)/python -m benchmarks.peers_cpu
+	$(BIN)/python -m benchmarks.steps_cpu --part e2e
+	$(BIN)/python -m benchmarks.steps_cpu --part peers
 	$(BIN)/python -m benchmarks.planner
 
 gpu:

@@ -230,8 +230,8 @@ _SHARE = _number("SHARE", float, 0, 1e6, "give a share of the step's time, for e
 class OffloadConfig:
     """Options of an offloader, in the order of docs/configuration.md. Sizes: bytes, or text such as ``"8GiB"``.
 
-    Each attribute is one option, so there are more than fifteen. Its text is its help; the first sentence is the help
-    of its flags. `Options` and the page repeat it: run ``make options`` after a change.
+    Each attribute is one option. Its text is its help; the first sentence is the help of its flags. `Options` and the
+    page repeat it: run ``make options`` after a change.
     """
 
     target: Target = field(default="auto", metadata={"kind": _TARGET})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -25,29 +26,25 @@ class KeepReason(Enum):
         kind: the kind of reason.
         meaning: what the reason means, for a person.
         remedy: how to let such tensors move, for a person; empty if nothing does.
-        option: options of `OffloadConfig` that let all of them move; empty if none does.
     """
 
     __hash__ = object.__hash__  # members are singletons, and Enum's own hash is a Python function
 
-    def __new__(
-        cls, value: str, kind: Kind = Kind.FIXED, meaning: str = "", remedy: str = "", option: str = ""
-    ) -> KeepReason:
+    def __new__(cls, value: str, kind: Kind = Kind.FIXED, meaning: str = "", remedy: str = "") -> KeepReason:
         """Return a member with the text alone as its value, so that ``KeepReason("buffer")`` finds it."""
         member = object.__new__(cls)
         member._value_ = value
-        member.kind, member.meaning, member.remedy, member.option = kind, meaning, remedy, option
+        member.kind, member.meaning, member.remedy = kind, meaning, remedy
         return member
 
     kind: Kind
     meaning: str
     remedy: str
-    option: str
 
     PARAMETER = "parameter", Kind.STATIC, "a parameter or a view of one"
     BUFFER = "buffer", Kind.STATIC, "a module's buffer or a view of one"
     INPUT = "input", Kind.STATIC, "lives anyway: the caller holds it"
-    SMALL = "below min_bytes", Kind.FIXED, "too small to be worth moving", "lower min_bytes", "min_bytes=0"
+    SMALL = "below min_bytes", Kind.FIXED, "too small to be worth moving", "lower min_bytes"
     MARKED = "keep()", Kind.ASKED, "you said so"
     REGION = "no_offload()", Kind.ASKED, "you said so"
     POLICY = "policy", Kind.ASKED, "the policy said so", "have the policy decide Decision.OFFLOAD for larger tensors"
@@ -64,14 +61,12 @@ class KeepReason(Enum):
         Kind.ASKED,
         "saved in a module that `exclude` names, or that `include` does not",
         "widen include=, or name less in exclude=",
-        "exclude=None and include=None",
     )
     LAST = (
         "last saved layer",
         Kind.CHOSEN,
         "its backward follows at once",
         "pass keep_last_bytes=0; a deeper model has more that can leave",
-        "keep_last_bytes=0",
     )
     PRESSURE = (
         "pressure",
@@ -154,6 +149,17 @@ class Policy(Protocol):
         The offloader calls it on the training thread under its lock: be quick, and do not call the offloader.
         """
         ...
+
+
+OUTSIDE = "(no module)"
+
+
+@functools.cache
+def part_of(module: str | None) -> str:
+    """Return the part of the model that contains a module: the module's name up to the first number."""
+    names = (module or OUTSIDE).split(".")
+    number = next((place for place, name in enumerate(names) if name.isdigit()), len(names))
+    return ".".join(names[: number + 1])
 
 
 CHECKPOINT_INPUT = "checkpoint_input"

@@ -12,8 +12,6 @@ from .policy import STATIC, KeepReason
 class Statistics:
     """Counts since the offloader began. Bytes, unless the name ends otherwise; times in seconds.
 
-    Each attribute is one count, so there are more than fifteen.
-
     >>> Statistics(steps=2, packed_bytes=100, nvme_written_bytes=90).moved_share
     0.9
     """

@@ -1,17 +1,19 @@
 """A step like that of Llama 3 with 8 billion parameters on the simulated device: time, and the allocator's peak.
 
-    python -m benchmarks.accelerator [--rows NAME ...]
+    python -m benchmarks.accelerator [--rows NAME ...] [--hosts NAME ...] [--links NAME ...]
 
 In virtual time, as `tests.scaled_llama` says: nothing depends on the machine, and all sizes and times are those of the
-full step. With the host ahead of the device, and with a host that is the slower one. The allocator's peak is what
-PyTorch's own counter says, less what was there before the step. "Driver calls" are those of the library for events,
-waits, copies, times and the allocator (`record_stream`) in the last step, without questions whether a graph is
-captured. TRL's ``OffloadActivations`` is its own code; its hooks take no time of the host.
+full step. With the host ahead of the device, with a host that is the slower one, and with every layer checkpointed. The
+allocator's peak is what PyTorch's own counter says, less what was there before the step. "Driver calls" are those of
+the library for events, waits, copies, times and the allocator (`record_stream`) in the last step, without questions
+whether a graph is captured. TRL's ``OffloadActivations`` is its own code; its hooks take no time of the host.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,7 +22,7 @@ from benchmarks.harness import Bound, Row
 from tests.scaled_llama import LAUNCHES, LAYERS, LINK_BYTES_PER_S, STEPS
 
 GIB = 1 << 30
-LIMIT_S = 300
+LIMIT_S = 1200
 LATE, HIGH = 1.01, 1.06
 """Times keep's step, and times the plan's peak: what the default may take."""
 LATE_BUDGET, HIGH_BUDGET = 1.05, 1.05
@@ -39,45 +41,86 @@ MODES: dict[str, dict[str, Any]] = {
     TRL: {"options": None, "seam": "trl", "steps": 3},
     AT_TRL: {"options": {"device_budget": 0.0}},
 }
+CHECKPOINTED = "checkpointed"
+HOST, NVME, NO_USE = "host, 52 GB/s", "NVMe, 12/24 GB/s", "0.2 GB/s"
+LINKS = {HOST: (52e9, 52e9), NVME: (12e9, 24e9), NO_USE: (0.2e9, 0.2e9)}
+"""Bytes per second to the host and to the device. A disk behind page-locked memory is a link of its speed here."""
+CHECKPOINTED_STEPS = 16
+ROOMS = (1.0, 1.05, 1.50)
+"""``device_memory``, times the allocator's peak of checkpointing alone; the first is nothing but the default."""
+SHORTER = {(HOST, 1.05): 0.94, (HOST, 1.50): 0.91, (NVME, 1.05): 0.985, (NVME, 1.50): 0.985}
+NO_SHORTER = 1.01
+"""Times checkpointing's step: at most. Its peak is never above ``device_memory``, the first step included."""
+Rows = dict[str, Row]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, write the result file; return 1 where a bound does not hold."""
-    parser = harness.make_parser(__doc__)
+    parser, hosts = harness.make_parser(__doc__), [*LAUNCHES, CHECKPOINTED]
     parser.add_argument("--rows", nargs="+", choices=list(MODES), default=list(MODES), help="only these, and keep")
-    parser.add_argument("--hosts", nargs="+", choices=list(LAUNCHES), default=list(LAUNCHES), help="only these")
+    parser.add_argument("--hosts", nargs="+", choices=hosts, default=hosts, help="only these")
+    parser.add_argument("--links", nargs="+", choices=list(LINKS), default=list(LINKS), help="checkpointed: only these")
     options = parser.parse_args(arguments)
-    configuration = {"launch_s": LAUNCHES, "layers": LAYERS, "steps": STEPS, "modes": MODES}
+    configuration = {"launch_s": LAUNCHES, "layers": LAYERS, "steps": STEPS, "modes": MODES, "links": LINKS}
     results = harness.Results("accelerator", arguments, configuration)
-    rows: dict[str, dict[str, Row]] = {host: {} for host in options.hosts}
+    rows: dict[str, Rows] = {host: {} for host in options.hosts}
+    bounds = []
     for host, found in rows.items():
-        for name in MODES:
-            spec = MODES[name]
-            peer_is_missing = name in (TRL, AT_TRL) and find_spec("trl") is None
-            if name != "keep" and (name not in options.rows or peer_is_missing):
-                continue
-            if name == AT_TRL:
-                if "peak_bytes" not in found.get(TRL, {}) or "saved_bytes" not in found.get("default", {}):
-                    continue
-                budget_bytes = BELOW_TRL * (found[TRL]["peak_bytes"] - _above_saved(found))
-                spec = {"options": {"device_budget": int(budget_bytes)}}
-            found[name] = harness.run_sample(
-                "tests.scaled_llama", spec | {"launch_s": LAUNCHES[host]}, timeout_s=LIMIT_S
-            )
-            print(f"{host}, {name}: {found[name].get('error', 'done')}", flush=True)
-            results.write(rows=rows)
+        take = partial(_take, results, rows, host)
+        bounds += _checkpointed(take, options) if host == CHECKPOINTED else _modes(host, found, take, options)
     tables = [harness.table_of(host, found, COLUMNS) for host, found in rows.items()]
-    bounds = [bound for host, found in rows.items() for bound in _bounds(host, found)]
     failed = [row for found in rows.values() for row in found.values() if "error" in row]
     return 0 if results.finish("\n".join(tables), bounds) and not failed else 1
 
 
-def _above_saved(found: dict[str, Row]) -> float:
+def _take(results: harness.Results, rows: dict[str, Rows], host: str, name: str, **spec: Any) -> Row:
+    """One row."""
+    launch_s = LAUNCHES["host ahead" if host == CHECKPOINTED else host]
+    spec = {"options": None, "launch_s": launch_s} | spec
+    rows[host][name] = row = harness.run_sample("tests.scaled_llama", spec, timeout_s=LIMIT_S)
+    print(f"{host}, {name}: {row.get('error', 'done')}", flush=True)
+    results.write(rows=rows)
+    return row
+
+
+def _modes(host: str, found: Rows, take: Callable[..., Row], options: argparse.Namespace) -> list[Bound]:
+    """Every mode with one host; what must hold of them."""
+    for name, spec in MODES.items():
+        peer_is_missing = name in (TRL, AT_TRL) and find_spec("trl") is None
+        if name != "keep" and (name not in options.rows or peer_is_missing):
+            continue
+        if name == AT_TRL:
+            if "peak_bytes" not in found.get(TRL, {}) or "saved_bytes" not in found.get("default", {}):
+                continue
+            budget_bytes = BELOW_TRL * (found[TRL]["peak_bytes"] - _above_saved(found))
+            spec = {"options": {"device_budget": int(budget_bytes)}}
+        take(name, **spec)
+    return _bounds(host, found)
+
+
+def _checkpointed(take: Callable[..., Row], options: argparse.Namespace) -> list[Bound]:
+    """Every layer checkpointed, at the peak of checkpointing alone and above; what must hold."""
+    take("keep")
+    alone = take("checkpointing", checkpointed=True)
+    bounds = []
+    for link, room in ((link, room) for link in options.links for room in ROOMS):
+        limit = room * alone["peak_bytes"]
+        what = f"{link}, {f'+ {100 * room - 100:.0f} %' if room > 1 else 'default'}"
+        given = {"device_memory": int(limit)} if room > 1 else {}
+        row = take(what, options=given, link=LINKS[link], steps=CHECKPOINTED_STEPS, checkpointed=True)
+        step, peak = (None, None) if "error" in row else (row["step_s"] / alone["step_s"], row["highest_bytes"] / limit)
+        shorter = SHORTER.get((link, room), NO_SHORTER)
+        bounds.append(Bound(what=f"{what}: step × checkpointing's", measured=step, bound=shorter))
+        bounds.append(Bound(what=f"{what}: highest peak × its limit", measured=peak, bound=1.0))
+    return bounds
+
+
+def _above_saved(found: Rows) -> float:
     """How far keep's peak is above what is saved: what a step needs beside that."""
     return float(found["keep"]["peak_bytes"] - found["default"]["saved_bytes"])
 
 
-def _bounds(host: str, found: dict[str, Row]) -> list[Bound]:
+def _bounds(host: str, found: Rows) -> list[Bound]:
     """What must hold of one table."""
     rows = {name: row for name, row in found.items() if "error" not in row}
     keep, default, trl, at_trl = (rows.get(name) for name in ("keep", "default", TRL, AT_TRL))
@@ -112,18 +155,16 @@ def _least_s(keep: Row, row: Row, budget_bytes: float) -> float:
     return float(max(forward_s, copies_s) + max(backward_s, copies_s))
 
 
-def _number(key: str, unit: float, digits: int) -> Callable[[Row], object]:
-    return lambda row: None if row.get(key) is None else f"{row[key] / unit:.{digits}f}"
-
-
-COLUMNS: dict[str, Callable[[Row], object]] = {
-    "step, ms": _number("step_s", 1e-3, 0),
-    "allocator's peak, GiB": _number("peak_bytes", GIB, 1),
-    "plan's peak, GiB": _number("predicted_peak_bytes", GIB, 1),
-    "moved, GiB": _number("moved_bytes", GIB, 1),
-    "waited, ms": _number("waited_s", 1e-3, 0),
-    "held after backward, GiB": _number("held_bytes", GIB, 1),
-    "driver calls": _number("driver_calls", 1, 0),
+COLUMNS = {
+    "step, ms": harness.number("step_s", 1e-3, 0),
+    "allocator's peak, GiB": harness.number("peak_bytes", GIB, 2),
+    "highest of any step, GiB": harness.number("highest_bytes", GIB, 2),
+    "plan's peak, GiB": harness.number("predicted_peak_bytes", GIB, 2),
+    "moved, GiB": harness.number("moved_bytes", GIB, 1),
+    "waited, ms": harness.number("waited_s", 1e-3, 0),
+    "held after backward, GiB": harness.number("held_bytes", GIB, 1),
+    "driver calls": harness.number("driver_calls", 1, 0),
+    "run once": harness.number("once", 1, 0),
 }
 
 if __name__ == "__main__":

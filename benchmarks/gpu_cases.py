@@ -15,7 +15,7 @@ GOALS = (
     *("host", "budget 35 %", "nvme"),
 )
 """The modes that a goal or a verdict is about: those of every case are run before any other mode."""
-PEERS = ("transformers offload", "torchtune", "Megatron")
+PEERS = ("transformers offload", "Megatron")
 EVERYTHING = (*GOALS, *PEERS, "host, all", "tiered")
 PAPER = ("recompute", "host", "default", "selective", "TRL")
 CHECKPOINTED = ("checkpointed, ours at equal memory", "recompute + host", "transformers offload", "recompute + nvme")
@@ -82,4 +82,4 @@ def _in_small(spec: dict[str, Any]) -> dict[str, Any]:
     tiny = {"hidden": 128, "layers": 4, "seq": 128, "vocab": 64, "head_width": 32}
     tiny |= {"inner": 256, "heads": 4, "kv_heads": 2, "lora": 4}
     sizes = {name: tiny.get(name, size) for name, size in spec["sizes"].items()}
-    return spec | {"batch": 8, "dtype": "float32", "sizes": sizes}
+    return spec | {"batch": 4, "dtype": "float32", "sizes": sizes}

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from actoffload.tools.environment import describe_environment, without_paths, write_json
-from actoffload.tools.workers import run_worker
+from actoffload.tools.workers import run_worker, take_turns, turn_ratios
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -53,6 +53,58 @@ def middle(samples: Iterable[Mapping[str, Any]], *keys: str) -> float:
         return float(sample)
 
     return float(median(number(sample) for sample in samples))
+
+
+WORKER = "benchmarks.worker"
+Group = Mapping[str, Mapping[str, Any]]
+"""What `benchmarks.worker` is told, by the name of each sample; ``steps`` of the first is that of all."""
+
+
+def take_rounds(
+    groups: Iterable[Group], rounds: int, *, limit_s: float, after_round: Callable[[Samples], object]
+) -> Samples:
+    """So many samples of each, those of a group in turns, one group after the other; each is printed when it is there.
+
+    Each is a process of its own, so that its peak memory is its own as well, but a step of one mode lies seconds, not
+    minutes, from the same step of another: what a noisy machine does meanwhile falls on both.
+
+    Args:
+        groups: as `take_turns` takes them; no name twice.
+        rounds: samples of each, in processes of their own.
+        limit_s: seconds after which one is stopped, for what comes before its first step and for each step.
+        after_round: given all samples so far: a run of an hour that is killed should leave what it has measured.
+    """
+    groups = list(groups)
+    samples: Samples = {name: [] for group in groups for name in group}
+    for _ in range(rounds):
+        for group in groups:
+            specs = {name: {**spec, "in_turns": True} for name, spec in group.items()}
+            steps = next(iter(group.values()))["steps"]
+            for name, sample in take_turns(WORKER, specs, steps, limit_s=limit_s, cwd=ROOT).items():
+                samples[name].append(sample)
+                print(f"{name}: {missing(sample) or sample['median_step_s']}", flush=True)
+        after_round(samples)
+    return samples
+
+
+def missing(sample: Sample) -> str | None:
+    """Why something was not measured."""
+    return sample.get("unavailable") or sample.get("error")
+
+
+def ratios(taken: Iterable[Sample], others: Iterable[Sample]) -> list[float]:
+    """Step time of the first over the second's, for each round: the median of the quotients within its turns.
+
+    Turns take out what changes from step to step, not what a process has for life, such as where its pages lie: each
+    round is one measurement, and how far they lie apart says how good it is.
+    """
+    return [median(turn_ratios(one["step_s"], other["step_s"])) for one, other in zip(taken, others, strict=True)]
+
+
+def identical(*samples: Iterable[Sample]) -> bool:
+    """Whether all training went the same way, bit for bit."""
+    computed = ("losses", "first_gradients", "last_parameters")
+    return len({str([sample[name] for name in computed]) for taken in samples for sample in taken}) == 1
 
 
 # -- results ----------------------------------------------------------------------------------------------------------
@@ -159,6 +211,11 @@ def table_of(title: str, rows: Mapping[str, Row], columns: Mapping[str, Callable
     """A Markdown table of ``rows`` by name; what each column shows of a row is told by its heading."""
     cells = ((name, *(show(row) for show in columns.values())) for name, row in rows.items())
     return markdown_table((title, *columns), cells)
+
+
+def number(key: str, unit: float, digits: int) -> Callable[[Row], object]:
+    """What a column shows of a number in a row."""
+    return lambda row: None if row.get(key) is None else f"{row[key] / unit:.{digits}f}"
 
 
 def mib(nbytes: float | None) -> str:

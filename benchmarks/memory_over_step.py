@@ -2,57 +2,54 @@
 
     python -m benchmarks.memory_over_step [--path DIR] [--steps N] [--tiny]
 
-The GPT of `benchmarks.e2e_cpu`: 8 layers of width 512, 8 × 512 tokens, AdamW, float32, two threads. Each run is a
-process of its own and writes a trace; the curve is that of the trace's usual step (`actoffload.analysis.traced_run`):
-seconds from the begin of its forward, and bytes of saved activations in memory. `benchmarks.pictures` draws it. Bytes
-do not depend on other work of the machine, but seconds do: the file says how much there was.
+The GPT of `benchmarks.steps_cpu`: 8 layers of width 512, 8 × 512 tokens, AdamW, float32, two threads. Each run writes a
+trace; the curve is that of the trace's usual step (`actoffload.analysis.traced_run`): seconds from the begin of its
+forward, and bytes of saved activations in memory. `benchmarks.pictures` draws it. Bytes do not depend on other work of
+the machine, but seconds do.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import actoffload
 from actoffload.analysis.trace_file import load
 from actoffload.analysis.traced_run import SAVED, look_at
-from benchmarks import harness, whole_steps
+from benchmarks import harness
 from benchmarks.harness import Row, mib
 from benchmarks.worker import gradients_checksum
-from benchmarks.workloads import build
+from benchmarks.workloads import THREADS, TINY, build, gpt
 
 POLICIES = {"keep": "keep", "default": "auto"}
 MOMENTS = 240
 """Points of a curve: each is the most of its share of the step."""
-LIMIT_S = 1800.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, write the result files; 1 when a sample failed or a gradient differs."""
+    """Measure, print, write the result files; 1 when a gradient differs."""
     parser = harness.make_parser(__doc__, tiny=True)
     parser.add_argument("--steps", type=int, default=8, help="training steps of each sample")
     options = parser.parse_args(arguments)
-    work = whole_steps.TINY if options.tiny else whole_steps.gpt(8, 512, 512)
-    common = work | {"dtype": "float32", "threads": whole_steps.THREADS, "steps": options.steps, "tiny": options.tiny}
+    work = (TINY if options.tiny else gpt(8, 512, 512)) | {"dtype": "float32"}
+    common = work | {"threads": THREADS, "steps": options.steps, "tiny": options.tiny}
     results = harness.Results("memory_over_step", arguments, common | POLICIES, keep=not options.tiny)
     rows: dict[str, Row] = {}
     for name, policy in POLICIES.items():
-        spec = common | {"policy": policy, "path": options.path}
-        rows[name] = harness.run_sample("benchmarks.memory_over_step", spec, timeout_s=LIMIT_S)
+        with tempfile.TemporaryDirectory() as folder:
+            trace, given = Path(folder) / "trace.json", {"min_bytes": 0} if options.tiny else {}
+            model, counted = train(work, options.steps, trace, path=options.path, policy=policy, **given)
+            row = {"peak_bytes": counted.plan_peak_bytes, "saved_bytes": counted.baseline_peak_bytes}
+            rows[name] = curve(trace) | row | {"gradients": gradients_checksum(model)}
         results.write(rows=rows)
-    failed = [f"{name}: {row['error']}" for name, row in rows.items() if "error" in row]
-    if failed:
-        print("\n".join(failed))
-        return 1
     columns = {
-        "step, s": lambda row: f"{row['step_s']:.2f}",
+        "step, s": harness.number("step_s", 1, 2),
         "peak": lambda row: mib(row["peak_bytes"]),
         "gradients": lambda row: row["gradients"],
     }
@@ -60,30 +57,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if len({row["gradients"] for row in rows.values()}) == 1 else 1
 
 
-def sample(spec: dict[str, Any]) -> Row:
-    """Train some steps with a trace; the curve of one, and the checksum of the last gradients."""
-    torch.set_num_threads(spec["threads"])
+def train(work: Mapping[str, Any], steps: int, trace: Path, **options: Any) -> tuple[nn.Module, actoffload.Statistics]:
+    """Train some steps with a trace; the model with its last gradients, and what was counted."""
+    torch.set_num_threads(THREADS)
     torch.manual_seed(0)
-    work = build(spec)
-    optimizer = torch.optim.AdamW(work.model.parameters(), lr=1e-4)
-    with tempfile.TemporaryDirectory() as directory:
-        trace = Path(directory) / "trace.json"
-        options: dict[str, Any] = {"min_bytes": 0} if spec["tiny"] else {}
-        for _ in range(spec["steps"]):
-            optimizer.zero_grad()
-            with actoffload.offload_activations(
-                "nvme", path=spec["path"], policy=spec["policy"], trace=os.fspath(trace), model=work.model, **options
-            ) as offloader:
-                loss, _ = work.forward()
-            loss.backward()
-            optimizer.step()
-        statistics = offloader.statistics()
-        offloader.close()
-        return curve(trace) | {
-            "peak_bytes": statistics.plan_peak_bytes,
-            "saved_bytes": statistics.baseline_peak_bytes,
-            "gradients": gradients_checksum(work.model),
-        }
+    made = build(dict(work))
+    optimizer = torch.optim.AdamW(made.model.parameters(), lr=1e-4)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with actoffload.offload_activations("nvme", trace=os.fspath(trace), model=made.model, **options) as offloader:
+            loss, _ = made.forward()
+        loss.backward()
+        optimizer.step()
+    counted = offloader.statistics()
+    offloader.close()
+    return made.model, counted
 
 
 def curve(trace: Path) -> Row:
@@ -101,7 +89,4 @@ def curve(trace: Path) -> Row:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
-        print(json.dumps(sample(json.loads(sys.argv[1]))))
-    else:
-        raise SystemExit(main())
+    raise SystemExit(main())

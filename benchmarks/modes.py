@@ -13,7 +13,7 @@ from torch import nn
 
 import actoffload
 from actoffload.testing.faults import SlowEngine
-from benchmarks.peers import Megatron, Peer, SaveOnCpu, TorchSave, Torchtune, Transformers, Trl
+from benchmarks.peers import Megatron, Peer, SaveOnCpu, TorchSave, Transformers, Trl
 from benchmarks.workloads import Workload
 
 _ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
@@ -84,7 +84,6 @@ MODES = {
     "transformers offload": Mode(peer="transformers"),
     "torch.save": Mode(peer="torch.save"),
     "TRL": Mode(peer="trl"),
-    "torchtune": Mode(peer="torchtune"),
     "Megatron": Mode(peer="megatron"),
 }
 
@@ -152,7 +151,6 @@ def open_peer(mode: Mode, work: Workload, device: torch.device, path: str | None
         "save_on_cpu": lambda: SaveOnCpu(device),
         "torch.save": lambda: TorchSave(path),
         "transformers": lambda: Transformers(work.model),
-        "torchtune": lambda: Torchtune(device),
         "trl": lambda: Trl(work.model, device),
         "megatron": lambda: Megatron(work.model, work.blocks, device),
     }

@@ -1,5 +1,7 @@
 """How much of a disk's bandwidth is used behind the simulated device, while there is something to write or to read.
 
+    python -m benchmarks.nvme_simulated [--rounds N] [--path DIR] [--tiny]
+
 Each tensor is larger than a part that is copied at once, and is there when it is saved. The disk and the link are
 slowed down, so that their bandwidths are known: the disk is a tenth of the link.
 """
@@ -17,7 +19,8 @@ from torch import Tensor
 from actoffload import OffloadConfig, Offloader
 from actoffload.testing.faults import SlowEngine
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, install
-from benchmarks.harness import Bound, Results, Sample, make_parser, markdown_table, mib, middle
+from benchmarks import harness
+from benchmarks.harness import Bound, Sample, middle
 
 TENSORS = 6
 DISK_BYTES_PER_S, LINK_BYTES_PER_S = 1e8, 1e9
@@ -38,11 +41,7 @@ class TimedEngine(SlowEngine):
 
 
 class SlowLink(SimulatedAccelerator):
-    """Copies take as long as `LINK_BYTES_PER_S` says.
-
-    Args:
-        copied_bytes_per_s: what this machine copies.
-    """
+    """Copies take as long as `LINK_BYTES_PER_S` says, on a machine that copies ``copied_bytes_per_s`` by itself."""
 
     def __init__(self, copied_bytes_per_s: float) -> None:
         super().__init__()
@@ -58,8 +57,7 @@ class SlowLink(SimulatedAccelerator):
 def link_bytes_per_s(nbytes: int) -> float:
     """How fast this machine copies from the simulated device."""
     source, host = torch.zeros(nbytes, dtype=torch.uint8, device=NAME), torch.empty(nbytes, dtype=torch.uint8)
-    target = host.pin_memory()
-    seconds = []
+    target, seconds = host.pin_memory(), []
     for _ in range(3):
         torch.accelerator.synchronize()
         since_s = time.monotonic()
@@ -73,27 +71,20 @@ def measure(path: str, nbytes: int, staging: int) -> Sample:
     """One forward and backward that saves `TENSORS` tensors of ``nbytes``, with host memory for ``staging`` bytes."""
     copied = link_bytes_per_s(nbytes)
     engines: list[TimedEngine] = []
+    saved_s: list[float] = []
 
     def engine(file: Any) -> TimedEngine:
         engines.append(TimedEngine(file))
         return engines[0]
 
-    saved_s: list[float] = []
-
     def note(event: Any) -> None:
         if event.kind.value == "pack":
             saved_s.append(time.monotonic())
 
-    options: dict[str, Any] = {
-        "device_budget": 5 * nbytes,  # two are read ahead beside the one in use, and the next one has its room
-        "host_budget": staging,
-        "keep_last_bytes": 0,
-        "trace": note,
-        "allow_any_filesystem": True,
-    }
-    config = OffloadConfig(
-        target="nvme", policy="all", min_bytes=1, engine=engine, path=path, announce="none", **options
-    )
+    # two are read ahead beside the one in use, and the next one has its room
+    room: dict[str, Any] = {"device_budget": 5 * nbytes, "host_budget": staging, "keep_last_bytes": 0, "min_bytes": 1}
+    room |= {"policy": "all", "announce": "none", "allow_any_filesystem": True}
+    config = OffloadConfig(target="nvme", engine=engine, path=path, trace=note, **room)
     offloader = Offloader(config, accelerator=SlowLink(copied))
     try:
         w = torch.zeros(nbytes // 4, device=NAME).requires_grad_()
@@ -114,57 +105,39 @@ def measure(path: str, nbytes: int, staging: int) -> Sample:
             del loss
             w.grad = None
         after = offloader.statistics()
-        written = after.nvme_written_bytes - before.nvme_written_bytes
-        read = after.nvme_read_bytes - before.nvme_read_bytes
-        return {
-            "copied_bytes_per_s": copied,
-            "written_bytes": written,
-            "read_bytes": read,
-            "write_share": written / DISK_BYTES_PER_S / written_s,
-            "read_share": read / DISK_BYTES_PER_S / read_s,
-        }
     finally:
         offloader.abort()
+    written, read = (getattr(after, name) - getattr(before, name) for name in ("nvme_written_bytes", "nvme_read_bytes"))
+    shares = {"write_share": written / DISK_BYTES_PER_S / written_s, "read_share": read / DISK_BYTES_PER_S / read_s}
+    return {"copied_bytes_per_s": copied, "written_bytes": written, "read_bytes": read} | shares
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and write the result file; return 1 where a bound does not hold."""
-    options = make_parser(__doc__, rounds=3, tiny=True).parse_args(arguments)
+    options = harness.make_parser(__doc__, rounds=3, tiny=True).parse_args(arguments)
     install()
     nbytes = (4 << 20) if options.tiny else (128 << 20)
+    sizes = {"tensor_bytes": nbytes, "tensors": TENSORS, "disk": DISK_BYTES_PER_S, "link": LINK_BYTES_PER_S}
+    results = harness.Results("nvme_simulated", arguments, sizes, keep=not options.tiny)
     cases = {"staging of one tensor": nbytes, "staging of two": 2 * nbytes}
-    results = Results(
-        "nvme_simulated",
-        arguments,
-        {
-            "tensor_bytes": nbytes,
-            "tensors": TENSORS,
-            "disk_bytes_per_s": DISK_BYTES_PER_S,
-            "link_bytes_per_s": LINK_BYTES_PER_S,
-        },
-        keep=not options.tiny,
-    )
     samples: dict[str, list[Sample]] = {name: [] for name in cases}
     for _ in range(options.rounds):
         for name, staging in cases.items():
             samples[name].append(measure(options.path or tempfile.gettempdir(), nbytes, staging))
+    rows = {name: found[0] for name, found in samples.items()}
     bounds = [
-        Bound(what=f"share of the disk used, {name}: {way}", measured=middle(found, f"{way}_share"), bound=LEAST_SHARE,
-              at_most=False)
+        Bound(what=f"{name}: {way}", measured=middle(found, f"{way}_share"), bound=LEAST_SHARE, at_most=False)
         for name, found in samples.items()
         for way in ("write", "read")
-    ]  # fmt: skip
-    rows = [
-        (
-            name,
-            mib(found[0]["written_bytes"]),
-            mib(found[0]["read_bytes"]),
-            f"{middle(found, 'copied_bytes_per_s') / 1e9:.2f}",
-        )
-        for name, found in samples.items()
     ]
-    table = markdown_table(("case", "written", "read", "this machine copies, GB/s"), rows)
-    return 0 if results.finish(table, bounds, samples=samples) else 1
+    columns = {
+        "written, MiB": harness.number("written_bytes", 1 << 20, 0),
+        "read, MiB": harness.number("read_bytes", 1 << 20, 0),
+        "this machine copies, GB/s": harness.number("copied_bytes_per_s", 1e9, 2),
+    }
+    return (
+        0 if results.finish(harness.table_of("share of the disk used", rows, columns), bounds, samples=samples) else 1
+    )
 
 
 if __name__ == "__main__":

@@ -118,22 +118,6 @@ class Trl(Peer):
         self._undo()
 
 
-class Torchtune(Peer):
-    """torchtune's ``OffloadActivations`` with its defaults: pinned memory, streams."""
-
-    def __init__(self, device: torch.device) -> None:
-        if device.type != "cuda":
-            raise Unavailable("needs CUDA")
-        try:
-            from torchtune.training import OffloadActivations
-        except Exception as error:  # it refuses versions of others in its own ways
-            raise Unavailable(f"torchtune does not import: {error}") from error
-        self._context: AbstractContextManager[Any] = OffloadActivations()
-
-    def context(self) -> AbstractContextManager[Any]:
-        return self._context
-
-
 class Transformers(Peer):
     """What ``gradient_checkpointing_kwargs={"offload": True}`` of Transformers' trainer does to a model."""
 

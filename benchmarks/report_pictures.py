@@ -9,23 +9,20 @@ numbers of both runs.
 
 from __future__ import annotations
 
-import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import actoffload
 from actoffload.analysis.report_page import write_page
 from actoffload.analysis.trace_file import load
-from actoffload.analysis.traced_run import Run, look_at
+from actoffload.analysis.traced_run import look_at
 from actoffload.testing.faults import SlowEngine
-from benchmarks import harness, whole_steps
+from benchmarks import harness
+from benchmarks.memory_over_step import train
 from benchmarks.pictures import IMAGES, WIDTH
-from benchmarks.workloads import build
+from benchmarks.workloads import THREADS, TINY, gpt
 from tests.browser import browser
 
 SLOW_BYTES_PER_S = 20e6
@@ -43,38 +40,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.make_parser(__doc__, tiny=True)
     parser.add_argument("--steps", type=int, default=5, help="training steps of each run")
     options = parser.parse_args(arguments)
-    work = (whole_steps.TINY if options.tiny else whole_steps.gpt(8, 256, 256)) | {"dtype": "float32"}
-    configuration = work | {"threads": whole_steps.THREADS, "steps": options.steps, "slow": SLOW_BYTES_PER_S}
+    work = (TINY if options.tiny else gpt(8, 256, 256)) | {"dtype": "float32"}
+    configuration = work | {"threads": THREADS, "steps": options.steps, "slow": SLOW_BYTES_PER_S}
     results = harness.Results("report_pictures", arguments, configuration, keep=not options.tiny)
     images = results.file.parent if options.tiny else IMAGES
     rows = {}
-    with tempfile.TemporaryDirectory() as directory:
-        folder = Path(directory)
+    with tempfile.TemporaryDirectory() as folder:
         for name, more in RUNS.items():
-            run = train(work, options.steps, folder / f"{name}.json", {"path": options.path, **more})
-            write_page([run], folder / f"{name}.html")
-            draw(folder / f"{name}.html", images)
+            trace, page = Path(folder) / f"{name}.json", Path(folder) / f"{name}.html"
+            train(work, options.steps, trace, path=options.path, policy="all", **more)
+            run = look_at(load(trace))
+            write_page([run], page)
+            draw(page, images)
             rows[name] = run.as_dict() | {"path": f"{name}.json"}
     results.write(rows=rows)
     return 0
-
-
-def train(work: dict[str, Any], steps: int, trace: Path, options: Mapping[str, Any]) -> Run:
-    """Train with a trace; the run that it has."""
-    torch.set_num_threads(whole_steps.THREADS)
-    torch.manual_seed(0)
-    made = build(work)
-    optimizer = torch.optim.AdamW(made.model.parameters(), lr=1e-4)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        with actoffload.offload_activations(
-            "nvme", policy="all", trace=os.fspath(trace), model=made.model, **options
-        ) as offloader:
-            loss, _ = made.forward()
-        loss.backward()
-        optimizer.step()
-    offloader.close()
-    return look_at(load(trace))
 
 
 def draw(page: Path, images: Path) -> None:

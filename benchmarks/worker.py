@@ -3,7 +3,7 @@
 The options come as one JSON argument: those of `benchmarks.workloads.build`, and ``device``, ``mode`` (of
 `benchmarks.modes`), ``steps`` (timed), ``warm_up`` (steps before them), ``path``, ``threads``, ``optimizer`` (bool),
 ``options`` (more of them for `offload_activations`) and ``in_turns`` (bool: a timed step is taken for every line that
-is read, and said; see `benchmarks.turns`).
+is read, and said; see `benchmarks.harness.take_rounds`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,13 +11,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from actoffload.testing.gpt import GPT, GPTConfig
-from actoffload.tools.models import build as build_language_model
+from actoffload.testing.gpt import GPTConfig
+from actoffload.tools import models
 from actoffload.tools.rok_points import Case
 
 Start = tuple[Tensor, Tensor | None]
 CAUSAL_MODELS = {"llama": "LlamaDecoderLayer", "qwen2": "Qwen2DecoderLayer"}
 LANGUAGE_MODELS = {"gpt2": "gpt", "bert": "bert", "t5": "t5"}
+THREADS = 2
+"""Of whole steps on the CPU."""
+
+
+def gpt(layers: int, width: int, sequence: int, *, batch: int = 8) -> dict[str, Any]:
+    """The built-in GPT, for `build`."""
+    return {"model": "gpt", "batch": batch, "gpt": {"layers": layers, "width": width, "seq": sequence}}
+
+
+TINY = gpt(2, 64, 64, batch=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,22 +85,19 @@ def _build(spec: dict[str, Any]) -> Workload:
 
 
 def _gpt(spec: dict[str, Any]) -> Workload:
-    sizes = GPTConfig(**spec["gpt"])
-    model = GPT(sizes)
-    tokens = torch.randint(0, sizes.vocab, (spec["batch"], sizes.seq + 1))
-    return Workload(
-        model=model,
-        forward=lambda: (model(tokens[:, :-1], tokens[:, 1:]), None),
-        blocks=tuple(f"stack.blocks.{number}" for number in range(sizes.layers)),
-    )
+    sizes, device = GPTConfig(**spec["gpt"]), torch.get_default_device()
+    return _made(models.build_gpt(sizes, dtype=torch.get_default_dtype(), device=device), spec)
+
+
+def _made(made: models.Trainee, spec: dict[str, Any]) -> Workload:
+    batch = made.batch(spec["batch"])
+    return Workload(model=made.model, forward=lambda: (made.loss(batch), None), blocks=made.blocks)
 
 
 def _language(spec: dict[str, Any]) -> Workload:
     """GPT-2, BERT or T5; the sizes are the fields of `Case`."""
-    case = Case(model=LANGUAGE_MODELS[spec["model"]], batch=spec["batch"], dtype=spec["dtype"], **spec["sizes"])
-    made = build_language_model(case)
-    batch = made.batch(case.batch)
-    return Workload(model=made.model, forward=lambda: (made.loss(batch), None), blocks=made.blocks)
+    model = LANGUAGE_MODELS[spec["model"]]
+    return _made(models.build(Case(model=model, batch=spec["batch"], dtype=spec["dtype"], **spec["sizes"])), spec)
 
 
 def _vit(spec: dict[str, Any]) -> Workload:
@@ -144,10 +151,8 @@ def _unet(spec: dict[str, Any]) -> Workload:
 
 def _causal(spec: dict[str, Any]) -> Workload:
     """Sizes: ``hidden``, ``layers``, ``inner``, ``heads``, ``kv_heads``, ``vocab``, ``seq``, ``lora`` (its rank)."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     sizes = spec["sizes"]
-    config = AutoConfig.for_model(
+    config = models.configuration(
         spec["model"],
         vocab_size=sizes["vocab"],
         hidden_size=sizes["hidden"],
@@ -156,19 +161,16 @@ def _causal(spec: dict[str, Any]) -> Workload:
         num_attention_heads=sizes["heads"],
         num_key_value_heads=sizes["kv_heads"],
         max_position_embeddings=sizes["seq"],
-        use_cache=False,
     )
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype()).train()
+    made: Any = models.build_transformers(
+        config, sequence=sizes["seq"], dtype=torch.get_default_dtype(), device=torch.get_default_device()
+    )
     if "lora" in sizes:
         from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(r=sizes["lora"], target_modules="all-linear"))
-    tokens = torch.randint(0, sizes["vocab"], (spec["batch"], sizes["seq"]))
-    return Workload(
-        model=model,
-        forward=lambda: (model(input_ids=tokens, labels=tokens).loss, None),
-        blocks=_modules_of(model, CAUSAL_MODELS[spec["model"]]),
-    )
+        adapted = get_peft_model(made.model, LoraConfig(r=sizes["lora"], target_modules="all-linear"))
+        made = replace(made, model=adapted)
+    return _made(replace(made, blocks=_modules_of(made.model, CAUSAL_MODELS[spec["model"]])), spec)
 
 
 def _modules_of(model: nn.Module, kind: str) -> tuple[str, ...]:

@@ -247,7 +247,8 @@ def _announce_stages(engine: Any, offloader: Offloader, undo: contextlib.ExitSta
         # The schedule is known before it runs. DeepSpeed names buffers, which later micro-batches use again: the
         # number of the forward that filled a buffer last is the micro-batch of its next backward.
         numbers, held = itertools.count(), {}
-        for command in itertools.chain.from_iterable(schedule) if torch.is_grad_enabled() else ():
+        commands = itertools.chain.from_iterable(schedule) if torch.is_grad_enabled() else ()
+        for command in commands:
             if isinstance(command, ForwardPass):
                 held[command.buffer_id] = next(numbers)
                 coming.append((held[command.buffer_id], "forward"))

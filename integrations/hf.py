@@ -158,8 +158,10 @@ class TrainerAttachment(TrainerCallback):
 
     def _announce(self, line: str) -> None:
         announce = self.offloader.config.announce
-        if announce != "none":
-            (announce if callable(announce) else _print_once)(line)
+        if callable(announce):
+            announce(line)
+        elif announce != "none":
+            _print_once(line)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         _logger.info(self.offloader.report())
@@ -190,7 +192,9 @@ def _refuse_conflicts(trainer: Any) -> None:
     if trainer.args.n_gpu > 1:
         remedy = "nn.DataParallel runs the model in threads, outside every context: start with torchrun or accelerate"
         raise ConfigError("n_gpu", trainer.args.n_gpu, remedy)
-    for module in trainer.model.modules() if trainer.model is not None else ():  # Ray Tune removes the model
+    if trainer.model is None:  # Ray Tune removes it
+        return
+    for module in trainer.model.modules():
         function = getattr(module, "_gradient_checkpointing_func", None)
         function = getattr(function, "func", function)
         if "activation_checkpointing_enable.<locals>" in getattr(function, "__qualname__", ""):

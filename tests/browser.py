@@ -59,11 +59,6 @@ class Page:
             assert time.monotonic() < until_s, f"{condition} did not come to hold; the console: {self.problems}"
             time.sleep(0.05)
 
-    def point_at(self, x: float, y: float) -> None:
-        """Move the pointer there."""
-        for offset in (1, 0):
-            self._call("Input.dispatchMouseEvent", type="mouseMoved", x=x + offset, y=y)
-
     def screenshot(self, file: Path, height: float | None = None) -> None:
         """Write a picture of the page, or of so many pixels from its top."""
         options = {"format": "png", "captureBeyondViewport": True}

@@ -8,7 +8,7 @@ in `tests.scaled_llama`.
 
     python -m tests.limited_memory SPEC
 
-prints one JSON object for `benchmarks.checkpointing_memory`; bytes and virtual seconds of the small models.
+prints one JSON object for `benchmarks.limited_memory`; bytes and virtual seconds of the small models.
 """
 
 from __future__ import annotations

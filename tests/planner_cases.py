@@ -66,12 +66,22 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Phase:
-    """Steps in which nothing changes: how many, how fast the disk and the computer are, the sizes that take turns."""
+    """Steps in which nothing changes: how many, how fast the disk and the computer are, the sizes that take turns.
+
+    In the part of a step that ``others`` names somebody else takes half of the disk's time, as an optimizer does whose
+    states are there.
+    """
 
     steps: int
     disk: float
     speed: float = 1.0
     scales: tuple[float, ...] = (1.0,)
+    others: str = ""
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of the disk's time that others take, by part of a step."""
+        return {self.others: 0.5} if self.others else {}
 
 
 SCENARIOS: dict[str, tuple[Phase, ...]] = {
@@ -80,6 +90,8 @@ SCENARIOS: dict[str, tuple[Phase, ...]] = {
     "throttled for a while": (Phase(40, FAST), Phase(33, SLOW), Phase(127, FAST)),
     "slow first steps": (Phase(5, SLOW, speed=0.25), Phase(195, SLOW)),
     "alternating shapes": (Phase(200, SLOW, scales=(1.0, 1.5)),),
+    "others in backward": (Phase(30, SLOW), Phase(30, SLOW, others="backward"), Phase(140, SLOW)),
+    "others in the optimizer": (Phase(30, SLOW), Phase(30, SLOW, others="optimizer"), Phase(140, SLOW)),
 }
 FROM_A_FILE = "a plan from a file"
 
@@ -113,16 +125,17 @@ def best_plan(make_rig: MakeRig, work: Workload, phase: Phase, scale: float, bud
     options: dict[str, Any] = {"bytes_per_s": bytes_per_s, "sizes": work.blocks, "device_budget": budget}
     plain = make_rig(**options | {"bytes_per_s": 1e12, "device_budget": 1 << 40, "policy": "auto"})
     plain.clock.speed = phase.speed
-    plain.steps(3, scale)
+    plain.steps(3, scale, phase.shares)
     profile = plain.offloader.profile
     assert profile is not None
-    profile = profile.with_links(disk=Link(write_bytes_per_s=bytes_per_s, read_bytes_per_s=bytes_per_s))
+    read_bytes_per_s = bytes_per_s * (1 - phase.shares.get("backward", 0.0))  # only backward reads
+    profile = profile.with_links(disk=Link(write_bytes_per_s=bytes_per_s, read_bytes_per_s=read_bytes_per_s))
     limits = Limits(device_budget=budget, tiers=("nvme",))
     found = []
     for plan in _plans(profile, limits):
         rig = make_rig(**options | {"policy": plan})
         rig.clock.speed = phase.speed
-        rig.steps(3, scale)
+        rig.steps(3, scale, phase.shares)
         if budget is not None or rig.seconds[-1] <= NO_LOSS * profile.step_s:
             found.append(Best(rig.seconds[-1], rig.peaks[-1], plan))
     if budget is not None:
@@ -150,14 +163,14 @@ def run(make_rig: MakeRig, model: str, scenario: str, limited: bool) -> dict[str
     scales = sorted({scale for phase in phases for scale in phase.scales})
     budget = budget_of(work, limited, scales[0])
     bests = {
-        (phase.disk, phase.speed, scale): best_plan(make_rig, work, phase, scale, budget)
+        (phase.disk, phase.speed, phase.others, scale): best_plan(make_rig, work, phase, scale, budget)
         for phase in {replace(phase, steps=0): phase for phase in phases}.values()
         for scale in phase.scales
     }
     first = phases[0]
     options: dict[str, Any] = {"sizes": work.blocks, "device_budget": budget}
     if scenario == FROM_A_FILE:
-        options["policy"] = Plan.from_json(bests[first.disk, first.speed, 1.0].plan.to_json())
+        options["policy"] = Plan.from_json(bests[first.disk, first.speed, first.others, 1.0].plan.to_json())
     rig = make_rig(bytes_per_s=1.0, **options)
     late: list[float] = []
     high: list[float] = []
@@ -167,8 +180,8 @@ def run(make_rig: MakeRig, model: str, scenario: str, limited: bool) -> dict[str
         rig.clock.speed = phase.speed
         for step in range(phase.steps):
             scale = phase.scales[step % len(phase.scales)]
-            rig.step(scale)
-            best = bests[phase.disk, phase.speed, scale]
+            rig.step(scale, phase.shares)
+            best = bests[phase.disk, phase.speed, phase.others, scale]
             turns = len(phase.scales)
             if step >= SOON * turns:
                 late.append(rig.seconds[-1] / best.step_s)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from actoffload.storage.engines.base import EngineCapabilities, IoKind, IoReques
 MIB = 1 << 20
 TOKENS = 1000
 """Numbers in the model's input, which has their share of all sizes."""
+NOBODY: Mapping[str, float] = {}
+"""Nobody else uses the disk."""
 
 
 class Clock:
@@ -76,6 +78,8 @@ class Disk(StorageEngine):
         self.written_bytes = self.read_bytes = 0
         self.other_bytes = 0
         """What the disk serves of somebody else's before each of these transfers."""
+        self.others = 0.0
+        """The share of the disk's time that somebody else takes now."""
         self._closed = False
         clock.disks.append(self)
 
@@ -119,7 +123,7 @@ class Disk(StorageEngine):
             if request.try_start():
                 if request.before is not None:
                     request.before()
-                seconds = (self.other_bytes + request.length) / self.bytes_per_s
+                seconds = (self.other_bytes + request.length) / (self.bytes_per_s * (1 - self.others))
                 self._running[kind] = self._clock.now_s + seconds, request
 
     def close(self) -> None:
@@ -208,21 +212,32 @@ class Rig:
         (disk,) = self.clock.disks
         return disk
 
-    def step(self, scale: float = 1.0) -> None:
-        """Train one step; ``scale``: of all sizes, as another sequence length has it."""
+    def step(self, scale: float = 1.0, others: Mapping[str, float] = NOBODY) -> None:
+        """Train one step.
+
+        Args:
+            scale: of all sizes, as another sequence length has it.
+            others: the share of the disk's time that somebody else takes in ``"backward"`` and in ``"optimizer"``. The
+                optimizer takes a tenth of the compute.
+        """
         began_s, moved = self.clock.now_s, self.disk.written_bytes
         with self.offloader:
             out = self.model(torch.empty(int(TOKENS * scale)))
+        self.disk.others = others.get("backward", 0.0)
         out.backward(torch.empty_like(out))
+        if others:
+            self.disk.others = others.get("optimizer", 0.0)
+            self.clock.compute((self.clock.now_s - began_s) / 10)
+        self.disk.others = 0.0
         accounts = self.offloader.store.shared.accounts
         self.seconds.append(self.clock.now_s - began_s)
         self.peaks.append(accounts.step_peak_bytes)
         self.moved.append(self.disk.written_bytes - moved)
 
-    def steps(self, count: int, scale: float = 1.0) -> float:
+    def steps(self, count: int, scale: float = 1.0, others: Mapping[str, float] = NOBODY) -> float:
         """Train so many steps; the seconds of the last one."""
         for _ in range(count):
-            self.step(scale)
+            self.step(scale, others)
         return self.seconds[-1]
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from actoffload.planning.plan import Plan
 from actoffload.planning.profile import Link, Profile, Region, Storage
 from actoffload.planning.regions import run_again
-from actoffload.tell.parts import part_of
+from actoffload.policy import part_of
 
 SAVED_PER_BLOCK = (
     ("norm1", 1.0, 0.00),

@@ -7,7 +7,8 @@ is not on this machine, or a release that pip does not find, is named in the tab
 the rows of other pairs.
 
 The release ``newest`` (`make newest`) is the newest of PyTorch and of all frameworks that pip finds to fit together, in
-a fresh environment. Its row has their versions, and which tests of the frameworks failed.
+a fresh environment. Its row has their versions, and which tests of the frameworks failed. Megatron-LM's main branch is
+on no index: where the variable MEGATRON_LM names a clone of it, the tests of Megatron run on that, too.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ SUITES = {
         *(f"tests/unit/test_simulated_{name}.py" for name in ("accelerator", "copies", "storage")),
     ],
 }
-NEWEST, FRAMEWORKS = "newest", {"frameworks": ["tests/integration"]}
+NEWEST = "newest"
+FRAMEWORKS = {"frameworks": "test_*.py", "Megatron-LM main": "test_megatron*.py"}
+"""Files of tests/integration."""
 FOLDER = harness.ROOT / ".versions"
-INSTALL_S, SUITE_S = 1800, 3600
+INSTALL_S, SUITE_S = 3600, 3600
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -72,8 +75,11 @@ def run_pair(torch: str, python: str) -> dict[str, Any]:
     except (OSError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         return row | {"missing": said[-1] if said else type(error).__name__}
-    suites = FRAMEWORKS if torch == NEWEST else SUITES
-    return row | {"suites": {name: _run_suite(environment, interpreter, files) for name, files in suites.items()}}
+    if torch != NEWEST:
+        return row | {"suites": {name: _run_suite(environment, interpreter, files) for name, files in SUITES.items()}}
+    clone = os.environ.get("MEGATRON_LM")
+    paths = {"frameworks": None} | ({"Megatron-LM main": clone} if clone else {})
+    return row | {"suites": {name: _run_files(environment, interpreter, name, path) for name, path in paths.items()}}
 
 
 def _environment(folder: Path, torch: str, python: str) -> str:
@@ -84,7 +90,8 @@ def _environment(folder: Path, torch: str, python: str) -> str:
         pip = [interpreter, "-m", "pip", "install", "--no-compile", "--no-cache-dir"]
         pip += shlex.split(os.environ.get("PIP_ARGS", ""))
         if torch == NEWEST:
-            _output([*pip, "--editable", f"{harness.ROOT}[all,test]"])
+            # torchtitan and Megatron-LM's main branch import Triton, which a PyTorch for the CPU does not bring.
+            _output([*pip, "--editable", f"{harness.ROOT}[all,test]", "triton"])
         else:
             _output([*pip, f"torch=={torch}.*", *PACKAGES])
             _output([*pip, "--no-deps", "--editable", str(harness.ROOT)])
@@ -97,11 +104,25 @@ def _output(command: list[str]) -> str:
     return done.stdout
 
 
-def _run_suite(folder: Path, interpreter: str, files: list[str]) -> dict[str, Any]:
+def _run_files(folder: Path, interpreter: str, suite: str, path: str | None) -> dict[str, Any]:
+    """The tests of frameworks, file by file: one that hangs, or that ends pytest, costs the results of no other."""
+    total: dict[str, Any] = {"passed": 0, "skipped": 0, "failed": [], "status": 0}
+    for file in sorted((harness.ROOT / "tests" / "integration").glob(FRAMEWORKS[suite])):
+        found = _run_suite(folder, interpreter, [str(file)], path)
+        if "error" in found:
+            found = {"failed": [f"{file.stem}: {found['error']}"], "status": 1}
+        found["status"] %= 5  # 5: all were skipped
+        total = {key: value + found.get(key, 0) for key, value in total.items()}
+    return total
+
+
+def _run_suite(folder: Path, interpreter: str, files: list[str], path: str | None = None) -> dict[str, Any]:
     """How many tests passed, were skipped and failed, and which."""
     report = folder / "report.xml"
     report.unlink(missing_ok=True)
     variables = os.environ | {"OMP_NUM_THREADS": "1"}
+    if path:
+        variables["PYTHONPATH"] = path
     command = [interpreter, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *files]
     try:
         done = subprocess.run(command, cwd=harness.ROOT, env=variables, timeout=SUITE_S, check=False)

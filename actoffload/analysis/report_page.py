@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 from ..errors import ConfigError
 from ..policy import KeepReason
 from ..sizes import format_size, format_time
-from .trace_file import Moved, Wait
+from .trace_file import LINKS
 from .traced_run import (
     AWAY,
     KINDS,
     LABELS,
-    LINKS,
     MOST_WAITS,
     MOVED,
     NOT_AWAY,
@@ -164,7 +163,7 @@ def _chart(run: Run, memory: list[Moment], kinds: Sequence[str], top: float, len
     ends = [*(moment.time_s for moment in memory[1:]), run.end_s - run.begin_s]
     unit, name = (GIB, "GiB") if top >= GIB else (MIB, "MiB")
     labels = [("y", "bottom", at * unit / top, f"{at:g} {name}") for at in _ticks(top / unit)]
-    labels += [("x", "left", at / 1e3 / length_s, f"{at:g} ms") for at in _ticks(900 * length_s, most=3)]
+    labels += [("x", "left", at / 1e3 / length_s, f"{at:g} ms") for at in _ticks(800 * length_s, most=3)]
     for phase in run.phases():
         text = phase.name if phase.duration_s > NAMED * length_s else ""
         labels.append(("phase", "left", phase.begin_s / length_s, text))
@@ -197,16 +196,15 @@ def _ticks(top: float, most: int = 5) -> list[float]:
 
 def _bands(run: Run, length_s: float) -> list[tuple[str, str, list[tuple[float, float, str]]]]:
     """Return label, class and bars of a band for each way of each link, writes first, and for the waits."""
-    spans = sorted(run.spans(), key=lambda span: -span.duration_s)
-    waited_s = sum(span.duration_s for span in spans if isinstance(span, Wait))
-    labels = {"wait": f"waits: {format_time(waited_s)} in this step"}
+    waits, transfers = run.of_step(run.trace.waits), run.of_step(run.trace.transfers)
+    labels = {"wait": f"waits: {format_time(sum(wait.duration_s for wait in waits))} in this step"}
     for link in run.links():
         used = " and ".join(f"{share:.0%} of {phase}" for phase, share in link.used.items())
         labels[link.name] = f"{link.name}: {link.can_do / 1e9:.3g} GB/s, under way in {used}"
     bands: dict[str, list[tuple[float, float, str]]] = {name: [] for name in (*LINKS, "wait")}
-    for span in [span for span in spans if isinstance(span, (Moved, Wait))][:MOST_BARS]:
-        name = f"{span.link} {span.way}" if isinstance(span, Moved) else "wait"
-        what = f"for {span.reason}: {span.module or 'a tensor'}" if isinstance(span, Wait) else span.name
+    named = [(one.link, one.name, one) for one in transfers]
+    named += [("wait", f"for {one.reason}: {one.module or 'a tensor'}", one) for one in waits]
+    for name, what, span in sorted(named, key=lambda each: -each[2].duration_s)[:MOST_BARS]:
         when = f"{format_time(span.duration_s)} from {format_time(span.begin_s)}"
         begin_s = max(0.0, span.begin_s)
         place = (begin_s / length_s, (span.end_s - begin_s) / length_s)

@@ -18,91 +18,64 @@ from ..json_input import convert, parse, read_file
 MOST_BYTES = 1 << 30
 """The largest file. A step of a thousand tensors takes half a MiB."""
 PHASES = ("forward", "backward", "optimizer")
+LINKS = ("host write", "disk write", "disk read", "host read")
+WAIT = "wait for "
 OTHERS = ", by others"
 """The suffix of a link's name for transfers of another library."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """An event with a duration.
+    """A phase, a transfer, a wait or, without a duration, a note: another plan, a failure that did no harm.
 
     Attributes:
         name: its name; for a transfer the module that saved the tensor.
         begin_s: its begin; ``end_s``: its end.
         track: the track of a viewer that shows it.
+        module: the module that saved the tensor, or that was about to save one; "" if it is not known.
+        nbytes: the bytes of the tensor; for a transfer the bytes on the link, alignment included.
+        microbatch: for a phase its number, from 1; for an optimizer the number of the last one before it.
+        tensors: for a transfer, for each tensor the module that saved it, or None, and its bytes.
     """
 
     name: str
     begin_s: float
     end_s: float
-    track: str
+    track: str = ""
+    module: str = ""
+    nbytes: int = 0
+    microbatch: int = 0
+    tensors: tuple[tuple[str | None, int], ...] = ()
 
     @property
     def duration_s(self) -> float:
         """Its duration."""
         return self.end_s - self.begin_s
 
+    @property
+    def on_device(self) -> bool:
+        """Whether its times are the device's (virtual on a simulated device), else the host's."""
+        return self.track.startswith("device ")
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Phase(Span):
-    """A forward, a backward or an optimizer's step.
+    @property
+    def link(self) -> str:
+        """The link of a transfer and its way: ``"disk write"`` (away from the device), ``"host read"``, ..."""
+        # Transfers of one link that overlap lie on numbered lanes.
+        return self.track.partition(" #")[0].removesuffix(OTHERS)
 
-    Attributes:
-        microbatch: its number, from 1; for an optimizer the number of the last one before it.
-        on_device: whether its times are the device's (virtual on a simulated device), else the host's.
-    """
+    @property
+    def ours(self) -> bool:
+        """Whether this library moved the bytes. For another one, such as DeepSpeed, the times are of its calls."""
+        return OTHERS not in self.track
 
-    microbatch: int
-    on_device: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moved(Span):
-    """Bytes that went over a link.
-
-    Attributes:
-        link: ``"disk"`` or ``"host"``; ``way``: ``"write"`` (away from the device) or ``"read"``.
-        nbytes: the bytes on the link, alignment included.
-        tensors: for each tensor the module that saved it, or None, and its bytes.
-        ours: whether this library moved them. For another one, such as DeepSpeed, the times are those of its calls.
-    """
-
-    link: str
-    way: str
-    nbytes: int
-    tensors: tuple[tuple[str | None, int], ...]
-    ours: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wait(Span):
-    """A wait of a step.
-
-    Attributes:
-        reason: ``"data"`` (backward waited for a tensor) or ``"room"`` (memory had to leave first).
-        module: the module that saved the tensor, or that was about to save one; "" if it is not known.
-        nbytes: the bytes of the tensor.
-        on_device: whether a stream of the device waited, else a thread of the host.
-    """
-
-    reason: str
-    module: str
-    nbytes: int
-    on_device: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
-    """An event without duration: another plan, a failure that did no harm, a write that was not needed."""
-
-    name: str
-    time_s: float
-    module: str = ""
-    nbytes: int = 0
+    @property
+    def reason(self) -> str:
+        """Of a wait: ``"data"`` (backward waited for a tensor) or ``"room"`` (memory had to leave first)."""
+        return self.name.removeprefix(WAIT)
 
 
 @dataclass(slots=True)
-class Counter:
+class CounterValues:
     """Values over time.
 
     Attributes:
@@ -137,21 +110,20 @@ class TraceFile:
         truncated: whether the process was killed or still runs. Facts that a run stores at its end are then missing.
         began_unix_s: the time of the first event, in seconds since 1970.
         metadata: the facts of the run by name: ``machine``, ``config``, ``statistics``, ``plan``, ...
-        phases: sorted by their begin, as all events below.
+        phases: forwards, backwards and optimizers' steps, sorted by their begin, as all events below.
         counters: by name. ``memory``: bytes by kind; ``memory total``: their measured sum; ``memory with nothing
-            moved``: that sum if all tensors had stayed; ``host pool`` and ``disk``: bytes in use; a link, such as
-            ``disk write``: bytes per second (``bytes_per_s``), and the same over time with a transfer (``can_do``).
+            moved``: that sum if all tensors had stayed; ``host pool`` and ``disk``: bytes in use.
     """
 
     path: str
     truncated: bool
     began_unix_s: float
     metadata: Mapping[str, Any]
-    phases: tuple[Phase, ...]
-    transfers: tuple[Moved, ...]
-    waits: tuple[Wait, ...]
-    notes: tuple[Note, ...]
-    counters: Mapping[str, Counter]
+    phases: tuple[Span, ...]
+    transfers: tuple[Span, ...]
+    waits: tuple[Span, ...]
+    notes: tuple[Span, ...]
+    counters: Mapping[str, CounterValues]
 
     def steps(self, *, on_device: bool = False) -> list[tuple[float, float]]:
         """Return begin and end of each step: from the first forward after an optimizer's step to the next such forward.
@@ -278,36 +250,26 @@ def _sorted(events: Sequence[_Event]) -> dict[str, Any]:
     timed = [(convert(event.ts, float), event) for event in events if event.ph != "M"]
     origin = min((ts for ts, _ in timed), default=0.0)
     tracks = {e.tid: convert(e.args.get("name"), str) for e in events if e.ph == "M" and e.name == "thread_name"}
-    phases: list[Phase] = []
-    transfers: list[Moved] = []
-    waits: list[Wait] = []
-    notes: list[Note] = []
-    counters: dict[str, Counter] = {}
+    found: dict[str, list[Span]] = {"phases": [], "transfers": [], "waits": [], "notes": []}
+    counters: dict[str, CounterValues] = {}
     # A run writes a span as it ends, so the file is in no order of begins.
     for ts, event in sorted(timed, key=lambda each: each[0]):
         begin_s = (ts - origin) / 1e6
         if event.ph in "sf":  # an arrow of a viewer, from the write of a tensor to its read
             continue
         if event.ph == "C":  # before the typed arguments, as a counter names its own series there
-            counters.setdefault(event.name, Counter()).add(begin_s, convert(event.args, dict[str, float]))
+            counters.setdefault(event.name, CounterValues()).add(begin_s, convert(event.args, dict[str, float]))
             continue
-        args = convert(event.args, _Args)
+        args, lasts_s = convert(event.args, _Args), 0.0 if event.ph == "i" else convert(event.dur, float) / 1e6
+        common: dict[str, Any] = {"name": event.name, "begin_s": begin_s, "end_s": begin_s + lasts_s}
+        common |= {"track": tracks.get(event.tid, ""), "module": args.module, "nbytes": args.bytes}
+        span = Span(**common, microbatch=args.microbatch, tensors=args.tensors)
         if event.ph == "i":
-            notes.append(Note(name=event.name, time_s=begin_s, module=args.module, nbytes=args.bytes))
-            continue
-        track = tracks.get(event.tid, "")
-        span: dict[str, Any] = {"name": event.name, "begin_s": begin_s, "track": track}
-        span["end_s"] = begin_s + convert(event.dur, float) / 1e6
-        on_device = track.startswith("device ")
-        lane = track.partition(" #")[0]  # transfers of one link that overlap lie on numbered lanes
-        link, _, way = lane.removesuffix(OTHERS).partition(" ")
-        if event.name.startswith("wait for "):
-            reason = event.name.removeprefix("wait for ")
-            waits.append(Wait(**span, reason=reason, module=args.module, nbytes=args.bytes, on_device=on_device))
+            found["notes"].append(span)
+        elif event.name.startswith(WAIT):
+            found["waits"].append(span)
         elif event.name in PHASES:
-            phases.append(Phase(**span, microbatch=args.microbatch, on_device=on_device))
-        elif link in ("disk", "host"):
-            moved: dict[str, Any] = {"link": link, "way": way, "nbytes": args.bytes, "ours": not lane.endswith(OTHERS)}
-            transfers.append(Moved(**span, **moved, tensors=args.tensors))
-    groups = {"phases": tuple(phases), "transfers": tuple(transfers), "waits": tuple(waits), "notes": tuple(notes)}
-    return {**groups, "counters": counters}
+            found["phases"].append(span)
+        elif span.link in LINKS:
+            found["transfers"].append(span)
+    return {**{kind: tuple(spans) for kind, spans in found.items()}, "counters": counters}

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from statistics import median_low
 from typing import Any
 
 from ..errors import TraceFileError
 from ..policy import STATIC
 from ..sizes import format_size, format_time
-from ..storage.endurance import Rating, render_wear
-from ..tell.causes import next_steps
+from ..storage.endurance import render_wear
+from ..tell.causes import NEXT
 from ..tools.rok_points import Spread, verdict
-from .trace_file import Moved, Phase, Span, TraceFile, Wait
+from .trace_file import LINKS, Span, TraceFile
 
 SAVED, AWAY = "saved activations", "away"
 KINDS = ("before training", "optimizer state", "kept free", "temporaries", "gradients", SAVED, AWAY)
 """The uses of memory, in the order in which a chart stacks them: activations lie as a mountain on the gradients, and
 those that are away above them. Before training: parameters, on the CPU with the process as it was before the first
 forward. Kept free: memory that the allocator keeps, beside what is in use."""
-LINKS = ("host write", "disk write", "disk read", "host read")
 MOVED, NOT_AWAY, SAVED_SUM = "moved", "still there", "saved in a step"
 MOST_WAITS = 10
 MOST_BLOCKS = 3
@@ -78,7 +77,7 @@ class LinkUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitsFor:
-    """All waits of a run for the tensors of one module, for one reason (`Wait.reason`)."""
+    """All waits of a run for the tensors of one module, for one reason (`Span.reason`)."""
 
     module: str
     reason: str
@@ -135,8 +134,8 @@ class Run:
             "wait_s": sum(wait.duration_s for wait in self.trace.waits) / self.count,
         }
 
-    def _left(self, link: str) -> list[Moved]:
-        return [moved for moved in self.trace.transfers if moved.ours and (moved.link, moved.way) == (link, "write")]
+    def _left(self, link: str) -> list[Span]:
+        return [moved for moved in self.trace.transfers if moved.ours and moved.link == f"{link} write"]
 
     def memory(self) -> list[Moment]:
         """Return the memory over the step that is shown."""
@@ -182,24 +181,15 @@ class Run:
         """Return the directions of links that moved bytes in the run."""
         found = []
         for name in LINKS:
-            counter = self.trace.counters.get(name)
-            # `can_do` is a running value, so the last one covers the whole run.
-            if counter is not None and counter.times_s and (can_do := counter.series["can_do"][-1]):
-                moved = [one for one in self.trace.transfers if f"{one.link} {one.way}" == name]
-                used = {phase: self._busy(phase, moved) for phase in ("forward", "backward")}
-                nbytes = sum(one.nbytes for one in moved)
-                found.append(LinkUse(name=name, used=used, can_do=can_do, nbytes=nbytes))
+            moved = sorted((one for one in self.trace.transfers if one.link == name), key=lambda one: one.begin_s)
+            nbytes, busy_s = sum(one.nbytes for one in moved), _busy_s(moved, [(0.0, math.inf)])
+            if nbytes and busy_s:
+                used = {}
+                for phase in ("forward", "backward"):
+                    when = self._when(phase)
+                    used[phase] = _busy_s(moved, when) / (sum(end_s - begin_s for begin_s, end_s in when) or 1.0)
+                found.append(LinkUse(name=name, used=used, can_do=nbytes / busy_s, nbytes=nbytes))
         return found
-
-    def _busy(self, phase: str, transfers: Sequence[Moved]) -> float:
-        """Return the part of the step's phases of one name in which at least one of the transfers was under way."""
-        busy_s = lasted_s = 0.0
-        for begin_s, end_s in self._when(phase):
-            lasted_s += end_s - begin_s
-            for one in sorted(transfers, key=lambda one: one.begin_s):
-                busy_s += max(0.0, min(one.end_s, end_s) - max(one.begin_s, begin_s))
-                begin_s = max(begin_s, min(one.end_s, end_s))  # so that time that transfers share counts once
-        return busy_s / lasted_s if lasted_s else 0.0
 
     def _when(self, name: str) -> list[tuple[float, float]]:
         """Return the step's phases of one name, by the device's times if there are any. Overlap counts once."""
@@ -212,23 +202,21 @@ class Run:
                 found += [(begin_s, end_s)] if end_s > begin_s else []
         return found
 
-    def phases(self) -> list[Phase]:
+    def phases(self) -> list[Span]:
         """Return the host's phases of the step, with times from its begin on."""
-        return [span for span in self.spans() if isinstance(span, Phase) and not span.on_device]
+        return self.of_step([phase for phase in self.trace.phases if not phase.on_device])
 
-    def spans(self) -> list[Span]:
-        """Return phases, waits and transfers of the step, with times from its begin on."""
-        trace, begin_s, end_s = self.trace, self.begin_s, self.end_s
-        found: list[Span] = []
-        waits = [wait for wait in trace.waits if wait.duration_s]  # a wait without length is none
-        for span in (*trace.phases, *waits, *trace.transfers):
-            if span.begin_s < end_s and span.end_s > begin_s:
-                found.append(replace(span, begin_s=span.begin_s - begin_s, end_s=min(span.end_s, end_s) - begin_s))
-        return found
+    def of_step(self, spans: Sequence[Span]) -> list[Span]:
+        """Return those of the trace's spans that are in the step, with times from its begin on."""
+        return [
+            replace(span, begin_s=span.begin_s - self.begin_s, end_s=min(span.end_s, self.end_s) - self.begin_s)
+            for span in spans
+            if span.duration_s and span.begin_s < self.end_s and span.end_s > self.begin_s
+        ]
 
     def dearest_waits(self) -> list[WaitsFor]:
         """Return the `MOST_WAITS` modules with the longest waits, over the whole run."""
-        groups: dict[tuple[str, str], list[Wait]] = {}
+        groups: dict[tuple[str, str], list[Span]] = {}
         for wait in (wait for wait in self.trace.waits if wait.duration_s):
             groups.setdefault((wait.module or "(no module)", wait.reason), []).append(wait)
         found = [
@@ -283,12 +271,10 @@ class Run:
     def wear(self) -> str:
         """Return the run's effect on its SSD as text; empty if it wrote nothing to one."""
         config, spool = self.known("config"), self.known("spool")
-        tbw = config.get("drive_tbw")
-        rating = None if tbw is None else Rating(name="the drive", rated_written_bytes=tbw)
         # The metadata has it only if the run came to its end.
         elapsed_s = self.trace.metadata.get("elapsed_s") or self.trace.steps()[-1][1]
-        written = sum(moved.nbytes for moved in self._left("disk"))
-        return " ".join(render_wear(written, elapsed_s, rating, drives=len(spool.get("paths", ())) or 1))
+        written, drives = sum(moved.nbytes for moved in self._left("disk")), len(spool.get("paths", ())) or 1
+        return " ".join(render_wear(written, elapsed_s, config.get("drive_tbw"), drives=drives))
 
     def summary(self) -> str:
         """Return the run in one line, as in `Offloader.report`; of a trace without an end, its steps."""
@@ -300,10 +286,11 @@ class Run:
         told = diagnosis[0].removeprefix("diagnosis: ")
         return told[:1].upper() + told[1:]
 
-    @cached_property
+    @property
     def next_steps(self) -> list[str]:
-        """The next steps for the user: at most three sentences, each with an option, its value and its effect."""
-        return next_steps(self.trace.metadata, self.numbers())
+        """The remedies for the limits of the step, as in `Offloader.report`."""
+        lines: Sequence[str] = self.trace.metadata.get("diagnosis") or ()
+        return [line.removeprefix(NEXT) for line in lines if line.startswith(NEXT)]
 
     def about(self) -> str:
         """Return the machine, the versions and the options of the run as one line of text."""
@@ -340,6 +327,16 @@ class Run:
         }
 
 
+def _busy_s(transfers: Sequence[Span], stretches: Sequence[tuple[float, float]]) -> float:
+    """Return the part of the stretches in which at least one of the transfers, in the order of begins, is under way."""
+    busy_s = 0.0
+    for begin_s, end_s in stretches:
+        for one in transfers:
+            busy_s += max(0.0, min(one.end_s, end_s) - max(one.begin_s, begin_s))
+            begin_s = max(begin_s, min(one.end_s, end_s))  # so that time that transfers share counts once
+    return busy_s
+
+
 def look_at(trace: TraceFile) -> Run:
     """Return the run of a trace. It shows the step of median length under the last plan.
 
@@ -355,7 +352,7 @@ def look_at(trace: TraceFile) -> Run:
     # Lengths are the host's, but the part of the trace that is drawn spans host and device.
     lengths_s = [end_s - begin_s for begin_s, end_s in host[:count]]
     steps = [(min(h[0], d[0]), max(h[1], d[1])) for h, d in zip(host, device or host, strict=False)]
-    planned_s = max((note.time_s for note in trace.notes if note.name.startswith("plan:")), default=0.0)
+    planned_s = max((note.begin_s for note in trace.notes if note.name.startswith("plan:")), default=0.0)
     # Without the first step, which allocates and compiles, and without those under an earlier plan.
     usual = [n for n in range(count) if n and steps[n][0] >= planned_s] or list(range(count))
     # The low median is the length of a real step, never the mean of two, so `shown` finds that step below.

@@ -17,16 +17,13 @@ from ..errors import BudgetError
 from ..events import now
 from ..interrupts import is_interrupt
 from ..planning.constants import (
-    AFTER_A_CHANGE,
     MOST_REASONS,
     MOST_REST,
     NO_LOSS,
     PEAK_CHANGE,
     PLAN_GAIN,
-    REVIEW_STEPS,
     SHAPES_CHANGED,
     TIGHTER,
-    WAIT_SHARE,
     WARM_UP,
 )
 from ..planning.observed import Observed
@@ -449,7 +446,7 @@ class Autopilot:
         """Follow a plan; ``once``: with these regions run once, by default with the shape's."""
         shape.once = shape.once if once is None else once
         self.history.append(f"{reason} (inputs {shape})" if len(self._shapes) > 1 else reason)
-        shape.steps = StepsUnderPlan(REVIEW_STEPS if shape.profile is None else AFTER_A_CHANGE)
+        shape.steps = StepsUnderPlan()
         shape.plan = replace(plan, once=tuple(sorted(shape.once)), regions=shape.regions)
         shape.profile, shape.stage = profile, Stage.FOLLOWED
         shape.recorded_at = self._count
@@ -470,7 +467,7 @@ class Autopilot:
             return
         late_s = seen.step_s - (shape.plan.predicted_step_s or seen.step_s)
         self._recording.learn_idle(shape.plan, seen)
-        self._recording.look_at_links(waited=min(late_s, seen.wait_s) > WAIT_SHARE * seen.step_s)
+        self._recording.look_at_links(waited=min(late_s, seen.wait_s) > PLAN_GAIN * seen.step_s)
         reason = surprise(shape.plan, seen, shape.profile, self._recording.on_links(shape.profile), loss(self.limits))
         if not reason:
             self._changes = 0

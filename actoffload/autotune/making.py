@@ -11,7 +11,7 @@ from ..events import now
 from ..interrupts import expected
 from ..memory.process_memory import available_bytes
 from ..planning import search
-from ..planning.constants import LEAST_TRIES, NO_LOSS, PLAN_GAIN, PLANNING_SHARE, ROOM_TO_KEEP
+from ..planning.constants import CUT_TRIES, NO_LOSS, PLAN_GAIN, PLANNING_SHARE, ROOM_TO_KEEP
 from ..planning.observed import Observed
 from ..planning.plan import Plan
 from ..planning.profile import Profile
@@ -66,7 +66,7 @@ class Making:
     def least(self, shape: Shape, profile: Profile, budget: int) -> tuple[int, Plan | None]:
         """Return the lowest budget from this one up that a plan keeps, and the plan; or keep's peak, and None."""
         # A floor is simulated without any room. A plan for it may pass it, and the next error has that plan's peak.
-        for _ in range(LEAST_TRIES):
+        for _ in range(CUT_TRIES):
             try:
                 return budget, self.planner.plan(profile, replace(self.limits(shape), device_budget=budget))
             except BudgetError as error:

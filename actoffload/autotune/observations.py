@@ -12,8 +12,6 @@ from typing import Generic, TypeVar
 from ..events import now
 from ..planning.constants import (
     LINK_CHANGE,
-    MAX_COST_SHARE,
-    MOST_WAITED,
     PEAK_CHANGE,
     REVIEW_STEPS,
     STEP_CHANGE,
@@ -76,7 +74,7 @@ class Watch(Generic[S]):
         assert self._before is not None, "it has begun"
         accounts, (began_s, before, _, _) = self._shared.accounts, self._before
         self._now, step_s = self._tiers.moment(), max(1e-9, now() - began_s)
-        observed = Observed(
+        return Observed(
             step_s=step_s,
             forward_wait_s=accounts.pack_wait_s - before.pack_wait_s,
             backward_wait_s=accounts.unpack_wait_s - before.unpack_wait_s,
@@ -84,7 +82,6 @@ class Watch(Generic[S]):
             hooks_s=accounts.hooks_s - before.hooks_s,
             idle_s=accounts.idle_s - before.idle_s,
         )
-        return observed if self._now is not None else observed.lasting(step_s, MOST_WAITED)
 
     def later(self, steps_of: S, plan: Plan, observed: Observed) -> bool:
         """Have `ended` return this step later, if a device ran it: the host's clock shows only when it was enqueued."""
@@ -104,7 +101,7 @@ class Watch(Generic[S]):
                 return  # a device ends steps in order, so the later ones have not ended either
             self._open.popleft()
             if step_s > 0:
-                yield steps_of, plan, observed.lasting(step_s, MOST_WAITED)
+                yield steps_of, plan, replace(observed, step_s=step_s)
 
     @property
     def _moved_so_far(self) -> int:
@@ -195,7 +192,7 @@ class Recording:
         """Learn the cost of moving on a CPU: a step that moved bytes was this much longer than one that moved none."""
         if moved_bytes:
             # Capped, because one disturbed step would make moving look too dear for ever.
-            self._cost_s_per_byte = min(max(0.0, late_s), MAX_COST_SHARE * step_s) / moved_bytes
+            self._cost_s_per_byte = min(max(0.0, late_s), step_s) / moved_bytes
 
     def learn_idle(self, plan: Plan, seen: Observed) -> None:
         """Learn the cost of moving on a device: it idles while hooks keep the host busy, as long for any storage."""

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from ..planning.constants import MOST_SHAPES, MOST_TRIED, PROBE_SHARE, REST_STEPS
+from ..planning.constants import MOST_KNOWN, MOST_REST, PLAN_GAIN
 from ..planning.plan import Plan
 from ..planning.profile import Profile
 from ..runtime.decision import InputShapes
@@ -121,12 +121,12 @@ class Shape:
 
     def begin_rest(self, signature: Hashable) -> None:
         """Run the next steps without hooks, as long as the model's forward has this signature."""
-        self.stage, self.rest, self.signature = Stage.RESTING, REST_STEPS, signature
+        self.stage, self.rest, self.signature = Stage.RESTING, MOST_REST, signature
 
     def rested(self, saved: int) -> None:
         """End a step of a rest; ``saved``: the tensors that it saved through hooks all the same.
 
-        If there were any, the steps of this shape are not all alike, and none of them rests again. After `REST_STEPS`
+        If there were any, the steps of this shape are not all alike, and none of them rests again. After `MOST_REST`
         some steps have hooks again, because a link may be faster by then.
         """
         self.rest -= 1
@@ -162,7 +162,7 @@ class Shape:
     def probe(self) -> int | None:
         """The place of the storage that moves now and then if the plan moves none, because an unused link has no rate.
 
-        It is the first one that a link brings back in `PROBE_SHARE` of a step, else the smallest.
+        It is the first one that a link brings back in `PLAN_GAIN` of a step, else the smallest.
         """
         plan, profile = self.plan, self.profile
         if plan is None or profile is None or plan.offloaded_bytes:
@@ -170,7 +170,7 @@ class Shape:
         if profile.disk is not None and profile.disk.cost_s_per_byte > 0:
             return None  # moving costs compute time, which ``max_slowdown`` bounds
         links = [link for link in (profile.disk, profile.host) if link is not None]
-        most = PROBE_SHARE * profile.step_s * min((link.read_bytes_per_s for link in links), default=float("inf"))
+        most = PLAN_GAIN * profile.step_s * min((link.read_bytes_per_s for link in links), default=float("inf"))
         # A kept entry has a reason if its storage cannot move.
         kept = [entry for entry in plan.entries if not entry.reason]
         found = next((entry for entry in kept if entry.nbytes <= most), None)
@@ -183,7 +183,7 @@ class Shape:
             if known.once == tried.once and known.plan.entries == tried.plan.entries:
                 self.tried[place] = tried  # in its place: the first `AGAIN` is the one to compare with
                 return
-        if len(self.tried) >= MOST_TRIED:
+        if len(self.tried) >= MOST_KNOWN:
             # The first `AGAIN` never goes: every other choice has to be shorter than it.
             first = next((t for t in self.tried if t.once == AGAIN), None)
             self.tried.remove(max((t for t in self.tried if t is not first), key=lambda t: t.step_s))
@@ -235,7 +235,7 @@ class Shapes:
         """Return the shape of the step that begins. A new one replaces the longest unused one if there are too many."""
         shape = self._known.setdefault(key, Shape(key))
         self._known.move_to_end(key)
-        if len(self._known) > MOST_SHAPES:
+        if len(self._known) > MOST_KNOWN:
             self._known.popitem(last=False)
         return shape
 

@@ -116,8 +116,6 @@ class HostPool:
     Page-locking takes long, so a thread does it, one slab at a time and one slab ahead of demand. Memory that is
     mapped beyond the capacity is never page-locked, and is unmapped as soon as it is idle.
 
-    It has more than fifteen attributes: nine come from the caller, six are read by other classes.
-
     Args:
         budget: Most bytes mapped, by it and by the pools that share the budget; or a number, for it alone.
         slab_bytes: Bytes mapped at a time (a bigger slot gets a slab of its own size).

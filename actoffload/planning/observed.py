@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..errors import ConfigError
 
@@ -30,16 +30,6 @@ class Observed:
     def __post_init__(self) -> None:
         if not 0 < self.step_s < float("inf"):
             raise ConfigError("step_s", self.step_s, "give the seconds that the step took")
-
-    def lasting(self, step_s: float, most_waited: float) -> Observed:
-        """Return the step with this length, and with waits of at most the share ``most_waited`` of it.
-
-        Waits may add up to more: the host and a stream may wait at the same time, and a stream's waits are counted one
-        step late.
-        """
-        share = min(1.0, most_waited * step_s / max(1e-9, self.wait_s))
-        waits = share * self.forward_wait_s, share * self.backward_wait_s
-        return replace(self, step_s=step_s, forward_wait_s=waits[0], backward_wait_s=waits[1])
 
     @property
     def wait_s(self) -> float:

@@ -8,6 +8,7 @@ the peak is over. Regions are tried in a few numbers and patterns, each with all
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -18,11 +19,9 @@ from .constants import (
     ALIKE_STEPS,
     CUT_TRIES,
     HOST_SHARE,
-    LEAST_GAIN,
     LEAST_GAIN_BYTES,
     MEMORY_MARGIN,
     NO_LOSS,
-    SAFETY,
     SHARES_AHEAD,
     SPREAD,
     TRIMS,
@@ -58,13 +57,23 @@ class Limits(Conditions):
             raise ConfigError("tiers", self.tiers, 'name "host", "nvme" or both')
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, order=True, kw_only=True)
 class Proposal:
-    """The regions that should run once, and the predicted step: seconds, and bytes of the peak."""
+    """The regions that should run once, and the predicted step; of several the least is the best.
 
-    once: frozenset[int]
+    Attributes:
+        over_bytes: how far the peak is over the budget.
+        step_s: the length of the step.
+        moved_bytes: its traffic.
+        peak_bytes: its peak.
+        once: the regions, by their places.
+    """
+
+    over_bytes: float = 0.0
     step_s: float
+    moved_bytes: int = 0
     peak_bytes: int
+    once: frozenset[int] = field(compare=False)
 
 
 def plan(profile: Profile, limits: Limits) -> Plan:
@@ -80,11 +89,6 @@ def plan(profile: Profile, limits: Limits) -> Plan:
     return Search(profile, limits).plan()
 
 
-def floor(profile: Profile, limits: Limits) -> int:
-    """The lowest peak, in bytes, that moving and waiting reach."""
-    return Search(profile, limits).floor()
-
-
 def propose(base: Profile, limits: Limits) -> Proposal:
     """Choose the regions that should run once, from a step in which every region ran again.
 
@@ -95,7 +99,7 @@ def propose(base: Profile, limits: Limits) -> Proposal:
     """
     limits = bounded(base, limits)
     if limits.device_budget is None:  # `bounded` sets a budget wherever a region can be chosen
-        return Proposal(once=frozenset(), step_s=base.step_s, peak_bytes=base.baseline_peak_bytes)
+        return Proposal(step_s=base.step_s, peak_bytes=base.baseline_peak_bytes, once=frozenset())
     return _Regions(base, limits).propose()
 
 
@@ -136,7 +140,7 @@ class Search:
     Attributes:
         workload: the prepared profile.
         keep: the choice that keeps everything; ``kept``: the step under it.
-        allowed_s: the longest step that the limits allow, less a margin; infinite with a ``device_budget`` alone.
+        allowed_s: the longest step that the limits allow; infinite with a ``device_budget`` alone.
         window: how far ahead backward reads, in bytes; None for the profile's own window.
     """
 
@@ -152,7 +156,7 @@ class Search:
         slowdown = limits.max_slowdown
         if slowdown is None:
             slowdown = float("inf") if limits.device_budget is not None else NO_LOSS
-        self.allowed_s = self.kept.step_s * (1 + SAFETY * slowdown)
+        self.allowed_s = self.kept.step_s * (1 + slowdown)
 
     def plan(self) -> Plan:
         """The best of the cuts under all windows; see the function `plan`."""
@@ -172,7 +176,7 @@ class Search:
         # A first plan knows nothing of the time that hooks and copies take, for which a small gain does not pay.
         if budget is None and seen.peak_bytes > self._worth_it:
             return self._decline(self._why_declined(choice))
-        return self.finish(choice, self._why_moved)
+        return self.finish(choice)
 
     # -- trying -------------------------------------------------------------------------------------------------------
 
@@ -202,8 +206,7 @@ class Search:
         order, by_time = self.movable(), self.limits.device_budget is not None
         # The cut in the order of saving may move a large first storage where a few small ones would do.
         small = sorted(order, key=lambda n: self.workload.items[n].nbytes)
-        # `propose` judges regions by this very choice, so the plan has it to compare with.
-        found = [self.glance()] if by_time else []
+        found = []
         for numbers in (order, small):
             tried = [cut for window in self.windows() for cut in self._cuts(numbers, window)]
             found.append(self._trimmed(_least_moved(tried, by_time=by_time)))
@@ -334,12 +337,11 @@ class Search:
         self.window = None
         return self.finish(self.keep, declined=reason)
 
-    def finish(self, choice: Choice, why: Callable[[int], str] = lambda number: "", *, declined: str = "") -> Plan:
-        """The plan of a choice; ``why``: the reason for an item that leaves, by its number."""
+    def finish(self, choice: Choice, *, declined: str = "") -> Plan:
+        """The plan of a choice; ``declined``: why it moves nothing."""
         seen, profile = self.predict(choice), self.workload.profile
-        reasons = [why(number) if tier != KEEP else "" for number, tier in enumerate(choice.tiers)]
         return Plan(
-            self.workload.to_entries(choice, reasons, seen.releases),
+            self.workload.to_entries(choice, seen.releases),
             planner="auto",
             once=profile.once,
             regions=1 + max((region.place for region in profile.regions), default=-1),
@@ -354,13 +356,15 @@ class Search:
     @property
     def _worth_it(self) -> float:
         """The highest peak, in bytes, at which moving is worth its trouble."""
-        return min((1 - LEAST_GAIN) * self.kept.peak_bytes, self.kept.peak_bytes - LEAST_GAIN_BYTES)
+        return min((1 - NO_LOSS) * self.kept.peak_bytes, self.kept.peak_bytes - LEAST_GAIN_BYTES)
 
     def _why_declined(self, choice: Choice) -> str:
         lowest = min(self.predict(other).peak_bytes for other in (choice, self.offload(self.movable())))
         # Simulated anew: the search's own predictions have no contents of the peak, which take time.
-        peak = run(self.workload, self.keep, self.limits, detail=True).peak
-        where, nbytes = next(iter(peak.bytes_by_module.items()), ("", 0)) if peak is not None else ("", 0)
+        modules: Counter[str] = Counter()
+        for p in run(self.workload, self.keep, self.limits, detail=True).at_peak:
+            modules[self.workload.profile.storages[p].module or ""] += self.workload.nbytes[p]
+        where, nbytes = min(modules.items(), key=lambda pair: (-pair[1], pair[0]), default=("", 0))
         sets = f"; of the peak of {format_size(self.kept.peak_bytes)} the most, {format_size(nbytes)}, is "
         sets += where or "outside any module"
         if lowest > self._worth_it:
@@ -368,15 +372,7 @@ class Search:
                 f"moving lowers the peak by less than {format_size(int(self.kept.peak_bytes - self._worth_it))}{sets}"
             )
         allowed = self.allowed_s / self.kept.step_s - 1 if self.kept.step_s else 0.0
-        return f"what lowers the peak slows the step by more than {allowed / SAFETY:.1%}{sets}"
-
-    def _why_moved(self, number: int) -> str:
-        """Why an item leaves: how long it would lie idle, and how long moving it takes."""
-        item, profile = self.workload.items[number], self.workload.profile
-        link = profile.host or profile.disk
-        seconds_per_byte = 1 / link.write_bytes_per_s + 1 / link.read_bytes_per_s if link else 0.0
-        idle_ms = 1e3 * (item.need_s - item.birth_s)
-        return f"idle for {idle_ms:.3g} ms, moved in {1e3 * item.nbytes * seconds_per_byte:.3g} ms"
+        return f"what lowers the peak slows the step by more than {allowed:.1%}{sets}"
 
 
 def _least_moved(tried: Sequence[Tried], *, by_time: bool) -> Tried:
@@ -387,17 +383,6 @@ def _least_moved(tried: Sequence[Tried], *, by_time: bool) -> Tried:
     over, step_s, _ = best[0]
     near = [one for one in tried if one[0][0] <= over and one[0][1] <= (1 + ALIKE_STEPS) * step_s]
     return min(near, key=lambda one: (one[0][2], one[0][1]))
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class _Mix:
-    """A tried set of regions that run once: bytes over the budget, seconds, bytes moved, peak. The least is best."""
-
-    over: float
-    step_s: float
-    moved_bytes: int
-    peak_bytes: int
-    once: frozenset[int] = field(compare=False)
 
 
 class _Regions:
@@ -413,7 +398,7 @@ class _Regions:
             if region.place in self._seconds:
                 self._seconds[region.place] += region.recompute_s
                 self._saved[region.place] += sum(save.nbytes for save in region.saves)
-        self._tried: dict[frozenset[int], _Mix] = {}
+        self._tried: dict[frozenset[int], Proposal] = {}
 
     def propose(self) -> Proposal:
         """The set with the shortest step within the budget; see the function `propose`."""
@@ -421,10 +406,10 @@ class _Regions:
         if self._places:
             self._search()
         best = min(self._tried.values())
-        if best.over:
+        if best.over_bytes:
             budget = self._limits.device_budget or 0
             raise BudgetError(budget, best.peak_bytes, f"{format_size(best.peak_bytes)}, by any mix of regions")
-        return Proposal(once=best.once, step_s=best.step_s, peak_bytes=best.peak_bytes)
+        return best
 
     def _search(self) -> None:
         for pattern in self._patterns():
@@ -460,18 +445,20 @@ class _Regions:
             best = min(self._tried.values())
             # Even without a wait this set computes that long, so it cannot beat a shorter step.
             least_s = self._base.step_s - sum(self._seconds[place] for place in once)
-            if once in self._tried or best.over or least_s < best.step_s:
+            if once in self._tried or best.over_bytes or least_s < best.step_s:
                 found.append((self._try(once), count))
         if not found:
             return low, high
         place = counts.index(min(found, key=lambda one: one[0])[1])
         return counts[max(0, place - 1)], counts[min(len(counts) - 1, place + 1)]
 
-    def _try(self, once: frozenset[int]) -> _Mix:
+    def _try(self, once: frozenset[int]) -> Proposal:
         found = self._tried.get(once)
         if found is None:
             search = Search(with_regions(self._base, once), self._limits)
             (over, step_s, moved), search.window, choice = search.glance()
             peak = search.predict(choice).peak_bytes
-            found = self._tried[once] = _Mix(over, step_s, moved, peak, once)
+            found = self._tried[once] = Proposal(
+                over_bytes=over, step_s=step_s, moved_bytes=moved, peak_bytes=peak, once=once
+            )
         return found

@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import ConfigError, StateError
-from .constants import MOST_MODULES
 from .plan import Plan
 from .profile import Profile
 from .transfers import (
@@ -72,13 +71,11 @@ class Peak:
         time_s: when, on the timeline of the step as it ran.
         phase: ``"forward"``, ``"backward"`` or ``"recompute"``.
         bytes_by_kind: ``"kept"``, ``"on its way out"``, ``"brought back"`` and ``"recomputed"``, in bytes.
-        bytes_by_module: the modules with the most bytes there, largest first.
     """
 
     time_s: float
     phase: str
     bytes_by_kind: dict[str, int]
-    bytes_by_module: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -457,23 +454,14 @@ class _Step:
         if self._at_peak is None:
             return None
         kinds = {"kept": 0, "on its way out": 0, "brought back": 0, "recomputed": 0}
-        modules: dict[str, int] = {}
         for p, (there, state, left) in enumerate(zip(*self._at_peak, strict=True)):
             if not there:
                 continue
-            nbytes = self.workload.nbytes[p]
             if WRITE_QUEUED <= state <= COPIED:
                 kind = "on its way out"
             elif self.workload.held[p]:
                 kind = "recomputed"
             else:
                 kind = "brought back" if left else "kept"
-            kinds[kind] += nbytes
-            name = self.workload.profile.storages[p].module or ""
-            modules[name] = modules.get(name, 0) + nbytes
-        # By name where bytes are equal, so that equal steps are explained alike.
-        largest = sorted(modules.items(), key=lambda pair: (-pair[1], pair[0]))[:MOST_MODULES]
-        device = self.device
-        return Peak(
-            time_s=device.peak_time, phase=device.peak_phase, bytes_by_kind=kinds, bytes_by_module=dict(largest)
-        )
+            kinds[kind] += self.workload.nbytes[p]
+        return Peak(time_s=self.device.peak_time, phase=self.device.peak_phase, bytes_by_kind=kinds)

@@ -9,7 +9,7 @@ from ..policy import Decision
 from .plan import Plan, PlanEntry
 from .profile import RECOMPUTED, ROUNDING, Profile, moment
 
-KEEP, HOST, NVME = 0, 1, 2
+KEEP, HOST, NVME = range(3)
 """Where a storage goes: it is kept, sent to host memory, or sent to disk."""
 
 TIER_NAMES = {KEEP: "", HOST: "host", NVME: "nvme"}
@@ -106,7 +106,7 @@ class Workload:
             return NVME
         return HOST if self.profile.host is not None else KEEP
 
-    def to_entries(self, choice: Choice, reasons: Sequence[str], releases: Sequence[int]) -> tuple[PlanEntry, ...]:
+    def to_entries(self, choice: Choice, releases: Sequence[int]) -> tuple[PlanEntry, ...]:
         """The plan entries of a choice.
 
         Args:
@@ -124,7 +124,7 @@ class Workload:
                     index=number,
                     nbytes=first.nbytes,
                     action=(Decision.OFFLOAD if moves else Decision.KEEP).value,
-                    reason=reasons[number] or first.kept,
+                    reason=first.kept,
                     module=first.module,
                     tier=TIER_NAMES[tier] if moves else "",
                     release_after=(max(releases[p] for p in item.positions) or None) if moves else None,

@@ -27,8 +27,6 @@ ForwardBegins = Callable[[], Callable[[InputShapes], None] | None]
 class OffloadDecision:
     """Decide by the facts of one record and by the size of the last forward.
 
-    It has more than fifteen attributes: options, plan and last forward decide together.
-
     Args:
         config: the options.
         window: of prefetch, which by default bounds the bytes that stay at the end of a forward.

@@ -31,8 +31,6 @@ class Beside(NamedTuple):
 class RunSoFar:
     """A store's run. The caller holds the store's lock.
 
-    It has more than fifteen attributes: the memory at the beginning, and the results of each look at memory since.
-
     Attributes:
         memory_before: `Tiers.memory` as the first forward began.
         process_before_bytes: the resident memory of the process then.

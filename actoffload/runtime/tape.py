@@ -85,8 +85,6 @@ class Window:
 class Tape(Generic[R]):
     """The records of one forward in the order in which autograd saved them, and backward's position in them.
 
-    It has more than fifteen attributes, as the order of saving and backward's position in it change together.
-
     Attributes:
         records: by index; None once released, and for a storage that stays without a record.
         live: the number of places that are not released.

@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..config import OffloadConfig, check_file
 from ..events import EventKind, TraceEvent, now
 from ..memory.process_memory import rss_bytes
-from ..policy import STATIC
+from ..policy import STATIC, part_of
 from ..storage.transfers import Transfer
 from ..tiers.shared import Shared
 from ..tiers.tiers import Tiers
@@ -36,7 +36,7 @@ from ..tiers.timers import traced
 from ..version import __version__
 from .backward_end import BackwardEnd
 from .identity import inner_tensors
-from .trace_writer import Rates, TraceWriter, writer_for
+from .trace_writer import TraceWriter, writer_for
 from .untraced import skipped
 
 VARIABLE = "ACTOFFLOAD_TRACE"
@@ -46,9 +46,6 @@ LOOKS, AT_ONCE_S = 5, 0.005
 """A sample that took longer is repeated, up to this many times: other threads ran between its figures."""
 RECOUNT_FORWARDS = 64
 """Parameters are counted again after this many forwards: their owner may have changed their sizes."""
-OVERLAP_S = 2.0
-"""A stretch is written this long after its end. A transfer that ends later counts in later stretches."""
-
 
 _TOLD_OTHERWISE = (EventKind.PACK, EventKind.WRITE, EventKind.READ, EventKind.RELEASE, EventKind.KEEP)
 """Events that a trace does not need: it has the transfers, and the bytes by reason to stay."""
@@ -82,8 +79,6 @@ def rank_and_ranks() -> tuple[int, int]:
 class Recorder:
     """Records one offloader's steps. It is the sink of the offloader's events, which come with the store's lock held.
 
-    It has more than fifteen attributes: its sources, the state of the output, and the thread that samples memory.
-
     Args:
         path: the file.
         shared: of the offloader's store; ``tiers``: likewise.
@@ -97,8 +92,7 @@ class Recorder:
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._backward_end = BackwardEnd(self._backward_ended)
-        self._memory = Memory(tiers.by_device)
-        self._rates = {f"{link} {way}": Rates() for link in ("disk", "host") for way in ("write", "read")}
+        self._memory = MemoryUse(tiers.by_device)
         self._gradients_due_s = 0.0
         self._told_bytes: dict[str, int] = {}
         self._told_series: frozenset[str] = frozenset()
@@ -145,7 +139,6 @@ class Recorder:
         args = {"bytes": nbytes, "tensors": [tensor[:2] for tensor in tensors]}
         args |= {"records": [number for _, _, number, _ in tensors], "shapes": [shape for *_, shape in tensors]}
         self._writer.span(f"{link}*", name + (f" +{len(tensors) - 1}" if tensors[1:] else ""), begin_s, end_s, args)
-        self._rates[link].add(begin_s, end_s, nbytes)
 
     # -- phases -------------------------------------------------------------------------------------------------------
 
@@ -223,15 +216,14 @@ class Recorder:
         finally:
             if link:
                 self._writer.span(f"{link}, by others*", name, begin_s, now(), {"bytes": nbytes, "tensors": []})
-                self._rates[link].add(begin_s, now(), nbytes)
             else:
                 self.look()
                 self._end(name)
 
-    def _begin(self, name: str, number: int | None = None) -> _Phase:
+    def _begin(self, name: str, number: int | None = None) -> _Running:
         index = self._timeline.current_index if self._timeline is not None else None
         moment = self._timeline.moment(index) if self._timeline is not None and index is not None else None
-        return _Phase(name, now(), number, index, moment, self._writer.forwards, now())
+        return _Running(name, now(), number, index, moment, self._writer.forwards, now())
 
     def _end(self, name: str, end_s: float | None = None) -> None:
         """End the innermost phase of this name, and the phases in it, which have no end as they raised."""
@@ -249,9 +241,9 @@ class Recorder:
                 return
 
     @property
-    def _phases(self) -> list[_Phase]:
+    def _phases(self) -> list[_Running]:
         """The phases that run in this thread, outermost first."""
-        phases: list[_Phase] | None = getattr(self._writer.running, "phases", None)
+        phases: list[_Running] | None = getattr(self._writer.running, "phases", None)
         if phases is None:
             phases = self._writer.running.phases = []
         return phases
@@ -270,7 +262,7 @@ class Recorder:
         done = self._timeline.take(wait=wait) if self._timeline is not None else []
         under_way = self._timeline.under_way() if self._timeline is not None and last else []
         for what, begin_s, end_s, about in [*done, *under_way]:
-            if what in self._rates:
+            if what in ("host write", "host read"):
                 self._transfer(what, begin_s, end_s, list(about), sum(tensor[1] for tensor in about))
             elif isinstance(about, Mapping):
                 self._writer.span("device phases*", what, begin_s, end_s, about)
@@ -315,14 +307,8 @@ class Recorder:
             if nbytes != self._told_bytes.get(name):
                 self._told_bytes[name] = nbytes
                 self._writer.counter(name, begin_s, {"bytes": nbytes})
-        self._count_rates(begin_s - OVERLAP_S)
         if self._writer.failed:
             self._shared.reporter.advise("trace", f"the trace ends early: {self._writer.failed}")
-
-    def _count_rates(self, until_s: float) -> None:
-        for link, rates in self._rates.items():
-            for time_s, rate in rates.told(until_s):
-                self._writer.counter(link, time_s, {"bytes_per_s": rate, "can_do": rates.can_do})
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -339,7 +325,6 @@ class Recorder:
             self._closed.set()
         self._stop()
         self._take_timeline(last=True, wait=wait)
-        self._count_rates(float("inf"))
         known: dict[str, Any] = {}
         tell = self.ask() if ask else None
         if tell is not None:
@@ -366,7 +351,7 @@ class Recorder:
 
 
 @dataclass(slots=True, eq=False)
-class _Phase:
+class _Running:
     """A phase that runs.
 
     Attributes:
@@ -388,7 +373,7 @@ class _Phase:
     teller: int = 0
 
 
-class Memory:
+class MemoryUse:
     """The use of the device's memory, or of the process's on the CPU.
 
     Args:
@@ -477,7 +462,7 @@ class Memory:
         small = resident_bytes
         for module, nbytes in dict(self.saved).items():
             if nbytes:
-                name = f"saved by {block_of(module)}"
+                name = f"saved by {part_of(module)}"
                 values[name] = values.get(name, 0) + nbytes
                 small -= nbytes
         if small > 0:
@@ -493,14 +478,6 @@ class Memory:
         if type(tensor) is nn.Parameter or type(tensor) is Tensor:
             return tensor.nbytes if tensor.device.type == self._type else 0
         return sum(inner.nbytes for inner in inner_tensors(tensor) if inner.device.type == self._type)
-
-
-@functools.cache
-def block_of(module: str | None) -> str:
-    """Return the block of a module: its name up to the first number in it, else the first two parts."""
-    parts = (module or "a module without a name").split(".")
-    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[: numbers[0] + 1] if numbers else parts[:2])
 
 
 def _about_the_run(config: OffloadConfig) -> dict[str, Any]:

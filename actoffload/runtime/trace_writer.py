@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -20,8 +20,6 @@ FLUSH_S = 0.25
 """The time between two writes, whose events a killed run loses."""
 MOST_ROWS = 200_000
 """At most this many events wait to be written, about 60 MB; further events are counted and dropped."""
-RATE_S = 0.01
-"""A trace has the bytes per second of a link for stretches of this length."""
 TRACK_IDS = 2_000_000_000
 """The first number of a track. No thread of the system has such a number, so that traces can be merged."""
 ORDER = (
@@ -47,8 +45,6 @@ Row = tuple[str, str, str, float, float, Mapping[str, Any] | None]
 
 class TraceWriter:
     """The writer of one file. Any thread adds events to it, at the cost of an append.
-
-    It has more than fifteen attributes: a file, its tracks, its clock and the thread that writes it.
 
     Args:
         path: the file; an old file is overwritten.
@@ -231,57 +227,6 @@ class TraceWriter:
     def _metadata(self, name: str, track: int, args: Mapping[str, Any]) -> bytes:
         event = {"ph": "M", "name": name, "pid": self._pid, "tid": track, "ts": round(self._began_us, 3)}
         return _json({**event, "args": args})
-
-
-class Rates:
-    """Bytes per second of one direction of a link, in stretches of `RATE_S`.
-
-    Attributes:
-        can_do: bytes per second so far while a transfer was under way.
-    """
-
-    def __init__(self) -> None:
-        self.can_do = 0.0
-        self._added: deque[tuple[float, float, int]] = deque()
-        self._bytes: dict[int, float] = {}
-        self._busy: deque[tuple[float, float]] = deque(maxlen=1000)
-        self._busy_s = self._moved = 0.0
-        self._told = 0
-        self._last = 0.0
-
-    def add(self, begin_s: float, end_s: float, nbytes: int) -> None:
-        """Add bytes that went over the link evenly in this time. Any thread may call it."""
-        self._added.append((begin_s, end_s, nbytes))  # atomic, so it needs no lock
-
-    def _count(self, begin_s: float, end_s: float, nbytes: int) -> None:
-        first, last = int(begin_s / RATE_S), int(end_s / RATE_S)
-        first = max(first, min(self._told, last))
-        for stretch in range(first, last + 1):
-            self._bytes[stretch] = self._bytes.get(stretch, 0.0) + nbytes / (last + 1 - first)
-        while self._busy and self._busy[-1][1] >= begin_s:  # transfers come in the order of their ends
-            earlier = self._busy.pop()
-            self._busy_s -= earlier[1] - earlier[0]
-            begin_s, end_s = min(begin_s, earlier[0]), max(end_s, earlier[1])
-        self._busy.append((begin_s, end_s))
-        self._busy_s += end_s - begin_s
-        self._moved += nbytes
-        self.can_do = self._moved / self._busy_s if self._busy_s else 0.0
-
-    def told(self, until_s: float) -> Iterable[tuple[float, float]]:
-        """Yield the beginning and the rate of each stretch before ``until_s`` that was not yielded yet."""
-        while self._added:
-            self._count(*self._added.popleft())
-        for stretch in sorted(self._bytes):
-            if (stretch + 1) * RATE_S > until_s:
-                return
-            rate = self._bytes.pop(stretch) / RATE_S
-            if self._last and stretch > self._told:
-                yield self._told * RATE_S, 0.0
-            self._told, self._last = stretch + 1, rate
-            yield stretch * RATE_S, rate
-        if self._last and until_s > (self._told + 1) * RATE_S:
-            self._last = 0.0
-            yield self._told * RATE_S, 0.0
 
 
 def _write(file: int, data: bytes, place: int) -> None:

@@ -24,8 +24,6 @@ from .transfers import Transfer, closed_error
 class Spool:
     """Room on disk for extents, and transfers between them and memory. Thread-safe.
 
-    It has more than fifteen attributes, as it repeats the capabilities of its engines.
-
     Args:
         paths: Directories; each extent lies on one of them.
         verify: Keep a checksum of every write and check it after every read.

@@ -30,8 +30,7 @@ class Transfer:
     """A write or a read of one extent.
 
     ``wait`` returns once nothing of it touches memory or disk any more, finished or cancelled; ``on_done`` may run just
-    after. It has more than fifteen attributes: the facts of the transfer, and the callbacks, which it drops when it
-    ends so that it keeps nothing alive.
+    after. It drops its callbacks when it ends, so that it keeps nothing alive.
     """
 
     kind: IoKind

@@ -1,21 +1,22 @@
-"""Why a step is slower and why memory did not fall: causes with this run's figures, each with remedies. And options.
+"""Why a step is slower and why memory did not fall: causes with this run's figures, each with remedies.
 
 Each cause is a function of the facts that returns None where they are no evidence of it. No torch, no clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from ..planning.constants import (
+from ..planning.constants import LEAST_GAIN_BYTES
+from ..policy import KeepReason, Kind, reasons
+from ..sizes import format_size, format_time
+from .facts import Facts, Planned
+from .numbers import (
     HELD,
     LARGE_FIRST,
-    LEAST_GAIN_BYTES,
     LEAST_LATE,
     LEAST_OTHERS,
-    LOWER,
-    MOST_CAUSES,
     MUCH_KEPT,
     MUCH_LATE,
     PART_OF_WAITS,
@@ -23,16 +24,15 @@ from ..planning.constants import (
     SMALL_PART,
     WORTH_SAYING,
 )
-from ..policy import KeepReason, Kind, reasons
-from ..sizes import format_size, format_time
-from .facts import Facts, Planned
-from .parts import BudgetRow, priced
+from .parts import BudgetRow
 
 CHECKPOINT = (
     "checkpoint the model's blocks, as recompute=True with model= does: those run again for which that takes less than "
     "waiting"
 )
 FASTER_DISK = "give path= on a faster disk ('actoffload bench' measures one), or several to stripe over"
+NEXT = "  next: "
+"""The begin of a line with a remedy."""
 _WHEN_DEGRADED = {
     "no room on disk": "free room under path=, raise nvme_budget, or give another path=",
     "write failed": "look at the disk under path= (dmesg), or give another path=",
@@ -296,35 +296,14 @@ MEMORY = (
 )
 
 
-# -- the effect of a budget, a disk or another option ------------------------------------------------------------------
-
-
-def next_steps(metadata: Mapping[str, Any], numbers: Mapping[str, float]) -> list[str]:
-    """The options that would change the most, as at most `MOST_CAUSES` sentences with figures.
-
-    Args:
-        metadata: the end of a trace, see `Facts.as_dict`.
-        numbers: of the run, as `Run.numbers` returns them.
-    """
-    statistics, config = metadata.get("statistics"), metadata.get("config", {})
-    if not statistics:
-        return []
-    planned = Planned.from_trace(metadata)
-    if planned is None:
-        found = _without_a_plan(config, statistics, numbers)
-    else:
-        found = [*dict.fromkeys([*_faster(planned), *_lower(planned)]), *_faster_disk(planned)]
-    return [*found, *_could_move(statistics, numbers["steps"])][:MOST_CAUSES]
-
-
-def _priced(planned: Planned, row: BudgetRow, option: str = "") -> str:
-    """An option, by default the row's budget, with the predicted peak and time beside those of the plan."""
+def _priced(planned: Planned, row: BudgetRow) -> str:
+    """The row's budget as an option, with the predicted peak and time beside those of the plan."""
     peak, step = format_size(row.peak_bytes or 0), format_time(row.step_s or 0.0)
     before = format_size(planned.plan.predicted_peak_bytes or 0), format_time(planned.step_s)
     size = f"{peak} instead of {before[0]}" if peak != before[0] else f"{peak}, as now"
     time = f"{step} instead of {before[1]}" if step != before[1] else f"{step}, as now,"
     budget = row.device_budget
-    option = option or f"device_budget='{f'{budget >> 20}MiB' if budget % (1 << 20) == 0 else f'{budget >> 10}KiB'}'"
+    option = f"device_budget='{f'{budget >> 20}MiB' if budget % (1 << 20) == 0 else f'{budget >> 10}KiB'}'"
     return f"{option} is predicted to peak at {size}, and to take {time} for {planned.unit}"
 
 
@@ -332,67 +311,5 @@ def _faster(planned: Planned) -> list[str]:
     """The lowest budget with nearly the shortest step, if that step is shorter by `WORTH_SAYING`."""
     rows = [row for row in planned.budgets if row.step_s and row.step_s <= (1 - WORTH_SAYING) * planned.step_s]
     enough_s = (1 + WORTH_SAYING / 5) * min((row.step_s or 0.0 for row in rows), default=0.0)
-    lowest = min(
-        (row for row in rows if (row.step_s or 0.0) <= enough_s), key=lambda row: row.device_budget, default=None
-    )
-    return [] if lowest is None else [_priced(planned, lowest)]
-
-
-def _lower(planned: Planned) -> list[str]:
-    """The budget with the lowest peak, if that is worth naming and the step is hardly longer."""
-    rows = [row for row in planned.budgets if row.step_s and row.step_s <= (1 + WORTH_SAYING) * planned.step_s]
-    lowest = min(rows, key=lambda row: (row.peak_bytes or 0, row.device_budget), default=None)
-    if lowest is None or (lowest.peak_bytes or 0) > LOWER * (planned.plan.predicted_peak_bytes or 0):
-        return []
-    return [_priced(planned, lowest)]
-
-
-def _faster_disk(planned: Planned) -> list[str]:
-    """A second drive, if it makes the step shorter, or the peak lower in a step that is hardly longer."""
-    profile, limits, disk = planned.profile, planned.limits, planned.profile.disk
-    if disk is None:
-        return []
-    row = priced(profile.with_links(disk=disk.scaled(2)), limits)
-    step_s, before = row.step_s or float("inf"), planned.plan.predicted_peak_bytes or 0
-    gains = step_s <= (1 - WORTH_SAYING) * planned.step_s or (row.peak_bytes or 0) <= LOWER * before
-    if not gains or step_s > (1 + WORTH_SAYING) * planned.step_s:
-        return []
-    return [_priced(planned, row, "path= with a second drive as fast as this one")]
-
-
-def _without_a_plan(
-    config: Mapping[str, Any], statistics: Mapping[str, Any], numbers: Mapping[str, float]
-) -> list[str]:
-    """Upper bounds that follow from counts alone."""
-    found = []
-    policy, saved = config.get("policy"), statistics["kept_bytes"].get(KeepReason.POLICY.value, 0)
-    if policy != "auto" and numbers["wait_s"] > WORTH_SAYING * numbers["step_s"]:
-        found.append(
-            f"policy='auto' keeps what cannot be back in time: of {format_time(numbers['step_s'])} a step it can save "
-            f"up to the {format_time(numbers['wait_s'])} that are waited."
-        )
-    peak, whole = numbers["saved_peak_without_bytes"], numbers["peak_without_bytes"]
-    if policy == "keep" and saved:
-        found.append(
-            f"policy='auto' moves what costs no time: up to {format_size(saved / numbers['steps'])} a step can "
-            f"leave, and at its peak {format_size(peak)} of saved activations are {peak / whole:.0%} of the memory."
-        )
-    lowers = peak / 2 <= LOWER * numbers["saved_peak_bytes"]
-    if policy != "auto" and lowers and peak > WORTH_SAYING * whole and config.get("device_budget") is None:
-        found.append(
-            f"device_budget='50%' with policy='auto' holds saved activations at {format_size(peak / 2)} instead of "
-            f"{format_size(numbers['saved_peak_bytes'])}; after three steps its report predicts what a step takes."
-        )
-    return found
-
-
-def _could_move(statistics: Mapping[str, Any], steps: float) -> list[str]:
-    """The options that let tensors move which stay for one reason."""
-    found, all_bytes = [], statistics["activation_bytes"]
-    for reason, nbytes in reasons(statistics["kept_bytes"]).items():
-        if reason.option and nbytes > WORTH_SAYING * all_bytes:
-            each = format_size(nbytes / steps)
-            found.append(
-                f"{reason.option} lets up to {each} more leave in a step, {nbytes / all_bytes:.0%} of what it saves."
-            )
-    return found
+    enough = [row for row in rows if (row.step_s or 0.0) <= enough_s]
+    return [_priced(planned, min(enough, key=lambda row: row.device_budget))] if enough else []

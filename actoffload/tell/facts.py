@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ..config import OffloadConfig
-from ..errors import BudgetError, ConfigError
 from ..events import now
 from ..planning.observed import Observed
 from ..planning.plan import Plan
 from ..planning.profile import Link, Profile
-from ..planning.search import Limits, best
+from ..planning.search import Limits
 from ..sizes import format_size
 from ..statistics import Statistics
 from ..storage.engines.base import IoKind
@@ -96,21 +94,6 @@ class Planned:
     limits: Limits
     seen: Observed | None
     unit: str = "a step"
-
-    @classmethod
-    def from_trace(cls, metadata: Mapping[str, Any]) -> Planned | None:
-        """The planned step that a trace stores, with the best plan for it; None where nothing was planned."""
-        if not metadata.get("profile") or not metadata.get("limits"):
-            return None
-        known = {limit.name for limit in fields(Limits)}
-        limits = Limits(**{name: value for name, value in metadata["limits"].items() if name in known})
-        limits = replace(limits, tiers=tuple(limits.tiers))
-        try:
-            profile = Profile.from_json(json.dumps(metadata["profile"]))
-            _, plan = best(profile, limits)
-        except (ConfigError, BudgetError):  # another release wrote it, or no plan keeps the budget
-            return None
-        return cls(profile=profile, plan=plan, limits=limits, seen=None, unit=metadata.get("planned_for") or "a step")
 
     @cached_property
     def budgets(self) -> list[BudgetRow]:
@@ -206,7 +189,7 @@ class Facts:
 
     def as_dict(self, plans: PlanFacts | None) -> dict[str, Any]:
         """The part of the facts that a trace stores at its end, ready for JSON."""
-        found: dict[str, Any] = dict.fromkeys(("profile", "limits", "predicted", "seen", "planned_for"))
+        found: dict[str, Any] = dict.fromkeys(("predicted", "seen", "planned_for"))
         found |= {
             "statistics": self.counts.as_dict(),
             "summary": self.summary,
@@ -218,8 +201,6 @@ class Facts:
         if planned is not None:
             plan, seen = planned.plan, planned.seen
             found["planned_for"] = planned.unit
-            found["profile"] = json.loads(planned.profile.to_json())
-            found["limits"] = asdict(planned.limits)
             found["machine_changed"] = machine_changed(planned.profile, seen)
             found["predicted"] = {"step_s": plan.predicted_step_s, "peak_bytes": plan.predicted_peak_bytes}
             if seen is not None:

@@ -10,16 +10,16 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
 from ..errors import BudgetError
-from ..planning.constants import BUDGET_SHARES, NEARLY_ALL
 from ..planning.plan import Plan
 from ..planning.profile import Link, Profile
 from ..planning.search import Limits, best
 from ..planning.simulator import Prediction, simulate
 from ..planning.workload import HOST, KEEP, NVME, Workload
+from ..policy import part_of
 from ..sizes import format_size, format_time
+from .numbers import BUDGET_SHARES, NEARLY_ALL
 
 KIB, MIB = 1 << 10, 1 << 20
-OUTSIDE = "(no module)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,17 +105,6 @@ def analyse(profile: Profile, plan: Plan, limits: Limits | None = None) -> Analy
     return Analysis(rows=rows, prediction=prediction, keep=simulate(profile), recompute_s=again_s)
 
 
-def priced(profile: Profile, limits: Limits) -> BudgetRow:
-    """The best step under these limits, regions included."""
-    budget = limits.device_budget or 0
-    try:
-        _, plan = best(profile, limits)
-    except BudgetError:
-        return BudgetRow(device_budget=budget, step_s=None, peak_bytes=None)
-    seen = plan.predicted_step_s, plan.predicted_peak_bytes
-    return BudgetRow(device_budget=budget, step_s=seen[0], peak_bytes=seen[1], once=len(plan.once))
-
-
 def budget_table(profile: Profile, limits: Limits) -> list[BudgetRow]:
     """The time and the peak of a step with several budgets, the largest first.
 
@@ -130,16 +119,12 @@ def budget_table(profile: Profile, limits: Limits) -> list[BudgetRow]:
 
 def _with_budget(profile: Profile, limits: Limits, budget: int) -> BudgetRow:
     """The best step with a budget in place of the limits' own. A budget may cost time, so no slow-down is too much."""
-    return priced(profile, replace(limits, device_budget=budget, max_slowdown=None))
-
-
-def part_of(module: str | None) -> str:
-    """The part of the model that contains a module: the module's name up to the first number."""
-    if not module:
-        return OUTSIDE
-    names = module.split(".")
-    number = next((place for place, name in enumerate(names) if name.isdigit()), len(names))
-    return ".".join(names[: number + 1])
+    try:
+        _, plan = best(profile, replace(limits, device_budget=budget, max_slowdown=None))
+    except BudgetError:
+        return BudgetRow(device_budget=budget, step_s=None, peak_bytes=None)
+    seen = plan.predicted_step_s, plan.predicted_peak_bytes
+    return BudgetRow(device_budget=budget, step_s=seen[0], peak_bytes=seen[1], once=len(plan.once))
 
 
 class _Parts:
@@ -197,8 +182,8 @@ class _Parts:
         why_kept = self._why_kept(kept) if kept else ""
         if not moved:
             return why_kept or "saves nothing"
-        shortest, longest = (extreme(map(self._idle_s, moved)) for extreme in (min, max))
-        text = f"idle {_range(shortest, longest)}"
+        idle = dict.fromkeys(format_time(extreme(map(self._idle_s, moved))) for extreme in (min, max))
+        text = f"idle {' to '.join(idle)}"
         text += f", moved in {format_time(self._move_s(sum(self.workload.nbytes[p] for p in moved)))}"
         return f"{text}; rest: {why_kept}" if why_kept else text
 
@@ -229,11 +214,3 @@ class _Parts:
         """How long that link takes for both ways."""
         link = self.link
         return 0.0 if link is None else nbytes / link.write_bytes_per_s + nbytes / link.read_bytes_per_s
-
-
-def _range(shortest_s: float, longest_s: float) -> str:
-    """A range of times in the unit of the longest."""
-    if format_time(shortest_s) == format_time(longest_s):
-        return format_time(longest_s)
-    scale = 1.0 if format_time(longest_s).endswith(" s") else 1e3
-    return f"{scale * shortest_s:.3g} to {format_time(longest_s)}"

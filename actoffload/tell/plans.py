@@ -6,14 +6,16 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
-from ..planning.constants import MOST_AT_PEAK, MOST_ROWS, REVIEW_STEPS, WARM_UP
+from ..planning.constants import REVIEW_STEPS, WARM_UP
 from ..planning.observed import Observed
 from ..planning.plan import Plan, regions_in_words
 from ..planning.profile import Profile
 from ..planning.search import Limits
+from ..policy import OUTSIDE
 from ..sizes import format_size, format_time
 from .facts import PlanFacts, ShapeFacts, machine_changed
-from .parts import OUTSIDE, Analysis, BudgetRow, Row, analyse
+from .numbers import MOST_AT_PEAK, MOST_ROWS
+from .parts import Analysis, BudgetRow, Row, analyse
 
 
 def explain_plans(facts: PlanFacts) -> str:

@@ -9,14 +9,14 @@ from itertools import zip_longest
 
 from ..config import OffloadConfig
 from ..interrupts import expected
-from ..planning.constants import MOST_CAUSES
 from ..policy import STATIC, KeepReason, reasons
 from ..runtime.trace import rank_and_ranks, trace_path
 from ..sizes import format_size, format_time
 from ..statistics import Statistics
-from ..storage.endurance import Rating, render_wear
-from .causes import causes
+from ..storage.endurance import render_wear
+from .causes import NEXT, causes
 from .facts import Facts
+from .numbers import MOST_CAUSES
 
 KEEPS = "nothing moves, as policy='keep' says"
 
@@ -62,11 +62,13 @@ def diagnose(facts: Facts) -> list[str]:
     if not facts.counts.steps:
         return []
     if facts.config.policy == "keep":
-        return [f"diagnosis: {KEEPS}"]
+        could = facts.counts.kept_bytes.get(KeepReason.POLICY.value, 0) // facts.steps
+        free = [f"{NEXT}policy='auto' moves what costs no time, up to {format_size(could)} a step"] if could else []
+        return [f"diagnosis: {KEEPS}", *free]
     ranked = [cause for pair in zip_longest(*causes(facts)) for cause in pair if cause is not None]
     lines: list[str] = []
     for _, evidence, remedies in ranked[:MOST_CAUSES]:
-        lines += [f"diagnosis: {evidence}", *(f"  next: {remedy}" for remedy in remedies[:1])]
+        lines += [f"diagnosis: {evidence}", *(f"{NEXT}{remedy}" for remedy in remedies[:1])]
     return lines or [f"diagnosis: OK: {_waits(facts)}"]
 
 
@@ -217,6 +219,5 @@ def _degraded(s: Statistics) -> list[str]:
 
 
 def _wear(config: OffloadConfig, s: Statistics, elapsed_s: float) -> list[str]:
-    tbw = config.drive_tbw
-    rating = None if tbw is None else Rating(name="the drive", rated_written_bytes=config.size("drive_tbw", 0))
-    return render_wear(s.nvme_written_bytes, elapsed_s, rating, drives=len(config.paths))
+    rated = None if config.drive_tbw is None else config.size("drive_tbw", 0)
+    return render_wear(s.nvme_written_bytes, elapsed_s, rated, drives=len(config.paths))

@@ -36,9 +36,8 @@ activation that died. Without a reason its storage was counted before."""
 class Accounts:
     """Counts in bytes unless named otherwise. The caller holds the store's lock.
 
-    It has more than fifteen fields, as `Statistics` has; fields with the same name are documented there. Tensors that
-    stay without a record are only appended to ``deferred``, which needs no lock. They are counted, in order, before any
-    peak can be passed.
+    Fields with the same name as in `Statistics` are documented there. Tensors that stay without a record are only
+    appended to ``deferred``, which needs no lock. They are counted, in order, before any peak can be passed.
     """
 
     deferred: Mailbox[Deferred] = field(default_factory=Mailbox)

@@ -298,8 +298,10 @@ class DeviceTier(Tier):
             return super().fetch(record, urgent=urgent)
         elif self.copies.capturing():
             return False
+        elif urgent:
+            self._reload_now(record)
         else:
-            (self._reload_now if urgent else self._reload)(record)
+            self._reload(record)
         return True
 
     def _take_original(self, record: Record) -> None:

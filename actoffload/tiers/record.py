@@ -119,8 +119,7 @@ class Place:
 class Record(Place):
     """The place of a storage that may move, with the facts of its moves.
 
-    It has more than fifteen fields, as the store, the tape and one tier keep their facts about a storage here, and each
-    of them reads it for each tensor.
+    The store, the tape and one tier keep their facts about a storage here, and each of them reads it for each tensor.
     """
 
     data: torch.UntypedStorage | None  # views are made of it while the bytes are on the device

@@ -128,8 +128,6 @@ class Reporter:
 class Shared:
     """The state that an activation store and its tiers share. The lock guards all of it.
 
-    It has more than fifteen attributes: all that one lock guards.
-
     Attributes:
         config: the options.
         lock: see `actoffload.locks`.

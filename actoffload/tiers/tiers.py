@@ -85,8 +85,9 @@ class Tiers:
 
     def counts(self) -> dict[str, int]:
         """Return the counts of pools, copies and engines, by the names of `Statistics`."""
-        for pool in () if self.capturing else self.pools:
-            pool.reclaim()
+        if not self.capturing:
+            for pool in self.pools:
+                pool.reclaim()
         spool = self.spool.statistics() if self.spool is not None else None
         return {
             "host_written_bytes": sum(one.written_bytes for one in self._copies),
@@ -217,8 +218,9 @@ class Tiers:
     def begin_step(self) -> None:
         """Give memory that was idle for long back to the system, and count the waits of streams."""
         cpu_allocator.next_epoch()
-        for pool in () if self.capturing else self.pools:
-            pool.trim()
+        if not self.capturing:
+            for pool in self.pools:
+                pool.trim()
         self.count_waits()
 
     @property
@@ -243,8 +245,9 @@ class Tiers:
 
     def flush(self) -> None:
         """Begin everything that waits for a later moment."""
-        for tier in () if self.shared.stopped else self.by_device.values():
-            tier.flush()
+        if not self.shared.stopped:
+            for tier in self.by_device.values():
+                tier.flush()
 
     def abandon(self) -> None:
         """Forget every record after an interrupt, so that memory which only we hold is freed."""

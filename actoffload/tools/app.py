@@ -24,7 +24,8 @@ OF_PROGRAMS = {"allow_interspersed_args": False}
 class _Command(TyperCommand):
     """Ends with a line of text in place of a traceback, in which options have the names of their flags.
 
-    Exit status 2 for an option that cannot work, 1 for anything else that this library or the system refuses.
+    Exit status 2 for an option that cannot work, 1 for anything else that this library or the system refuses. So any
+    function of a command raises `ConfigError` for such an option, without a word on it in its docstring.
     """
 
     def invoke(self, ctx: Any) -> Any:

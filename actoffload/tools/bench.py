@@ -12,10 +12,11 @@ import os
 import queue
 import shutil
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import count as numbers
 from itertools import product
 from statistics import median
 from typing import Annotated, Any, Literal, get_args
@@ -42,7 +43,6 @@ NEARLY = 0.97
 REGION_BYTES, BLOCK_BYTES, SECONDS, ROUNDS = 128 << 20, 8 << 20, 0.3, 2
 """The defaults, in `bench` and in `doctor` alike."""
 SIZES = ("256KiB", "1MiB", format_size(BLOCK_BYTES))
-_RANDOM_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,11 +138,7 @@ def command(
 
 
 def settings_of(engines: Sequence[str], sizes: Sequence[str], depths: Sequence[int | None]) -> list[Setting]:
-    """Return every combination, each once.
-
-    Raises:
-        ConfigError: there is no such engine, or a size is none.
-    """
+    """Return every combination, each once."""
     for name in engines:
         if name not in ENGINES:
             raise ConfigError("engine", name, f"choose one of {', '.join(ENGINES)}")
@@ -265,14 +261,13 @@ class Rig:
             extents = [self.spool.allocate(block_bytes) for _ in range(region // block_bytes * len(paths))]
             # Twice as many slots as transfers that run, so that an engine always finds the next one waiting.
             count = min(2 * self.capabilities.threads * len(paths), len(extents))
-            self._random = np.frombuffer(os.urandom(_RANDOM_BYTES), np.uint8)
-            pieces = -(-count * block_bytes // _RANDOM_BYTES)
-            memory = np.frombuffer(map_private(pieces * _RANDOM_BYTES), np.uint8)  # as the host pool's
-            self._memory = memory.reshape(pieces, _RANDOM_BYTES)
+            self._random = np.frombuffer(os.urandom(block_bytes), np.uint8)
+            memory = np.frombuffer(map_private(count * block_bytes), np.uint8)  # as the host pool's
+            self._memory = memory.reshape(count, block_bytes)
             self._memory[:] = self._random
             begin = self._memory.ctypes.data
-            # Every other slot of a mixed run begins with a read, so that both directions are always under way.
-            self._slots = [_Slot(begin + i * block_bytes, extents[i::count], i % 2) for i in range(count)]
+            # Memory of one block each, and the extents that it goes through.
+            self._slots = [(begin + i * block_bytes, extents[i::count]) for i in range(count)]
             self._run("write", None)  # the first write to reserved room is slower than any later one
             self._check_content()
         except BaseException:
@@ -331,28 +326,29 @@ class Rig:
 
     def _move(self, direction: Direction, deadline_s: float | None, *, one_pass: bool) -> int:
         """Keep every slot under way until the deadline, or for one pass over its extents; return the blocks moved."""
-        free: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
+        free: queue.SimpleQueue[tuple[int, Iterator[tuple[Extent, bool]]]] = queue.SimpleQueue()
         errors: list[BaseException] = []
 
-        def done(slot: _Slot, transfer: Transfer) -> None:
+        def done(slot: tuple[int, Iterator[tuple[Extent, bool]]], transfer: Transfer) -> None:
             if transfer.error is not None:
                 errors.append(transfer.error)
             free.put(slot)
 
-        for slot in self._slots:
-            slot.turn = 0
-            free.put(slot)
+        # Every other slot of a mixed run begins with a read, so that both directions are always under way.
+        for number, (address, extents) in enumerate(self._slots):
+            free.put((address, _order(extents, direction, number % 2, one_pass=one_pass)))
         moved, active = 0, len(self._slots)
         while active:
-            slot = free.get()
+            slot = address, order = free.get()
             # Slots retire one by one, so that no transfer uses the memory any more when this returns or raises.
             late = deadline_s is not None and time.perf_counter() >= deadline_s
-            if errors or late or (slot.turn == slot.length(direction) and (one_pass or not slot.turn)):
+            following = None if errors or late else next(order, None)
+            if following is None:
                 active -= 1
                 continue
-            extent, writes = slot.next(direction)
+            extent, writes = following
             start = self.spool.write if writes else self.spool.read
-            start(extent, slot.address, self._block_bytes, on_done=partial(done, slot))
+            start(extent, address, self._block_bytes, on_done=partial(done, slot))
             moved += 1
         if errors:
             raise errors[0]
@@ -360,41 +356,26 @@ class Rig:
 
     def _check_content(self) -> None:
         """Read a block of each slot back: an engine that is fast because it moves nothing must not win."""
-        block, random = self._block_bytes, self._random
         self._memory[:] = 0
-        for transfer in [self.spool.read(slot.extents[-1], slot.address, block) for slot in self._slots]:
+        for transfer in [self.spool.read(extents[-1], address, self._block_bytes) for address, extents in self._slots]:
             transfer.wait()
             if transfer.error is not None:
                 raise transfer.error
-        used = self._memory.reshape(-1)[: len(self._slots) * block]
-        pieces = (used[i : i + len(random)] for i in range(0, len(used), len(random)))
-        if not all(np.array_equal(piece, random[: len(piece)]) for piece in pieces):
+        if not all(np.array_equal(block, self._random) for block in self._memory):
             raise ChecksumError(errno.EBADMSG, "what was read back is not what was written", self.spool.files[0].path)
 
 
-class _Slot:
-    """Memory of one block, and the extents that it goes through one after the other."""
-
-    def __init__(self, address: int, extents: list[Extent], parity: int) -> None:
-        self.address, self.extents, self.parity = address, extents, parity
-        self.turn = 0
-        self.written = 0
-        """The number of its extents, from the first on, that hold something to read."""
-
-    def length(self, direction: Direction) -> int:
-        """Return the number of extents to go through."""
-        return len(self.extents) if direction == "write" else self.written
-
-    def next(self, direction: Direction) -> tuple[Extent, bool]:
-        """Return the next extent, and whether to write it."""
-        turn, count = self.turn, self.length(direction)
-        self.turn += 1
-        if direction == "write":
-            self.written = max(self.written, turn % count + 1)
+def _order(
+    extents: Sequence[Extent], direction: Direction, parity: int, *, one_pass: bool
+) -> Iterator[tuple[Extent, bool]]:
+    """Yield the extents that a slot goes through, one after the other, and whether to write each."""
+    length = len(extents)
+    for turn in range(length) if one_pass else numbers():
         if direction != "mixed":
-            return self.extents[turn % count], direction == "write"
-        reads = (turn + self.parity) % 2  # a block that was written a while ago
-        return self.extents[(turn + reads * count) // 2 % count], not reads
+            yield extents[turn % length], direction == "write"
+            continue
+        reads = (turn + parity) % 2  # a block that was written a while ago
+        yield extents[(turn + reads * length) // 2 % length], not reads
 
 
 def _check(paths: Sequence[str], block: int, region: int) -> None:

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from ..config import OffloadConfig
 from ..errors import printable
-from .environment import without_errno
+from .environment import BUSY_SHARE, without_errno
 
 HELP = {name: kind.help for name, kind in OffloadConfig.flags().items()}
 """Of each option."""
@@ -103,6 +103,13 @@ def strings(paths: list[Path] | None) -> list[str] | None:
 def plain(text: str) -> str:
     """Return a text, perhaps from elsewhere, that rich prints as it is and that no terminal obeys."""
     return escape(printable(text))
+
+
+def print_busy(share: float) -> None:
+    """Print a warning if other processes took much of the processors."""
+    if share > BUSY_SHARE:
+        text = f"The machine was busy: others took {share:.0%} of the processors. Times are rough."
+        Console().print(text, style="red", highlight=False)
 
 
 def print_json(payload: object) -> None:

@@ -25,8 +25,19 @@ from rich.progress import TextColumn
 from .. import errors
 from ..config import OffloadConfig
 from ..sizes import format_size
-from .console import JsonOption, PathOption, check_paths, fail, grouped, print_json, print_rows, progress_bar, strings
-from .environment import BUSY_SHARE, find_device
+from .console import (
+    JsonOption,
+    PathOption,
+    check_paths,
+    fail,
+    grouped,
+    print_busy,
+    print_json,
+    print_rows,
+    progress_bar,
+    strings,
+)
+from .environment import find_device
 from .process import block_io, peak_rss_bytes, prepare_process, say, synchronize
 from .rok_points import Spread, verdict
 from .workers import take_turns, turn_ratios
@@ -166,8 +177,7 @@ def show(spec: dict[str, Any], modes: Sequence[Mode], equal: bool) -> None:
         "brackets the kernel.",
         style="dim",
     )
-    if (share := modes[0]["others_cpu_share"]) > BUSY_SHARE:
-        console.print(f"The machine was busy: others took {share:.0%} of the processors. Times are rough.", style="red")
+    print_busy(modes[0]["others_cpu_share"])
     for mode in modes:
         if "report" in mode["end"]:
             console.print(f"\n{escape(mode['mode'])}: {escape(mode['end']['report'])}\n", highlight=False)

@@ -26,7 +26,7 @@ from .on_paper import (
     Activations,
     Estimate,
     Hardware,
-    Memory,
+    MemoryNeed,
     ModelPreset,
     Parallelism,
     estimate,
@@ -38,7 +38,7 @@ from .rok_points import is_own
 if TYPE_CHECKING:
     from torch import nn
 
-    from .models import Workload
+    from .models import Trainee
 
 COUNTED: dict[str, Any] = {"sequence": 2048, "micro_batch": 1, "gpu": "rtx-4090"}
 """The preset for ``--from-model``."""
@@ -107,11 +107,7 @@ def command(
 
 
 class Answer:
-    """The presets with the user's options over them, and the estimate that follows.
-
-    Raises:
-        ConfigError: an option has a value that cannot work.
-    """
+    """The presets with the user's options over them, and the estimate that follows."""
 
     def __init__(self, question: Question, split: dict[str, Any], machine: dict[str, Any]) -> None:
         start, self.question = question.start, question
@@ -126,11 +122,7 @@ class Answer:
 
 
 def activations_of(question: Question, split: Parallelism) -> Activations:
-    """Count the bytes that the model saves on one tensor-parallel rank.
-
-    Raises:
-        ConfigError: the model is not known, cannot be split so, or has nothing that repeats.
-    """
+    """Count the bytes that the model saves on one tensor-parallel rank."""
     from .models import count
 
     start = question.start
@@ -163,12 +155,8 @@ def activations_of(question: Question, split: Parallelism) -> Activations:
     )
 
 
-def build_on_paper(question: Question, tensor: int = 1) -> tuple[Workload, str]:
-    """Return the model on meta tensors, with its adapters, and its name; of the built-in GPT one of ``tensor`` ranks.
-
-    Raises:
-        ConfigError: the model is not known, or an option does not fit it.
-    """
+def build_on_paper(question: Question, tensor: int = 1) -> tuple[Trainee, str]:
+    """Return the model on meta tensors, adapters included, and its name; ``tensor`` ranks share the built-in GPT."""
     from .models import adapt
 
     workload, label = _build(question, question.sequence or question.start.sequence, tensor)
@@ -181,7 +169,7 @@ def build_on_paper(question: Question, tensor: int = 1) -> tuple[Workload, str]:
     return workload, f"{label}, adapters of rank {question.adapters}"
 
 
-def _build(question: Question, sequence: int, tensor: int) -> tuple[Workload, str]:
+def _build(question: Question, sequence: int, tensor: int) -> tuple[Trainee, str]:
     import torch
 
     from ..testing.gpt import GPTConfig
@@ -275,7 +263,7 @@ def _activation_rows(answer: Answer) -> list[tuple[str, str]]:
     ]
 
 
-def _memory_rows(memory: Memory) -> list[tuple[str, str]]:
+def _memory_rows(memory: MemoryNeed) -> list[tuple[str, str]]:
     parts = [f"{format_size(memory.parameter_bytes)} parameters", f"{format_size(memory.gradient_bytes)} gradients"]
     states = ", ".join([*parts, f"{format_size(memory.optimizer_bytes)} optimizer"])
     rows = [

@@ -36,7 +36,7 @@ from .saved_bytes import BACKWARD_FACTOR, MIN_BYTES, SavedBytes, WatchedStep, ca
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
+class Trainee:
     """A model and its batches.
 
     Attributes:
@@ -58,11 +58,7 @@ class Workload:
         return tree_map_only(Tensor, lambda tensor: tensor.to(self.device), made)
 
     def loss(self, batch: Any) -> Tensor:
-        """Return the loss of a batch.
-
-        Raises:
-            ConfigError: the model returns something else.
-        """
+        """Return the loss of a batch."""
         output = call(self.model, batch)
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -70,7 +66,7 @@ class Workload:
             raise ConfigError("model", type(self.model).__name__, remedy)
         return loss
 
-    def twin(self) -> Workload:
+    def twin(self) -> Trainee:
         """Return a copy with modules of its own, which share the parameters and buffers."""
         # `deepcopy` takes a tensor that its memo has for copied, so these stay the same objects.
         shared = itertools.chain(self.model.parameters(), self.model.buffers())
@@ -102,7 +98,7 @@ def import_function(field: str, source: str) -> Callable[[], Any]:
     return found
 
 
-def build_own(field: str, source: str, device: torch.device) -> Workload:
+def build_own(field: str, source: str, device: torch.device) -> Trainee:
     """Return the model that a user's function makes.
 
     Raises:
@@ -132,7 +128,7 @@ class _Adapted(nn.Module):
         return adapted
 
 
-def adapt(workload: Workload, rank: int) -> None:
+def adapt(workload: Trainee, rank: int) -> None:
     """Freeze a model, and put an adapter beside each linear layer of its blocks."""
     workload.model.requires_grad_(False)
     for block in map(workload.model.get_submodule, workload.blocks):
@@ -141,7 +137,7 @@ def adapt(workload: Workload, rank: int) -> None:
             setattr(block.get_submodule(parent), attribute, _Adapted(linear, rank))
 
 
-def build_gpt(sizes: GPTConfig, *, dtype: torch.dtype, device: torch.device) -> Workload:
+def build_gpt(sizes: GPTConfig, *, dtype: torch.dtype, device: torch.device) -> Trainee:
     """Return the built-in GPT; a sample is a sequence of ``sizes.seq`` tokens."""
     with device:
         model = GPT(sizes).to(dtype)
@@ -153,7 +149,7 @@ def build_gpt(sizes: GPTConfig, *, dtype: torch.dtype, device: torch.device) -> 
     return _workload(model, make_batch, device)
 
 
-def build_transformers(config: Any, *, sequence: int, dtype: torch.dtype, device: torch.device) -> Workload:
+def build_transformers(config: Any, *, sequence: int, dtype: torch.dtype, device: torch.device) -> Trainee:
     """Return a model of Transformers in training, with its head and loss if its type has one."""
     transformers = import_transformers(config.model_type)
     transformers.logging.set_verbosity_error()
@@ -170,8 +166,8 @@ def build_transformers(config: Any, *, sequence: int, dtype: torch.dtype, device
     return _workload(model, make_batch, device)
 
 
-def _workload(model: nn.Module, make_batch: Callable[[int], Any], device: torch.device) -> Workload:
-    return Workload(model=model, make_batch=make_batch, blocks=tuple(find_blocks(model)), device=device)
+def _workload(model: nn.Module, make_batch: Callable[[int], Any], device: torch.device) -> Trainee:
+    return Trainee(model=model, make_batch=make_batch, blocks=tuple(find_blocks(model)), device=device)
 
 
 def _tokens(vocab: int, size: int, sequence: int) -> Tensor:
@@ -180,11 +176,7 @@ def _tokens(vocab: int, size: int, sequence: int) -> Tensor:
 
 
 def import_transformers(model: str) -> Any:
-    """Return the package.
-
-    Raises:
-        ConfigError: it is not installed; names the model.
-    """
+    """Return the package."""
     try:
         import transformers
     except ImportError as error:
@@ -194,11 +186,7 @@ def import_transformers(model: str) -> Any:
 
 
 def configuration(source: str, **changes: Any) -> Any:
-    """Return the configuration in a ``config.json`` (or in a directory that has one), or a type's with some changes.
-
-    Raises:
-        ConfigError: it is neither, or Transformers is not installed.
-    """
+    """Return the configuration in a ``config.json`` (or in a directory that has one), or a type's with some changes."""
     auto = import_transformers(source).AutoConfig
     try:
         if not changes and Path(source).exists():
@@ -209,7 +197,7 @@ def configuration(source: str, **changes: Any) -> Any:
         raise ConfigError("from_model", source, f"{remedy} ({error})" if Path(source).exists() else remedy) from error
 
 
-def count(workload: Workload, size: int, *, min_bytes: int = MIN_BYTES) -> SavedBytes:
+def count(workload: Trainee, size: int, *, min_bytes: int = MIN_BYTES) -> SavedBytes:
     """Count the bytes that ``size`` samples save on the meta device; tensors below ``min_bytes`` stay."""
     with unpacked_sequences():
         return count_saved(workload.model, workload.batch(size), min_bytes=min_bytes)
@@ -224,13 +212,15 @@ def unpacked_sequences() -> AbstractContextManager[Any]:
     return patch.object(masks, "find_packed_sequence_indices", return_value=None) if masks else nullcontext()
 
 
-def build(case: Case, device: torch.device | None = None) -> Workload:
-    """Return the model of a case in its type, with weights by torch's seed; on PyTorch's default device by default.
+def build(case: Case, device: torch.device | None = None) -> Trainee:
+    """Return the model of a case in its type, with weights by torch's seed; on PyTorch's default device by default."""
+    workload = _build(case, device or torch.get_default_device())
+    if case.adapters:
+        adapt(workload, case.adapters)
+    return workload
 
-    Raises:
-        ConfigError: the model is unknown, its sizes do not fit together, or Transformers is not installed.
-    """
-    device = device or torch.get_default_device()
+
+def _build(case: Case, device: torch.device) -> Trainee:
     if is_own(case.model):
         return build_own("model", case.model, device)
     if case.hidden % case.head_width:
@@ -255,11 +245,7 @@ def build(case: Case, device: torch.device | None = None) -> Workload:
 
 
 def _small(case: Case) -> Any:
-    """Return the configuration of any type of Transformers in a case's sizes, with few heads and experts.
-
-    Raises:
-        ConfigError: there is no such type, or Transformers is not installed.
-    """
+    """Return the configuration of any type of Transformers in a case's sizes, with few heads and experts."""
     heads = case.hidden // case.head_width
     narrow = {"intermediate_size": 4 * case.hidden, "head_dim": case.head_width, "num_key_value_heads": heads}
     experts = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4)
@@ -285,7 +271,7 @@ def _shape(case: Case) -> dict[str, Any]:
 # -- a step, predicted ------------------------------------------------------------------------------------------------
 
 
-def profile_of(workload: Workload, batch: int, hardware: Hardware) -> tuple[Profile, int]:
+def profile_of(workload: Trainee, batch: int, hardware: Hardware) -> tuple[Profile, int]:
     """Predict a step: run forward and backward of ``batch`` samples on meta tensors, on a clock that goes by FLOPs.
 
     Bytes go between the GPU and its SSDs directly, as in SSDTrain.

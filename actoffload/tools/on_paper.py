@@ -20,15 +20,7 @@ import typer
 
 from ..errors import ConfigError
 from ..sizes import parse_size
-from ..storage.endurance import (
-    DAY_S,
-    Drive,
-    check_counts,
-    check_positive,
-    format_duration,
-    lifetime_s,
-    written_per_day,
-)
+from ..storage.endurance import DAY_S, format_duration, written_per_day
 
 RESERVED_BYTES = 1 << 30
 """GPU memory besides tensors: the CUDA context and libraries' workspaces (a round figure, recalled)."""
@@ -60,6 +52,31 @@ def _count(help: str | None = None) -> Any:
     return typer.Option(min=1, help=help, rich_help_panel=SPLIT)
 
 
+def _check(owner: object, *names: str) -> None:
+    """Refuse all values but numbers above 0 and None."""
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(name, value, "must be a number above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drive:
+    """One SSD as its maker rates it. Sizes in bytes (makers' terabytes are 10¹² bytes), rates in bytes a second."""
+
+    name: str
+    capacity_bytes: int
+    rated_written_bytes: int
+    """Rated endurance: TBW × 10¹²."""
+    write_bytes_per_s: float
+    """Sequential write. Makers of consumer drives state it for the SLC cache; a full cache writes slower."""
+    read_bytes_per_s: float
+    price_usd: float | None = None
+    nand: bool = True
+    """Flash, which writes slower once its cache is full."""
+    source: str = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
     """How a step is split over GPUs. Fields with an option are flags of ``actoffload estimate``."""
@@ -76,7 +93,7 @@ class Parallelism:
     """1 splits optimizer states over the data-parallel ranks, 2 gradients too, 3 parameters too."""
 
     def __post_init__(self) -> None:
-        check_counts(self, "tensor", "pipeline", "interleave", "data", "micro_batches")
+        _check(self, "tensor", "pipeline", "interleave", "data", "micro_batches")
         if self.zero not in range(4):
             raise ConfigError("zero", self.zero, "is a stage, 0 to 3")
 
@@ -120,9 +137,8 @@ class Hardware:
     """The origin of the numbers."""
 
     def __post_init__(self) -> None:
-        check_positive(self, "peak_flops", "utilisation", "link_bytes_per_s", "memory_bytes")
-        check_positive(self, "ssd_write_bytes_per_s", "ssd_read_bytes_per_s")
-        check_counts(self, "drives")
+        _check(self, "peak_flops", "utilisation", "link_bytes_per_s", "memory_bytes", "drives")
+        _check(self, "ssd_write_bytes_per_s", "ssd_read_bytes_per_s")
         if self.target not in ("nvme", "host"):
             raise ConfigError("target", self.target, "choose one of 'nvme', 'host'")
         if self.utilisation > 1:
@@ -175,22 +191,14 @@ PUBLISHED: list[dict[str, Any]] = [row | {"source": SOURCES[row["source"]]} for 
 
 
 def preset(option: str, name: str, known: dict[str, T]) -> T:
-    """Return the preset of that name.
-
-    Raises:
-        ConfigError: there is none; lists the known names.
-    """
+    """Return the preset of that name."""
     if name not in known:
         raise ConfigError(option, name, f"no such preset; there are {', '.join(known)}")
     return known[name]
 
 
 def hardware_of(gpu: str, drive: str = "980pro-1tb", **changes: Any) -> Hardware:
-    """Return the machine of a GPU preset and a drive preset, with some fields changed.
-
-    Raises:
-        ConfigError: there is no such preset, or a value cannot work.
-    """
+    """Return the machine of a GPU preset and a drive preset, with some fields changed."""
     row = preset("gpu", gpu, GPUS)
     source = SOURCES[row["source"]].partition("; the link" if "link_bytes_per_s" in changes else "\n")[0]
     return Hardware(**{"name": gpu, "drive": preset("drive", drive, DRIVES), **row, "source": source, **changes})
@@ -220,7 +228,7 @@ class Activations:
 
 
 @dataclass(frozen=True)
-class Peak:
+class Fit:
     """Saved bytes on the fullest GPU at its peak, and samples of the largest micro-batch that fits so; 0 for none."""
 
     saved_bytes: float
@@ -228,7 +236,7 @@ class Peak:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class MemoryNeed:
     """Bytes on the fullest GPU at its peak. Temporary buffers of operators are not in it."""
 
     capacity_bytes: float
@@ -236,11 +244,11 @@ class Memory:
     parameter_bytes: float
     gradient_bytes: float
     optimizer_bytes: float
-    kept: Peak
+    kept: Fit
     """With everything kept."""
-    hidden: Peak
+    hidden: Fit
     """After moving the share that hides, so that the step is not longer."""
-    moved: Peak
+    moved: Fit
     """After moving everything."""
 
     @property
@@ -274,7 +282,7 @@ class Estimate:
     rated_life_s: float
     """Of all of the GPU's drives, on rated TBW."""
     ssd_price_usd: float | None
-    memory: Memory
+    memory: MemoryNeed
     notes: tuple[str, ...] = ()
     """For a reader to know before quoting a number."""
 
@@ -293,9 +301,6 @@ def estimate(
         split: how a step is split over GPUs; the stages of a pipeline are taken as equal.
         hardware: one GPU's share of a machine.
         step_s: seconds of a step as measured. Default: the step's FLOPs over the rate that the GPU achieves.
-
-    Raises:
-        ConfigError: the layers cannot be split so.
     """
     layers = len(activations.blocks)
     if layers % (split.pipeline * split.interleave):
@@ -311,7 +316,7 @@ def estimate(
     share = min(1.0, min(hardware.write_bytes_per_s, hardware.read_bytes_per_s) / max(1.0, required))
     moved, drive = share * per_step, hardware.drive
     written = moved if hardware.target == "nvme" else 0.0
-    life_s = lifetime_s(drive.rated_written_bytes * hardware.drives, seconds, written)
+    life_s = drive.rated_written_bytes * hardware.drives * seconds / written if written else math.inf
     in_flight = per_microbatch * split.microbatches_in_flight
     small = activations.small_bytes / split.pipeline * split.microbatches_in_flight
     return Estimate(
@@ -337,7 +342,7 @@ def estimate(
 
 def _memory_of(
     activations: Activations, split: Parallelism, hardware: Hardware, *, in_flight: float, small: float, share: float
-) -> Memory:
+) -> MemoryNeed:
     """Return the bytes on the fullest GPU: the first stage of a pipeline, which does not compute the loss."""
     # Each stage of ZeRO also splits everything that the stages before it split.
     shards = [split.pipeline * (split.data if split.zero >= stage else 1) for stage in (3, 2, 1)]
@@ -347,12 +352,12 @@ def _memory_of(
     free = max(0.0, capacity - parameters - gradients - optimizer)
     rest = small + (activations.ends_bytes if split.pipeline == 1 else 0.0)
 
-    def peak(moves: float) -> Peak:
+    def peak(moves: float) -> Fit:
         in_transit = min(moves * in_flight, LAYERS_IN_TRANSIT * max(activations.blocks))
         saved = rest + (1 - moves) * in_flight + in_transit
-        return Peak(saved, int(free * activations.micro_batch / max(1.0, saved)))
+        return Fit(saved, int(free * activations.micro_batch / max(1.0, saved)))
 
-    return Memory(
+    return MemoryNeed(
         capacity_bytes=capacity,
         parameter_bytes=parameters,
         gradient_bytes=gradients,

@@ -68,11 +68,7 @@ class Budget:
     target: Annotated[str, typer.Option(help="Where bytes may go: host, nvme, tiered or auto.")] = "auto"
 
     def of(self, profile: Profile) -> Limits:
-        """Return the limits for a step.
-
-        Raises:
-            ConfigError: a value cannot work.
-        """
+        """Return the limits for a step."""
         if self.target not in TARGETS:
             raise ConfigError("target", self.target, f"choose one of {', '.join(map(repr, TARGETS))}")
         sizes: dict[str, Any] = {}
@@ -116,11 +112,7 @@ def command(
 
 
 def read_profile(path: Path) -> Profile:
-    """Return the profile of a file.
-
-    Raises:
-        ConfigError: the file cannot be read or holds no profile; it names the commands that write one.
-    """
+    """Return the profile of a file."""
     try:
         return Profile.load(path)
     except (OSError, ConfigError) as error:
@@ -130,11 +122,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def record(source: str, batch: int, path: list[str] | None) -> Profile:
-    """Return the profile of a user's own model: three steps without an optimizer, each of the same batch.
-
-    Raises:
-        ConfigError: the function or its result is not as `models` demands, or no saved tensor may move.
-    """
+    """Return the profile of a user's own model: three steps without an optimizer, each of the same batch."""
     import torch
 
     from ..autograd.offloader import Offloader

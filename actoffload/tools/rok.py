@@ -30,7 +30,7 @@ from ..sizes import format_size
 from .console import JsonOption, PathOption, grouped, print_json, print_rows, progress_bar, strings
 from .environment import BUSY_SHARE, describe_environment, find_device, write_json
 from .on_paper import TABLES, hardware_of
-from .plots import Look, draw_rok
+from .plots import draw_rok
 from .rok_points import SERIES, Case, Point, Spread, Variant, is_own, verdict
 from .workers import FAILURES, failure, run_worker
 
@@ -162,9 +162,6 @@ class RokRun:
         about: ``environment`` and ``command`` of the results.
         launch: takes a round and returns its result; a failure is a result, too.
         path: directories of the spool; not written to the results.
-
-    Raises:
-        ConfigError: the file holds something else, or was measured with other options.
     """
 
     def __init__(
@@ -220,11 +217,7 @@ def _job(sample: Sample) -> Job:
 
 
 def load_results(file: Path) -> dict[str, Any]:
-    """Return the results in a file.
-
-    Raises:
-        ConfigError: it cannot be read, or holds no results of this version.
-    """
+    """Return the results in a file."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
         if data["benchmark"] != "rok" or data["version"] != VERSION:
@@ -331,11 +324,7 @@ class Measured:
         return self.model is not None and is_own(self.model)
 
     def run(self, out: Path | None, path: list[str] | None) -> RokRun:
-        """Return the run for these options.
-
-        Raises:
-            ConfigError: an option cannot work, or the results file holds something else.
-        """
+        """Return the run for these options."""
         name = self.preset or (OWN if self.own else "cpu")
         if name not in PRESETS:
             raise ConfigError("preset", name, f"choose one of {', '.join(map(repr, PRESETS))}")
@@ -378,11 +367,11 @@ class Measured:
 @grouped
 def command(
     measured: Measured,
-    look: Look,
     out: Annotated[
         Path | None, typer.Option(help="Results (JSON); continued if it exists. Default: rok_NAME.json.")
     ] = None,
     redraw: Annotated[Path | None, typer.Option(help="Measure nothing; draw and compare these results.")] = None,
+    dark: Annotated[bool, typer.Option("--dark", help="Draw on black.")] = False,
     path: PathOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -391,7 +380,7 @@ def command(
     FUNCTION returns a model and make_batch(size), which returns the model's arguments; the model returns its loss.
     """
     if redraw is not None:
-        raise typer.Exit(finish(load_results(redraw), redraw, look, as_json))
+        raise typer.Exit(finish(load_results(redraw), redraw, dark, as_json))
     rok = measured.run(out, strings(path))
     try:
         take_rounds(rok, quiet=as_json)
@@ -400,7 +389,7 @@ def command(
         drawn = f"; actoffload rok --redraw {rok.file} draws the others" if rok.payload["samples"] else ""
         typer.echo(f"Interrupted. {left}{drawn}.", err=True)
         raise typer.Exit(INTERRUPTED) from None
-    raise typer.Exit(finish(rok.payload, rok.file, look, as_json))
+    raise typer.Exit(finish(rok.payload, rok.file, dark, as_json))
 
 
 def take_rounds(run: RokRun, *, quiet: bool) -> None:
@@ -418,7 +407,7 @@ def take_rounds(run: RokRun, *, quiet: bool) -> None:
                 progress.console.print(text, style="yellow", markup=False)
 
 
-def finish(payload: dict[str, Any], file: Path, look: Look, as_json: bool) -> int:
+def finish(payload: dict[str, Any], file: Path, dark: bool, as_json: bool) -> int:
     """Draw and compare; return 1 if losses or gradients differ or a point failed.
 
     Running out of memory and a budget below the floor are no failures.
@@ -432,11 +421,11 @@ def finish(payload: dict[str, Any], file: Path, look: Look, as_json: bool) -> in
         title, share = f"SIMULATED GPU, virtual time; torch {machine.get('torch')}", 0.0
     share = share if share > BUSY_SHARE else 0.0
     busy = f"the machine was busy: others took up to {share:.0%} of the processors" if share else ""
-    pictures = [look.path(file, ending) for ending in (".png", ".svg")]
+    pictures = [file.with_name(f"{file.stem}{'_dark' * dark}{ending}") for ending in (".png", ".svg")]
     drawn = f"written beside {file.name}: {', '.join(picture.name for picture in pictures)}"
     try:
         if points:
-            draw_rok(points, pictures, "\n".join(filter(None, (title, busy))), look)
+            draw_rok(points, pictures, "\n".join(filter(None, (title, busy))), dark=dark)
     except ImportError:
         drawn = "a picture needs matplotlib: pip install actoffload[plots]"
     if as_json:

@@ -21,7 +21,7 @@ def is_own(source: str) -> bool:
 class Case:
     """A model and its batch. ``hidden`` elements, ``seq`` tokens, ``batch`` sequences, ``vocab`` rows of the head.
 
-    A user's own model (``FILE.py:FUNCTION``) sets its sizes itself.
+    A user's own model (``FILE.py:FUNCTION``) sets its sizes itself. ``adapters``: the rank of LoRA, 0 for none.
     """
 
     model: str
@@ -32,6 +32,7 @@ class Case:
     vocab: int = 0
     head_width: int = 64
     dtype: str = "float32"
+    adapters: int = 0
 
     @property
     def panel(self) -> str:

@@ -1,7 +1,7 @@
 """One round of a case of `rok`, in a process of its own; prints one JSON object.
 
 The options come as one JSON argument: ``case`` (the fields of `Case`), ``variants`` (the fields of `Variant`),
-``device``, ``threads``, ``warm_up``, ``steps`` and ``path``.
+``device``, ``threads``, ``warm_up``, ``steps`` and ``path``; ``within_s``: no further turn begins after this time.
 
 All variants live in this one process and take their steps in turns, so that the load of the machine, the allocator and
 the place of memory are the same for all. Each has modules of its own that share the parameters. The optimizer's
@@ -14,6 +14,7 @@ count, for ``keep`` and ``recompute`` in a step of their own in which it counts 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -33,10 +34,10 @@ from ..errors import ActOffloadError
 from ..memory import cpu_allocator
 from ..testing import simulated_device
 from ..tiers.accelerator import Accelerator
-from .models import Workload, build
+from .models import Trainee, build
 from .process import peak_rss_bytes, prepare_process, say, sum_of_bits, synchronize
 from .rok import NO_BLOCKS, OFFLOAD_READS_AHEAD, SIMULATED, budget_of
-from .rok_points import Case, Variant
+from .rok_points import Case, Variant, is_own
 from .saved_bytes import BACKWARD_FACTOR
 from .workers import FAILURES, failure
 
@@ -57,7 +58,7 @@ class Mode:
     """One variant: how its steps run, and their results."""
 
     variant: Variant
-    workload: Workload
+    workload: Trainee
     offloader: Offloader | None = None
     device_budget: int | None = None
     counted_peak_bytes: int | None = None
@@ -72,6 +73,7 @@ class Mode:
         """Return its entry in a results file."""
         names = ("device_budget", "counted_peak_bytes", "process_peak_bytes", "step_s", "peak_bytes", "ratios")
         found = {name: getattr(self, name) for name in (*names, "identical")}
+        found["moved_bytes"] = self.offloader.statistics().moved_bytes if self.offloader is not None else 0
         return {"series": self.variant.series, "level": self.variant.level} | found | self.failure
 
     def attempt(self, action: Callable[[Mode], Any]) -> Any:
@@ -101,9 +103,10 @@ class Round:
         case = Case(**spec["case"])
         self.workload = build(case, self.device)
         self.inputs = self.workload.batch(case.batch)
+        counted = case.batch if is_own(case.model) else 1  # a user's own may need several samples, as batch norm does
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            self.workload.loss(self.workload.batch(1))
-        self.flops = int(counter.get_total_flops()) * case.batch * BACKWARD_FACTOR
+            self.workload.loss(self.workload.batch(counted))
+        self.flops = int(counter.get_total_flops()) * (case.batch // counted) * BACKWARD_FACTOR
         self.parameters = [parameter for parameter in self.workload.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.SGD(self.parameters, lr=0.0)
         for parameter in self.parameters:  # gradients are static memory
@@ -113,13 +116,16 @@ class Round:
 
     def run(self) -> list[dict[str, Any]]:
         """Warm every mode up, let them take their turns, and return their samples."""
+        began_s = time.monotonic()
         for variant in (Variant(**one) for one in self.spec["variants"]):
             mode = self.modes[variant] = Mode(variant, self.workload.twin())
             mode.attempt(self._begin)
             for _ in range(self.spec["warm_up"]):
                 mode.attempt(self._step)
         order = [*self.modes.values(), self.modes[Variant(series="keep")]]
-        for _ in range(self.spec["steps"]):
+        for turn in range(self.spec["steps"]):
+            if turn and time.monotonic() - began_s > self.spec.get("within_s", math.inf):
+                break
             self._take_turn(order)
             order.reverse()
         for mode in self.modes.values():
@@ -151,7 +157,7 @@ class Round:
             mode.offloader = self._offloader(mode, policy="auto", device_budget=budget, recompute=blocks)
 
     @staticmethod
-    def _checkpoint(workload: Workload) -> None:
+    def _checkpoint(workload: Trainee) -> None:
         """Run every block under PyTorch's checkpoint."""
         for name in workload.blocks:
             block = workload.model.get_submodule(name)

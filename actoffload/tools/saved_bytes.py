@@ -83,7 +83,7 @@ def count_saved(model: nn.Module, inputs: Any, *, min_bytes: int = MIN_BYTES) ->
 
 
 @dataclass
-class SavedStorage:
+class CountedStorage:
     """A storage that autograd saved: the run of a block that saved it first, and the times, in FLOPs.
 
     ``shared``: it was saved outside that block, too.
@@ -124,7 +124,7 @@ class WatchedStep:
     """
 
     def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Any) -> None:
-        self.saved: dict[int, SavedStorage] = {}
+        self.saved: dict[int, CountedStorage] = {}
         self.blocks: list[BlockRun] = []
         self.flops = FlopCounterMode(display=False, custom_mapping=FLOPS)
         self.kernels = AsOnAccelerator()
@@ -168,7 +168,7 @@ class WatchedStep:
         block = self._running[-1] if self._running else None
         if storage._cdata not in self.saved:
             self._held.append(storage)
-            self.saved[storage._cdata] = SavedStorage(storage.nbytes(), block, self.now())
+            self.saved[storage._cdata] = CountedStorage(storage.nbytes(), block, self.now())
         one = self.saved[storage._cdata]
         one.shared = one.shared or one.block != block
         return _Handle(self, one, tensor)
@@ -184,7 +184,7 @@ class WatchedStep:
 class _Handle:
     """Autograd holds this for a saved tensor, and drops it when backward is done with it."""
 
-    def __init__(self, step: WatchedStep, saved: SavedStorage, tensor: Tensor) -> None:
+    def __init__(self, step: WatchedStep, saved: CountedStorage, tensor: Tensor) -> None:
         self.step, self.saved, self.tensor = step, saved, tensor
 
     def __del__(self) -> None:

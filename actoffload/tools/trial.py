@@ -6,11 +6,7 @@ The trial trains on this machine: a small model of the same type, or the user's 
 
 from __future__ import annotations
 
-import json
-import sys
-import time
 from dataclasses import asdict, dataclass
-from functools import partial
 from statistics import median
 from typing import Annotated, Any
 
@@ -21,24 +17,24 @@ from ..errors import ConfigError
 from ..planning.profile import Profile
 from ..planning.regions import choosable, with_regions
 from ..sizes import format_size
-from .console import JsonOption, PathOption, check_paths, grouped, plain, print_json, print_rows, strings
-from .environment import BUSY_SHARE, find_device
+from .console import JsonOption, PathOption, check_paths, grouped, plain, print_busy, print_json, print_rows, strings
+from .environment import find_device
 from .estimate import Question, build_on_paper, states_of
 from .on_paper import BUILT_IN, MODELS, RESERVED_BYTES, Hardware, hardware_of
-from .process import peak_rss_bytes, prepare_process, say, sum_of_bits, synchronize
-from .rok import NO_BLOCKS, predict_variant
-from .rok_points import Case, is_own
-from .workers import FAILURES, failure, take_turns, turn_ratios
+from .rok import NO_BLOCKS, WORKER, predict_variant
+from .rok_points import Case, Variant, is_own
+from .workers import run_worker, turn_ratios
 
-WORKER = "actoffload.tools.trial"
 GPUS = ("h100-sxm", "rtx-4090", "rtx-5090")
-SMALL = {"hidden": 384, "layers": 8, "seq": 512, "vocab": 1024}
+SMALL: dict[str, Any] = {"hidden": 384, "layers": 8, "seq": 512, "vocab": 1024}
 """The sizes of the small model: a step takes two seconds on two cores. In smaller ones a disk's latency counts."""
 SMALL_BATCH = 4
-WARM_UP, TURNS = 5, 8
+VARIANTS = (Variant(series="keep"), Variant(series="recompute"), Variant(series="hybrid", level="recompute"))
+"""Neither, checkpointing alone, and this library beside it with its memory: series of `rok`."""
+WARM_UP, TURNS = 4, 6
 """Steps before the timed ones (a plan has settled then), and timed ones."""
-WITHIN_S, STEP_LIMIT_S = 90.0, 600.0
-"""No further turn begins after the first time. A step that takes the second one counts as a hang."""
+WITHIN_S, LIMIT_S = 90.0, 1800.0
+"""No further turn begins after the first time, and the trial is stopped after the second one."""
 MORE = 1.5
 """The second prediction has this multiple of the saved bytes that checkpointing has."""
 FITS = {"kept": "all", "more_memory": "all but the last", "checkpointed": "the first two"}
@@ -98,9 +94,6 @@ def predicted(model: str, setup: Setup) -> dict[str, Any]:
     Returns:
         ``label``, ``regions``, ``states_bytes``, ``checkpointed_bytes`` and ``kept_bytes`` (saved bytes at the peak),
         and for each GPU a row: seconds with checkpointing, the other steps' ratios to it, and whether each fits.
-
-    Raises:
-        ConfigError: the model is not known or has no blocks, or there is no such GPU.
     """
     machines = [hardware_of(name, target=setup.target) for name in setup.gpu or GPUS]  # first: a refusal takes no time
     named: dict[str, Any] = {"model": model} if model in MODELS else {"from_model": model}
@@ -171,32 +164,35 @@ def show_predicted(answer: dict[str, Any]) -> None:
 
 
 def measured(model: str, setup: Setup, path: list[str] | None) -> dict[str, Any]:
-    """Train here with checkpointing, alone and with this library attached, each in a process, step by step in turn.
+    """Train here with checkpointing, alone and with this library, step by step in turn: a round of `rok`.
 
     Returns:
-        ``label`` and ``device``; the step's ratio to checkpointing's (``ratio``); of both the peak of the process, or
-        of the device, in ``peak_bytes``; the ``moved_bytes`` of all steps; and whether losses and weights are
-        ``identical``. Or ``error``.
+        ``label`` and ``device``; the step's ratio to checkpointing's (``ratio``); of both the peak of saved activations
+        in ``peak_bytes``; the ``moved_bytes`` of all steps; and whether losses and gradients are ``identical``. Or
+        ``error``.
     """
+    adapters: dict[str, Any] = {"adapters": setup.adapters or 0}
     if is_own(model):
-        case, label = Case(model=model, batch=setup.batch), "your model, each of its blocks checkpointed"
+        case, label = Case(model=model, batch=setup.batch, **adapters), "your model, each of its blocks checkpointed"
     else:
         from .models import configuration
 
         kind = MODELS[model].kind if model in MODELS else str(configuration(model).model_type)
-        case = Case(model="gpt-small" if kind == BUILT_IN else kind, batch=SMALL_BATCH, **SMALL)  # type: ignore[arg-type]
+        case = Case(model="gpt-small" if kind == BUILT_IN else kind, batch=SMALL_BATCH, **SMALL, **adapters)
         label = f"a small {kind}: {case.layers} layers of width {case.hidden}, {case.batch} × {case.seq} tokens"
-    about: dict[str, Any] = {"label": label, "device": find_device(), "adapters": setup.adapters}
-    specs = {name: about | {"name": name, "case": asdict(case), "path": path} for name in ("checkpointed", "ours")}
-    found = take_turns(WORKER, specs, WARM_UP + TURNS, limit_s=STEP_LIMIT_S, within_s=WITHIN_S)
-    failed = next((one["error"] for one in found.values() if "error" in one), None)
-    if failed is not None:
+    about: dict[str, Any] = {"label": label, "device": find_device()}
+    spec = {"case": asdict(case), "variants": [asdict(variant) for variant in VARIANTS], "device": about["device"]}
+    spec |= {"threads": None, "warm_up": WARM_UP, "steps": TURNS, "within_s": WITHIN_S, "path": path}
+    result = run_worker(WORKER, spec, limit_s=LIMIT_S)
+    _, theirs, ours = result.get("samples", [result] * 3)
+    failed = theirs.get("error") or ours.get("error")
+    if failed:
         return about | {"error": failed}
-    theirs, ours = found.values()
-    times = [one["step_s"][min(WARM_UP, len(one["step_s"]) - 1) :] for one in (theirs, ours)]
-    about |= {"ratio": median(turn_ratios(times[1], times[0])), "checkpointed_s": median(times[0])}
-    about |= {"peak_bytes": [theirs["peak_bytes"], ours["peak_bytes"]], "moved_bytes": ours["moved_bytes"]}
-    return about | {"identical": theirs["bits"] == ours["bits"], "others_cpu_share": ours["others_cpu_share"]}
+    about |= {"ratio": median(turn_ratios(ours["step_s"], theirs["step_s"])), "moved_bytes": ours["moved_bytes"]}
+    about |= {"peak_bytes": [median(one["peak_bytes"]) for one in (theirs, ours)]}
+    identical = theirs["identical"] and ours["identical"]
+    share = result["others_cpu_share"]
+    return about | {"checkpointed_s": median(theirs["step_s"]), "identical": identical, "others_cpu_share": share}
 
 
 def show_measured(found: dict[str, Any]) -> None:
@@ -207,73 +203,13 @@ def show_measured(found: dict[str, Any]) -> None:
         console.print(f"It could not be measured: {plain(found['error'])}", style="red")
         return
     theirs, ours, moved = map(format_size, (*found["peak_bytes"], found["moved_bytes"]))
-    owner = "process" if found["device"] == "cpu" else "device"
     console.print(
-        f"{found['ratio']:.2f} × checkpointing's step ({found['checkpointed_s']:.3g} s); {owner} memory at its peak "
+        f"{found['ratio']:.2f} × checkpointing's step ({found['checkpointed_s']:.3g} s); saved activations at the peak "
         f"{ours}, with checkpointing alone {theirs}; {moved} moved.",
         highlight=False,
     )
-    if (share := found["others_cpu_share"]) > BUSY_SHARE:
-        console.print(f"The machine was busy: others took {share:.0%} of the processors. Times are rough.", style="red")
+    print_busy(found["others_cpu_share"])
     if found["identical"]:
-        console.print("Losses and trained weights are equal bit for bit.", style="green")
+        console.print("Losses and gradients are equal bit for bit.", style="green")
     else:
         console.print("BITS DIFFER: this is a bug; please report it.", style="bold red")
-
-
-# -- the worker -------------------------------------------------------------------------------------------------------
-
-
-def train(spec: dict[str, Any]) -> None:
-    """Take a step for each line of standard input; print a line for each, and at the end the result."""
-    import torch
-    from torch.utils.checkpoint import checkpoint
-
-    from .. import attach
-    from .models import adapt, build
-
-    device = spec["device"]
-    prepare_process(device, None, 0)
-    case = Case(**spec["case"])
-    workload = build(case, torch.device(device))
-    if spec["adapters"] is not None:
-        adapt(workload, spec["adapters"])
-    for block in map(workload.model.get_submodule, workload.blocks):
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    parameters = [one for one in workload.model.parameters() if one.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
-    target: Any = "nvme" if device == "cpu" else "auto"  # on a CPU there is no other memory to move to
-    ours = attach(workload.model, target=target, path=spec["path"]) if spec["name"] == "ours" else None
-    step_s: list[float] = []
-    losses: list[str] = []
-    say({"turn": 0})
-    for _ in sys.stdin:
-        batch = workload.batch(case.batch)
-        synchronize(device)
-        begin_s = time.perf_counter()
-        loss = workload.loss(batch)
-        torch.autograd.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        synchronize(device)
-        step_s.append(time.perf_counter() - begin_s)
-        losses.append(float(loss.detach()).hex())
-        del loss
-        say({"turn": len(step_s)})
-    peak = peak_rss_bytes() if device == "cpu" else int(torch.accelerator.max_memory_allocated())
-    bits = [*losses, *(sum_of_bits(parameter.detach()) for parameter in parameters)]
-    moved = ours.offloader.statistics().moved_bytes if ours is not None else 0
-    say({"step_s": step_s, "peak_bytes": peak, "moved_bytes": moved, "bits": bits})
-
-
-def main(argument: str) -> int:
-    """Run the worker that ``argument`` describes; a failure is a result as well."""
-    try:
-        train(json.loads(argument))
-    except FAILURES as error:
-        say(failure(error))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1]))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import importlib
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +19,17 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
+PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+"""Of a process that imports these tests, and from where this one imports the rest."""
 GIVE_UP_S = 240.0
 
 
 def launch(module: str, world: int, directory: Path, *arguments: str, env: dict[str, str] | None = None) -> list[Any]:
-    """Run ``python -m module`` once for each rank; returns what each rank gave to `answer`, in rank order.
+    """Run ``python -m module`` once for each rank; returns what each rank gave to `main`, in rank order.
 
-    The ranks find each other through a file, so that tests which run side by side need no ports. A rank that fails
-    ends the others; a hang dumps every stack and fails.
+    One process imports what the module imports, and the ranks are its children: frameworks take seconds to import. The
+    ranks find each other through a file, so that tests which run side by side need no ports. A rank that fails ends the
+    others; a hang dumps every stack and fails.
 
     Args:
         module: a module that calls `main`.
@@ -39,61 +45,64 @@ def launch(module: str, world: int, directory: Path, *arguments: str, env: dict[
         "OMP_NUM_THREADS": "1",
         "RANKS_DIRECTORY": str(directory),
         "TMPDIR": str(directory),
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": PYTHONPATH,
         # Used only by frameworks that insist on them; the group itself meets through a file.
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",
         **(env or {}),
     }
-    logs = [open(directory / f"log{rank}.txt", "w+", encoding="utf-8") for rank in range(world)]  # noqa: SIM115
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            cwd=ROOT,
-            stdout=logs[rank],
-            stderr=subprocess.STDOUT,
+    command = [sys.executable, "-m", __name__, module, *arguments]
+    with open(directory / "log.txt", "wb") as log:
+        parent = subprocess.Popen(command, env=base, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+        try:
+            status = parent.wait(GIVE_UP_S + 30)  # before pytest's own timeout
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # all of its children, too
+                os.killpg(parent.pid, signal.SIGKILL)
+            parent.wait()
+    if status != 0:
+        logs = (
+            f"--- {file.name}\n{file.read_text(errors='replace')[-8000:]}"
+            for file in sorted(directory.glob("log*.txt"))
         )
-        for rank in range(world)
-    ]
-    try:
-        failed = _wait(ranks)
-        if failed is not None:
-            raise AssertionError(f"rank {failed} of {module} failed:\n{_all_logs(logs)}")
-        return [torch.load(directory / f"rank{rank}.pt", weights_only=False) for rank in range(world)]
-    finally:
-        for process in ranks:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-        for log in logs:
-            log.close()
+        raise AssertionError("\n".join([f"{module} failed:", *logs]))
+    return [torch.load(directory / f"rank{rank}.pt", weights_only=False) for rank in range(world)]
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """The first rank that failed or never ended, or None when all went well."""
-    deadline_s = time.monotonic() + GIVE_UP_S
-    while any(process.poll() is None for process in ranks):
-        bad = [rank for rank, process in enumerate(ranks) if process.poll() not in (None, 0)]
-        if bad:
-            time.sleep(1.0)  # let it finish its message
-            return bad[0]
-        if time.monotonic() > deadline_s:
-            for process in ranks:
-                process.send_signal(signal.SIGABRT)  # faulthandler prints every stack
-            time.sleep(1.0)
-            return 0
+def _run_ranks(module: str) -> None:
+    """In the process that `launch` started: be the parent of the ranks."""
+    world, deadline_s = int(os.environ["WORLD_SIZE"]), time.monotonic() + GIVE_UP_S
+    if world > 1:
+        importlib.import_module(module)
+    ranks: list[int] = []
+    for rank in range(world):
+        ranks.append(os.fork())  # nothing has started a thread by now
+        if ranks[-1] == 0:
+            return _run_rank(module, rank)
+    running = set(ranks)
+    while running and time.monotonic() < deadline_s:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        running.discard(pid)
+        if status:
+            sys.exit(f"rank {ranks.index(pid)} failed")
         time.sleep(0.02)
-    bad = [rank for rank, process in enumerate(ranks) if process.returncode]
-    return bad[0] if bad else None
+    for pid in running:
+        os.kill(pid, signal.SIGABRT)  # faulthandler prints every stack
+    if running:
+        time.sleep(1.0)
+        sys.exit("the ranks never ended")
+    return None
 
 
-def _all_logs(logs: Sequence[Any]) -> str:
-    texts = []
-    for rank, log in enumerate(logs):
-        log.seek(0)
-        texts.append(f"--- rank {rank}\n{log.read()[-8000:]}")
-    return "\n".join(texts)
+def _run_rank(module: str, rank: int) -> None:
+    """Be a rank, as ``python -m module`` would, with a log of its own."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    with open(scratch() / f"log{rank}.txt", "wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    sys.argv = sys.argv[1:]
+    sys.modules.pop(module, None)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def scratch() -> Path:
@@ -118,3 +127,7 @@ def main(work: Callable[[], Any]) -> None:
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _run_ranks(sys.argv[1])

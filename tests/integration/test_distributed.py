@@ -21,7 +21,6 @@ from tests.integration.processes import launch
 ROWS = [
     "ddp/outer",
     "ddp/context",
-    "ddp_bucket_view/outer",
     "ddp_unused/inner",
     "ddp_accumulate/outer",
     "ddp_static/outer",
@@ -38,10 +37,8 @@ ROWS = [
     "fsdp_detached/outer",
     "fsdp_compiled/outer",
     "fsdp1/outer",
-    "fsdp1_original/context",
     "tensor/outer",
     "sequence/outer",
-    "sequence/inner",
     "context_parallel/outer",
     "pp_gpipe/outer",
     "pp_1f1b/outer",

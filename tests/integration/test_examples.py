@@ -14,12 +14,14 @@ from actoffload.integrations.examples.__main__ import main
 
 from actoffload.integrations import examples
 from tests.integration.workers.twice import SECOND
+from tests.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = ["--layers", "2", "--width", "64", "--seq", "64", "--batch", "2", "--steps", "3"]
 PICTURES = ["--batch", "2", "--steps", "3"]
 LOSS = re.compile(r"loss \S+ = (-?0x\S+)")
 ATTEMPTS = 4
+TWICE = "tests.integration.workers.twice"
 LATE_DECREF = "terminate called without an active exception"
 """How PyTorch ends a process, with and without offloading, in which a thread of gloo's lets go of a tensor while the
 interpreter is finalized (2.13: `ConcretePyInterpreterVTable::decref` waits for a lock that is never given again)."""
@@ -45,27 +47,18 @@ APART = Path(sys.prefix) / "torchvision"
 
 def run(name: str, directory: Path, flags: list[str], budget: str, ranks: int) -> tuple[list[str], list[str]]:
     """What an example said on stdout and stderr, without offloading and with it; fails when a warning of ours shows."""
-    starter = ["-m", "tests.integration.workers.twice"]
-    if ranks > 1:
-        starter = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *starter]
-    more = ["--min-bytes", "1KiB", "--device-budget", budget]
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "ACTOFFLOAD_PATH": str(directory),
-        "PYTHONPATH": str(APART if name == "torchvision_loop" else ""),
-        "TORCHINDUCTOR_CACHE_DIR": str(directory / "inductor"),
-    }
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", TWICE]
+    words = [f"{examples.__name__}.{name}", *flags, "--", "--min-bytes", "1KiB", "--device-budget", budget]
+    env = {"OMP_NUM_THREADS": "1", "ACTOFFLOAD_PATH": str(directory)}
     for _ in range(ATTEMPTS):
-        done = subprocess.run(
-            [sys.executable, *starter, f"{examples.__name__}.{name}", *flags, "--", *more],
-            cwd=ROOT,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=280,
-            check=False,
-        )
+        if ranks == 1:
+            apart = f"import sys; sys.path.append({str(APART)!r}); " if name == "torchvision_loop" else ""
+            program = f"{apart}import runpy; runpy.run_module({TWICE!r}, run_name='__main__')"
+            done = run_program(program, *words, environment=env, timeout_s=280)
+        else:
+            command = [sys.executable, *launcher, *words]
+            env = os.environ | env
+            done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280, check=False)
         if done.returncode == 0 or LATE_DECREF not in done.stderr:
             break
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

@@ -1,11 +1,13 @@
-"""FSDP2 and DeepSpeed through transformers' Trainer and Accelerate: two processes that ``accelerate launch`` starts."""
+"""FSDP2 and DeepSpeed through transformers' Trainer and Accelerate: two ranks that ``accelerate launch`` starts."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 from tests.integration.evidence import Run, assert_evidence
-from tests.integration.processes import GIVE_UP_S, ROOT
+from tests.integration.processes import GIVE_UP_S, PYTHONPATH, ROOT
 
 for _package in ("accelerate", "deepspeed", "safetensors", "transformers"):
     pytest.importorskip(_package)
@@ -39,25 +41,34 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Run]]:
-    """What each of two processes found of each program, all started by one ``accelerate launch``."""
+    """What each of two processes found of each program; each file went through ``accelerate launch``."""
     folder = tmp_path_factory.mktemp("launched")
-    first, *_ = [write(folder, setup, checkpointed) for setup in SETUPS for checkpointed in (False, True)]
-    usual = {"RANKS_DIRECTORY": folder, "TMPDIR": folder, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1}
+    files = [write(folder, setup, checkpointed=False) for setup in SETUPS] + [write(folder, "FSDP2", checkpointed=True)]
+    usual = {"RANKS_DIRECTORY": folder, "TMPDIR": folder, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": 1}
     ours = {"": "nvme", "_PATH": folder, "_MIN_BYTES": "1KiB", "_POLICY": "greedy", "_DEVICE_BUDGET": "48KiB"}
     variables = usual | {f"ACTOFFLOAD{name}": value for name, value in ours.items()}
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(first)]
-    command += ["-m", "tests.integration.workers.launched"]
     with open(folder / "log.txt", "w+", encoding="utf-8") as log:
-        env = os.environ | {name: str(value) for name, value in variables.items()}
-        launcher = subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+
+        def start(name: str, *arguments: Path) -> subprocess.Popen[bytes]:
+            command = [sys.executable, "-m", f"tests.integration.workers.{name}", *map(str, arguments)]
+            env = os.environ | {name: str(value) for name, value in variables.items()}
+            return subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+
+        # Both import for seconds, side by side.
+        processes = [start("launched"), start("launch_each", *files)]
+        deadline_s = time.monotonic() + GIVE_UP_S
         try:
-            status = launcher.wait(GIVE_UP_S)
+            while all(process.poll() is None for process in processes) and time.monotonic() < deadline_s:
+                time.sleep(0.1)
         finally:
-            launcher.send_signal(signal.SIGTERM)  # it ends its processes
-            launcher.wait()
+            for process in processes:  # with their children
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         log.seek(0)
-        assert status == 0, log.read()[-16000:]
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in (0, 1)]
+        assert processes[1].returncode == 0, log.read()[-16000:]
+    parts = [[torch.load(file, weights_only=False) for file in folder.glob(f"*-rank{rank}.pt")] for rank in (0, 1)]
+    return [dict(item for part in of_rank for item in part.items()) for of_rank in parts]
 
 
 @pytest.mark.slow
@@ -75,7 +86,7 @@ def test_losses_and_saved_weights_are_those_of_the_program_alone(
     assert program == "Trained" or not torch.equal(first, second), "both saw the same examples"
 
 
-def write(folder: Path, setup: str, checkpointed: bool) -> Path:
+def write(folder: Path, setup: str, *, checkpointed: bool) -> Path:
     """A file as ``accelerate config`` writes it. With DeepSpeed the program has the checkpoints, not the file."""
     sections: dict[str, Any] = {}
     if setup == "FSDP2":
@@ -109,6 +120,6 @@ def write(folder: Path, setup: str, checkpointed: bool) -> Path:
         main_process_port=0,
         **sections,
     )
-    file = folder / f"{setup}-{checkpointed}.yaml"
+    file = folder / (f"{setup}-{checkpointed}.yaml" if setup == "FSDP2" else f"{setup}.yaml")
     config.to_yaml_file(file)
     return file

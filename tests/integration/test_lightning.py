@@ -209,20 +209,25 @@ def test_the_step_stays_what_it_was(tmp_path: Path) -> None:
     first.offloader.close()
 
 
+def compiled(task: Task) -> nn.Module:
+    module: Any = torch.compile(task, backend="aot_eager")
+    assert isinstance(module, nn.Module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def compiled_alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """What a compiled module computes without offloading."""
+    torch._dynamo.reset()
+    task = Task()
+    return fit(task, tmp_path_factory.mktemp("compiled"), compiled(task))
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo looks
 @pytest.mark.filterwarnings("ignore:.*saved by one autograd node:RuntimeWarning")  # tested in test_compile.py
 @pytest.mark.parametrize("first", ["attach", "compile"])
-def test_a_compiled_lightning_module(first: str, tmp_path: Path) -> None:
+def test_a_compiled_lightning_module(first: str, compiled_alone: Run, tmp_path: Path) -> None:
     """Lightning compiles the steps of a module that was given to ``torch.compile``."""
-
-    def compiled(task: Task) -> nn.Module:
-        module: Any = torch.compile(task, backend="aot_eager")
-        assert isinstance(module, nn.Module)
-        return module
-
-    torch._dynamo.reset()
-    task = Task()
-    plain = fit(task, tmp_path, compiled(task))
     torch._dynamo.reset()
     task = Task()
     if first == "attach":
@@ -234,6 +239,6 @@ def test_a_compiled_lightning_module(first: str, tmp_path: Path) -> None:
     offloaded = fit(task, tmp_path, module)
     offloaded.statistics = attachment.offloader.statistics()
     whole = first == "compile"  # the whole step is one graph, whose peak cannot fall
-    assert_evidence(offloaded, plain, peak_falls=None if whole else True)
+    assert_evidence(offloaded, compiled_alone, peak_falls=None if whole else True)
     assert not whole or offloaded.statistics.resident_share > 0.9
     attachment.offloader.close()

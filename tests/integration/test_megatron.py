@@ -8,7 +8,6 @@ import subprocess
 import sys
 import types
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,8 @@ from actoffload.integrations.megatron import microbatches, phases
 
 from tests.integration.evidence import assert_evidence
 from tests.integration.megatron_found import Found, Hint
-from tests.integration.processes import ROOT, launch
+from tests.integration.processes import PYTHONPATH, launch
+from tests.integration.workers.twice import SECOND
 
 pytestmark = [
     # Megatron says at import what it runs without.
@@ -35,12 +35,10 @@ ROWS = [
     "1f1b, bf16",
     "interleaved",
     "interleaved, groups",
-    "tensor parallel",
     "sequence parallel",
     "selective recompute",
     "selective recompute, discarded outputs",
     "full recompute",
-    "full recompute, blocks",
     "full recompute, distributed",
     "partial checkpoints",
     "distributed optimizer",
@@ -202,10 +200,14 @@ SIZES = "--layers 4 --width 64 --seq 64 --steps 2 --microbatches 2"
 OFFLOADING = "--actoffload-target nvme --actoffload-min-bytes 4KiB --actoffload-path"
 
 
-def _example(module: str, options: str, folder: Path) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """The example, run without offloading and with it."""
+    folder = tmp_path_factory.mktemp("example")
+    command = [sys.executable, "-m", "tests.integration.workers.megatron_fused", *SIZES.split(), "--"]
     done = subprocess.run(
-        [sys.executable, "-m", module, *SIZES.split(), *options.split()],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        [*command, *OFFLOADING.split(), str(folder)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH},
         cwd=folder,
         capture_output=True,
         text=True,
@@ -217,23 +219,19 @@ def _example(module: str, options: str, folder: Path) -> subprocess.CompletedPro
 
 
 @pytest.mark.slow
-def test_fused_gradients_find_the_weights_attributes(tmp_path: Path) -> None:
+def test_fused_gradients_find_the_weights_attributes(example: subprocess.CompletedProcess[str]) -> None:
     """Megatron's Linear marks the weight that it reads from ``ctx.saved_tensors``, and its DDP looks for the mark."""
-    worker = "tests.integration.workers.megatron_fused"
-    plain = _example(worker, "", tmp_path)
-    assert "step 1" in plain.stdout
-    assert _example(worker, f"{OFFLOADING} {tmp_path}", tmp_path).stdout == plain.stdout
+    plain, offloaded, _ = (re.findall("step .*", said) for said in example.stdout.split(SECOND))
+    assert plain == offloaded
+    losses = [float(line.split()[-1]) for line in plain]
+    assert len(losses) == 2
+    assert losses[1] < losses[0]
 
 
 @pytest.mark.slow
-def test_the_example_runs_and_ends_with_a_row(tmp_path: Path) -> None:
-    done = _example("actoffload.integrations.megatron.pretrain_gpt", f"{OFFLOADING} {tmp_path}", tmp_path)
-    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step ")]
-    assert len(losses) == 2
-    assert losses[1] < losses[0]
-    assert done.stderr.count("actoffload: target nvme") == 1
-    ((moved, peak, baseline, disk),) = re.findall(
-        r"rank +0: moved +([\d.]+) MiB \| resident peak +([\d.]+) of +([\d.]+) MiB .* disk +([\d.]+) MiB", done.stderr
-    )
+def test_the_example_runs_and_ends_with_a_row(example: subprocess.CompletedProcess[str]) -> None:
+    assert example.stderr.count("actoffload: target nvme") == 1
+    row = r"rank +0: moved +([\d.]+) MiB \| resident peak +([\d.]+) of +([\d.]+) MiB .* disk +([\d.]+) MiB"
+    ((moved, peak, baseline, disk),) = re.findall(row, example.stderr)
     assert float(moved) == float(disk) > 0
     assert 0 < float(peak) <= float(baseline)

@@ -31,6 +31,9 @@ ELSEWHERE = {
     r"make options": "integration/test_options.py::test_the_repetitions_are_those_of_make_options",
     r"actoffload estimate --check": "unit/test_cli_estimate.py::test_published_figures_are_beside_ours",
     r"actoffload rok --model .*": "unit/test_cli_rok.py::test_ones_own_model_is_measured_with_its_dropout",
+    r"ACTOFFLOAD=(host|nvme) python train\.py": "integration/test_switch.py::test_losses_and_weights_are_those_"
+    "of_the_program_alone",
+    r"actoffload run --target nvme -- train\.py": "integration/test_switch.py::test_a_run_ends_with_one_line",
     r"ACTOFF.* accelerate launch train\.py": "integration/test_switch.py::test_launchers_hand_the_switch_on",
     r".* -m actoffload\.integrations\.examples\..*": "integration/test_examples.py::test_same_losses",
     r"python .*\.pretrain_gpt .*": "integration/test_megatron.py::test_the_example_runs_and_ends_with_a_row",

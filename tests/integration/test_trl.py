@@ -150,11 +150,14 @@ def test_its_own_flag_is_taken_over(
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator has what both ask for")
 def test_without_us_a_target_means_true_and_fails_on_a_cpu(model_path: str, tmp_path: Path) -> None:
     """As docs/integrations.md says; test_switch.py has the same flags with the switch."""
-    with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'type'"):
+    # TRL asks for the accelerator's streams: of none, or of CUDA where PyTorch was built for it.
+    with pytest.raises((AttributeError, RuntimeError), match=r"'NoneType' object has no attribute 'type'|CUDA"):
         sft(model_path, tmp_path / "out", "plain", activation_offloading="nvme")
     chosen = {"use_reentrant": False, "offload": "nvme"}
     trainer = make_trainer(tmp_path, activation_checkpointing=True, activation_checkpointing_kwargs=chosen)
-    with pytest.raises(RuntimeError, match="pin_memory=True requires"):
+    # PyTorch built for CUDA pins no memory where there is no GPU, and goes on.
+    built = torch.backends.cuda.is_built()
+    with nullcontext() if built else pytest.raises(RuntimeError, match="pin_memory=True requires"):
         trainer.train()
 
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from actoffload.planning.profile import Link, Profile
-from actoffload.planning.search import Limits, Search, best, floor, plan
+from actoffload.planning.search import Limits, Search, best, plan
 from actoffload.planning.simulator import Conditions, simulate
 from tests.exhaustive import every_choice, every_mix
 from tests.planner_baselines import predict_cut
@@ -46,7 +46,7 @@ def _check_without_budget(profile: Profile) -> None:
 
 def _check_budget(profile: Profile, share: float) -> None:
     """Under a budget between the floor and the peak: never above it, and hardly slower than the published cut."""
-    lowest = floor(profile, Limits())
+    lowest = Search(profile, Limits()).floor()
     budget = int(lowest + share * (profile.baseline_peak_bytes - lowest))
     seen = simulate(
         profile, plan(profile, Limits(device_budget=budget)), Conditions(device_budget=budget), detail=False
@@ -118,7 +118,7 @@ def test_near_the_best_plan_that_there_is() -> None:
     peaks: list[float] = []
     for seed in range(EXHAUSTIVE):
         profile = _one_tier(seed)
-        lowest = floor(profile, Limits())
+        lowest = Search(profile, Limits()).floor()
         budget = int(lowest + random.Random(seed).random() * 0.98 * (profile.baseline_peak_bytes - lowest))
         for limits, ratios in ((Limits(device_budget=budget), times), (Limits(max_slowdown=0.05), peaks)):
             search = Search(profile, limits)
@@ -162,7 +162,7 @@ def test_within_five_percent_of_the_best_mix(speed: float, share: float) -> None
 @given(seed=st.integers(1 << 20, 1 << 40), storages=st.integers(1, 24), share=st.floats(0.0, 1.0))
 def test_profiles_that_hypothesis_finds(seed: int, storages: int, share: float) -> None:
     profile = random_profile(seed, storages=storages)
-    lowest = floor(profile, Limits())
+    lowest = Search(profile, Limits()).floor()
     budget = int(lowest + share * (profile.baseline_peak_bytes - lowest))
     assert predicted_peak(plan(profile, Limits(device_budget=budget))) <= budget
     free = plan(profile, Limits())

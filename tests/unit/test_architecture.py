@@ -55,6 +55,11 @@ OPTIONAL = {
 }
 """Third parties that need not be there (or are heavy), and the only modules that may import them."""
 
+FORMATS = ("VERSION", "ROUNDING")
+"""Numbers of a file format and of floats, which nobody tunes."""
+MAX_TUNED = 25
+"""Numbers of the planner, in one file, each followed by its unit and its source."""
+
 PUBLIC_MODULES = (
     "__init__ errors schedules planning.profile planning.search planning.simulator testing testing.* "
     "analysis analysis.* tools.* integrations.*"
@@ -222,33 +227,18 @@ def functions(source: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
             yield node
 
 
-def large_classes(source: str) -> Iterator[tuple[str, int]]:
-    """Classes whose methods set more than fifteen attributes, unless their docstrings say why."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ClassDef) and "more than fifteen attributes" not in (ast.get_docstring(node) or ""):
-            stored = (
-                part for part in ast.walk(node) if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store)
-            )
-            names = {part.attr for part in stored if isinstance(part.value, ast.Name) and part.value.id == "self"}
-            if len(names) > 15:
-                yield node.name, len(names)
-
-
 def length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Lines from ``def`` to the end."""
     return (function.end_lineno or function.lineno) - function.lineno + 1
 
 
 def size_problems(sources: Sources) -> list[str]:
-    """Files, functions and classes that are too long."""
+    """Files and functions that are too long."""
     problems = []
     lengths = []
     for module, text in sources.items():
         if (lines := text.count("\n")) > MAX_FILE_LINES:
             problems.append(f"{module} has {lines} lines, at most {MAX_FILE_LINES}")
-        problems += [
-            f"{module}.{name} does not say why it has {count} attributes" for name, count in large_classes(text)
-        ]
         for function in functions(text):
             lengths.append(length(function))
             if lengths[-1] > MAX_FUNCTION_LINES:
@@ -269,6 +259,42 @@ def assert_problems(sources: Sources) -> list[str]:
         for call in ast.walk(node.test)
         if isinstance(call, ast.Call) and ast.unparse(call.func) not in PURE_CALLS.split()
     ]
+
+
+def number_problems(sources: Sources) -> list[str]:
+    """Numbers of the planner outside its one file, without unit and source, or too many; a ``range`` names choices."""
+    problems, names = [], 0
+    for module, text in sources.items():
+        statements = ast.parse(text).body
+        for statement, after in zip(statements, [*statements[1:], None], strict=True):
+            if not matches(module, "planning.* autotune.*") or not isinstance(statement, (ast.Assign, ast.AnnAssign)):
+                continue
+            value, name = statement.value, ast.unparse(statement).split(" =")[0]
+            values = [] if value is None else [n.value for n in ast.walk(value) if isinstance(n, ast.Constant)]
+            numbers = any(isinstance(one, (int, float)) and not isinstance(one, bool) for one in values)
+            if not numbers or isinstance(value, ast.Call) or name in FORMATS:
+                continue
+            names += 1
+            if short(module) != "planning.constants":
+                problems.append(f"{module}.{name} belongs into planning.constants")
+            if not (isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)):
+                problems.append(f"{module}.{name} has no source")
+    if names > MAX_TUNED:
+        problems.append(f"{names} numbers, at most {MAX_TUNED}")
+    return problems
+
+
+def test_the_numbers_of_the_planner_are_few_and_have_a_source() -> None:
+    assert number_problems(package()) == []
+    name, many = "actoffload.planning.constants", "".join(f'N{n} = {n}\n"""Seen."""\n' for n in range(MAX_TUNED + 1))
+    found = {
+        "N = 3\n": "no source",
+        many: f"{MAX_TUNED + 1} numbers",
+        'TWO: tuple[float, ...] = (0.5, 1 << 4)\nx = "a"\n': "no source",
+    }
+    for text, problem in found.items():
+        assert problem in str(number_problems({name: text})), text
+    assert "belongs" in str(number_problems({"actoffload.autotune.shapes": 'N = 3\n"""Seen."""\n'}))
 
 
 def test_floors() -> None:

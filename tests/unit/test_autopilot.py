@@ -19,7 +19,7 @@ from actoffload.autograd.offloader import _stores
 from actoffload.autotune.observations import surprise
 from actoffload.autotune.shapes import AGAIN, Shape, Tried
 from actoffload.errors import BudgetError
-from actoffload.planning.constants import MOST_TRIED, TIGHTER, WARM_UP
+from actoffload.planning.constants import MOST_KNOWN, TIGHTER, WARM_UP
 from actoffload.planning.observed import Observed
 from actoffload.planning.plan import PlanEntry
 from actoffload.planning.profile import Profile, Region
@@ -438,7 +438,7 @@ def test_of_many_choices_of_regions_the_longest_steps_are_forgotten(make_offload
         shape.once = frozenset(range(once))
         shape.know(Tried(shape.once, pilot.plan, pilot.profile, None, None, seconds))
     assert {0, 1, 2, 3, 29} <= {len(tried.once) for tried in shape.tried}, "the base, the shortest ones and the last"
-    assert len(shape.tried) == MOST_TRIED
+    assert len(shape.tried) == MOST_KNOWN
 
 
 def test_of_many_plans_of_no_regions_the_first_is_remembered(make_offloader: MakeOffloader) -> None:
@@ -446,11 +446,11 @@ def test_of_many_plans_of_no_regions_the_first_is_remembered(make_offloader: Mak
     offloader = make_offloader(policy="auto")
     pilot, shape = autopilot_of(offloader), Shape(())
     _steps(offloader, WARM_UP + 3)
-    for number in (0, 1, 0, *range(2, 3 * MOST_TRIED)):  # the first one is measured, and known again
+    for number in (0, 1, 0, *range(2, 3 * MOST_KNOWN)):  # the first one is measured, and known again
         plan = Plan((PlanEntry(index=0, nbytes=number + 1, action="keep"),))
         shape.know(Tried(AGAIN, plan, pilot.profile, None, None, 9.0 if not number else 1.0 + number % 5))
-    assert len(shape.tried) == MOST_TRIED
-    assert [tried.plan.entries[0].nbytes for tried in (shape.tried[0], shape.tried[-1])] == [1, 3 * MOST_TRIED]
+    assert len(shape.tried) == MOST_KNOWN
+    assert [tried.plan.entries[0].nbytes for tried in (shape.tried[0], shape.tried[-1])] == [1, 3 * MOST_KNOWN]
 
 
 @pytest.mark.usefixtures("regions")

@@ -19,7 +19,6 @@ from torch import nn
 from actoffload.tiers.accelerator import Accelerator
 from actoffload.tools.app import COMMANDS
 from benchmarks import (
-    e2e_cpu,
     gpu,
     gpu_needs,
     gpu_report,
@@ -28,8 +27,7 @@ from benchmarks import (
     memory_over_step,
     micro,
     micro_hooks,
-    peers_cpu,
-    turns,
+    steps_cpu,
     worker,
 )
 from benchmarks.gpu_cases import GpuCase, cases
@@ -90,10 +88,10 @@ def test_each_mode_gives_the_same_gradients_and_leaves_the_model_as_it_was(name:
     assert run.first_step() == expected
 
 
-@pytest.mark.parametrize("name", sorted(e2e_cpu.cases(True)))
+@pytest.mark.parametrize("name", sorted(steps_cpu.models(True)))
 def test_every_case_trains(name: str) -> None:
     pytest.importorskip("transformers")
-    run = Run(SPEC | e2e_cpu.cases(True)[name])
+    run = Run(SPEC | steps_cpu.models(True)[name])
     run.make_static()
     assert run.static_bytes > 1 << 20
     run.open("recompute")
@@ -136,7 +134,7 @@ def _sample(median_s: float, rss: int = 2000, **more: Any) -> harness.Sample:
     facts = {"step_s": [median_s], "median_step_s": median_s, "peak_rss_bytes": rss, "static_rss_bytes": 100}
     trace = {"losses": ["0x1p+0"], "first_gradients": "a", "last_parameters": "b"}
     counted = {"statistics": {"baseline_peak_bytes": 1000, "resident_peak_bytes": 200}}
-    used = {"system_s_per_step": median_s / 10, "page_faults_per_step": rss * 10, "others_cpu_share": 0.0}
+    used = {"system_s_per_step": median_s / 10, "cpu_s_per_step": median_s, "others_cpu_share": 0.0}
     return facts | trace | counted | used | {"written_bytes_per_step": 900.0, "wait_s_per_step": 0.5} | more
 
 
@@ -144,9 +142,9 @@ def _sample(median_s: float, rss: int = 2000, **more: Any) -> harness.Sample:
 def test_one_bit_makes_a_difference(key: str) -> None:
     other = _sample(2.0) | {key: ["0x1.8p+0"] if key == "losses" else "c"}
     same = [_sample(2.0)]
-    assert e2e_cpu.summarise(same, same, [other])["identical"] is False
-    assert e2e_cpu.summarise(same, [other], same)["identical"] is False
-    assert peers_cpu.summarise({"keep": [_sample(2.0)], "all": [other]})["all"]["identical"] is False
+    assert steps_cpu.compare(same, {"ratio": same, "moving": same})["identical"] is True
+    assert steps_cpu.compare([other], {"ratio": same, "moving": same})["identical"] is False
+    assert steps_cpu.compare(same, {"ratio": same, "moving": [other]})["identical"] is False
 
 
 # -- turns and bounds -------------------------------------------------------------------------------------------------
@@ -156,9 +154,9 @@ def test_a_ratio_is_taken_within_each_turn() -> None:
     # The machine becomes three times slower after the first turn: medians of all steps would give 1.2 and 1.5.
     keep = [_sample(0.0, step_s=[2.0, 6.0, 6.0])]
     ours = [_sample(0.0, step_s=[2.4, 7.2, 6.6])]
-    assert turns.ratios([*ours, _sample(9.0)], [*keep, _sample(6.0)]) == [pytest.approx(1.2), pytest.approx(1.5)]
+    assert harness.ratios([*ours, _sample(9.0)], [*keep, _sample(6.0)]) == [pytest.approx(1.2), pytest.approx(1.5)]
     with pytest.raises(ValueError, match="shorter"):
-        turns.ratios(ours, [_sample(2.0)])
+        harness.ratios(ours, [_sample(2.0)])
 
 
 TURNING = """
@@ -189,11 +187,11 @@ def test_workers_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """Each step of one ends before the next begins; a worker that fails, or is not to be had, holds nobody up."""
     (tmp_path / "turning.py").write_text(TURNING, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(harness.ROOT)]))
-    monkeypatch.setattr(turns, "WORKER", "turning")
+    monkeypatch.setattr(harness, "WORKER", "turning")
     log = tmp_path / "log"
     names = ("a", "fails at once", "fails in a turn", "not here", "b")
     group = {name: {"name": name, "log": str(log), "steps": 2} for name in names}
-    samples = turns.take_rounds([group], 1, limit_s=60, after_round=lambda taken: None)
+    samples = harness.take_rounds([group], 1, limit_s=60, after_round=lambda taken: None)
     first = ["a begins", "a ends", "fails in a turn begins", "b begins", "b ends"]
     assert log.read_text(encoding="utf-8").split(",") == [*first, "b begins", "b ends", "a begins", "a ends", ""]
     assert samples["a"][0]["step_s"] == samples["b"][0]["step_s"] == [1.0, 2.0]
@@ -203,9 +201,12 @@ def test_workers_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_bounds_of_e2e() -> None:
-    row = e2e_cpu.summarise([_sample(2.0)] * 2, [_sample(1.75, 1900)] * 2, [_sample(2.1, 1300)] * 2)
-    assert row["offload_above_static_bytes"] == 1200
-    bounds = e2e_cpu.bounds({"gpt": row, "gpt, layers × 2": row | {"ratio": 0.9, "moving": 1.22}})
+    samples = {"keep": [_sample(2.0)] * 2, "keep, same memory": [_sample(1.75, 1900)] * 2}
+    samples["default"] = [_sample(2.1, 1300)] * 2
+    part = steps_cpu.e2e(True, "")
+    (row,) = steps_cpu.rows_of(part, {f"gpt/{mode}": taken for mode, taken in samples.items()}).values()
+    assert row["above_static_bytes"] == 1200
+    bounds = part.bounds({"gpt": row, "gpt, layers × 2": row | {"ratio": 0.9, "moving": 1.22}})
     assert {bound.what: (round(bound.measured or 0, 6), bound.holds) for bound in bounds} == {
         "gpt: saved bytes gone from peak RSS": (0.7, True),
         "gpt: step time / keep's": (1.05, True),
@@ -425,20 +426,21 @@ def test_the_cpu_benchmarks_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OUT", str(tmp_path))
-    monkeypatch.setattr(peers_cpu, "NAMES", ("keep", "all"))
-    monkeypatch.setattr(peers_cpu, "bounds", lambda summary: [])
-    arguments = ["--tiny", "--rounds", "1", "--steps", "1", "--path", str(tmp_path)]
-    assert e2e_cpu.main([*arguments, "--cases", "gpt"]) == 0, capsys.readouterr().out
-    arguments[arguments.index("--steps") + 1] = "8"  # of one step backward may take all before its write began
-    assert peers_cpu.main(arguments) == 0, capsys.readouterr().out
-    (e2e,) = tmp_path.glob("e2e_cpu_*.json")
-    (peers,) = tmp_path.glob("peers_cpu_*.json")
+    arguments = ["--tiny", "--rounds", "1", "--path", str(tmp_path)]
+    modes = ["--steps", "1", "--cases", "gpt"]
+    assert steps_cpu.main([*arguments, "--part", "e2e", *modes]) == 0, capsys.readouterr().out
+    # of one step backward may take all before its write began
+    modes = ["--steps", "8", "--modes", "keep", "default", "all"]
+    assert steps_cpu.main([*arguments, "--part", "peers", *modes]) == 0, capsys.readouterr().out
+    e2e, peers = (next(tmp_path.glob(f"steps_cpu_{part}_*.json")) for part in ("e2e", "peers"))
     written = json.loads(e2e.read_text(encoding="utf-8"))
     assert written["summary"]["gpt"]["identical"] is True
     assert written["samples"]["gpt/keep, same memory"][0]["written_bytes_per_step"] == 0
     rows = json.loads(peers.read_text(encoding="utf-8"))["summary"]
-    assert [row["identical"] for row in rows.values()] == [True, True]
-    assert rows["all"]["written_bytes_per_step"] > 0
+    assert {name: row["identical"] for name, row in rows.items()} == dict.fromkeys(
+        ("gpt, keep", "gpt, default", "gpt, all"), True
+    )
+    assert rows["gpt, all"]["written_bytes_per_step"] > 0
     assert str(tmp_path) not in e2e.read_text(encoding="utf-8") + peers.read_text(encoding="utf-8")
     assert memory_over_step.main(["--tiny", "--steps", "6", "--path", str(tmp_path)]) == 0, capsys.readouterr().out
     (curves,) = tmp_path.glob("memory_over_step_*.json")

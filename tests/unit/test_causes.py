@@ -20,14 +20,14 @@ from actoffload import Decision, Offloader, TensorFacts
 from actoffload.config import make_config
 from actoffload.events import EventKind
 from actoffload.planning import search
-from actoffload.planning.constants import MOST_CAUSES, MUCH_LATE
 from actoffload.planning.observed import Observed
 from actoffload.planning.profile import Profile
 from actoffload.planning.search import Limits
 from actoffload.sizes import format_size
 from actoffload.statistics import Statistics
-from actoffload.tell.causes import CHECKPOINT, next_steps
+from actoffload.tell.causes import CHECKPOINT
 from actoffload.tell.facts import Facts, Planned
+from actoffload.tell.numbers import MOST_CAUSES, MUCH_LATE
 from actoffload.tell.report import diagnose
 from actoffload.testing.faults import FullEngine
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
@@ -487,6 +487,14 @@ def test_a_report_names_three_causes_of_which_each_list_has_its_heaviest_first()
     assert [line.startswith("  next: ") for line in lines] == [False, True] * MOST_CAUSES
 
 
+def test_a_run_that_keeps_everything_is_told_what_could_move() -> None:
+    config = make_config({"policy": "keep"})
+    could = "  next: policy='auto' moves what costs no time, up to 8.0 MiB a step"
+    for kept, told in (({"policy": 80 * MIB}, [could]), ({}, [])):
+        lines = diagnose(facts({"kept_bytes": kept, "optimizer_steps": 10}, config=config))
+        assert lines == ["diagnosis: nothing moves, as policy='keep' says", *told]
+
+
 def test_greedy_is_told_how_much_to_keep() -> None:
     config = make_config({"policy": "greedy"})
     first = Accounts(first_bytes=60 * MIB)
@@ -534,15 +542,6 @@ def test_a_larger_budget_is_named_with_what_it_gives() -> None:
     )
     assert "it writes 0.5 GB/s" in lines[0]
     assert "is predicted to peak at" in lines[1]
-
-
-def test_the_report_of_a_run_and_of_its_trace_name_the_same_budget() -> None:
-    profile = transformer(layers=4, write_gb_s=0.5)
-    plan = planned(profile, profile.baseline_peak_bytes // 4)
-    run = facts(step={"forward_wait_s": 5.0}, disk=profile.disk, planned=plan)
-    remedy = diagnose(run)[1].removeprefix("  next: ")
-    assert remedy.startswith("device_budget=")
-    assert next_steps(run.as_dict(None), {"steps": 1.0})[0] == remedy
 
 
 def test_no_budget_is_named_that_buys_no_time() -> None:

@@ -230,6 +230,21 @@ def test_ones_own_model_is_measured_with_its_dropout(own: str, tmp_path: Path) -
     assert recompute["peak_bytes"][0] < keep["peak_bytes"][0]
 
 
+def test_ones_own_model_may_need_several_samples(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\n"
+        "class Mine(torch.nn.BatchNorm1d):\n"
+        "    def forward(self, x):\n"
+        "        return super().forward(x).square().sum()\n"
+        "def build():\n"
+        "    return Mine(8), lambda size: torch.randn(size, 8)\n"
+    )
+    spec = worker_spec(Variant(series="keep"), case={"model": f"{file}:build", "batch": 4}, warm_up=1, steps=0)
+    (keep,) = rok_worker.measure(spec)["samples"]
+    assert "error" not in keep
+
+
 def test_ones_own_model_is_on_the_device_that_is_used(own: str) -> None:
     workload = models.build_own("model", f"{own}:build", torch.device("meta"))
     assert workload.blocks == ("layers.0", "layers.1", "layers.2")

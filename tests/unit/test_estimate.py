@@ -9,14 +9,7 @@ from typing import Any
 import pytest
 
 from actoffload.errors import ConfigError
-from actoffload.storage.endurance import (
-    DAY_S,
-    YEAR_S,
-    Drive,
-    lifetime_s,
-    render_wear,
-    written_per_day,
-)
+from actoffload.storage.endurance import DAY_S, YEAR_S, render_wear, written_per_day
 from actoffload.tools.on_paper import DRIVES, Activations, Hardware, Parallelism, estimate
 
 GIB = 1 << 30
@@ -41,7 +34,8 @@ def test_micro_batches_in_flight_are_those_of_1f1b() -> None:
 
 def test_ssdtrains_lifetime_on_rated_endurance_is_days() -> None:
     def life(drive: str) -> float:
-        return lifetime_s(4 * DRIVES[drive].rated_written_bytes, 2.0, 12.1e9)
+        some = Activations(label="12.1 GB a step", blocks=(12.1e9,), flops=1.0)
+        return estimate(some, ONE, machine(drive=DRIVES[drive], link_bytes_per_s=1e12), step_s=2.0).rated_life_s
 
     assert life("980pro-1tb") / DAY_S == pytest.approx(4.6, abs=0.05)
     assert life("p5800x-1.6tb") / YEAR_S == pytest.approx(6.1, abs=0.05)
@@ -124,7 +118,6 @@ def test_states_are_split_over_stages_and_by_zero_over_data_parallel_ranks() -> 
         (lambda: estimate(SOME, Parallelism(pipeline=3), machine()), "pipeline=3: it must divide layers=4"),
         (lambda: machine(peak_flops=math.inf), "peak_flops=inf"),
         (lambda: machine(drives=0), "drives=0"),
-        (lambda: replace(DRIVE, rated_written_bytes=-1), "rated_written_bytes=-1"),
     ],
 )
 def test_errors_name_the_field_and_the_remedy(make: Any, message: str) -> None:
@@ -134,16 +127,14 @@ def test_errors_name_the_field_and_the_remedy(make: Any, message: str) -> None:
 
 
 def test_wear_of_a_measured_run() -> None:
-    drive = Drive(
-        name="D", capacity_bytes=1, rated_written_bytes=600 * 10**12, write_bytes_per_s=1.0, read_bytes_per_s=1.0
-    )
+    drive = 600 * 10**12
     assert written_per_day(10**12, 3600) == 24e12
     assert render_wear(0, 3600, drive) == []
     assert render_wear(10**12, 0, drive) == []
     assert render_wear(10**12, 3600, drive) == [
         "SSD wear: 1.0 TB written in 60.0 min, 24.0 TB a day at this rate; 25.0 days of writing at this rate to the "
-        "rated 600.0 TB of D"
+        "rated 600.0 TB of the drive"
     ]
     assert "50.0 days" in render_wear(10**12, 3600, drive, drives=2)[0]
-    assert "1.2 PB of 2 × D" in render_wear(10**12, 3600, drive, drives=2)[0]
+    assert "1.2 PB of 2 × the drive" in render_wear(10**12, 3600, drive, drives=2)[0]
     assert "set drive_tbw=" in render_wear(10**12, 3600, None)[0]

@@ -8,21 +8,16 @@ from dataclasses import replace
 import pytest
 
 from actoffload.errors import BudgetError
-from actoffload.planning.constants import MOST_ROWS
 from actoffload.planning.observed import Observed
 from actoffload.planning.plan import Plan, PlanEntry
 from actoffload.planning.profile import Link, Profile, Storage
 from actoffload.planning.search import Limits, best
 from actoffload.planning.search import plan as make
 from actoffload.planning.simulator import simulate
+from actoffload.policy import OUTSIDE, part_of
 from actoffload.sizes import format_size
-from actoffload.tell.parts import (
-    OUTSIDE,
-    Row,
-    analyse,
-    budget_table,
-    part_of,
-)
+from actoffload.tell.numbers import MOST_ROWS
+from actoffload.tell.parts import Row, analyse, budget_table
 from actoffload.tell.plans import render_budgets, render_plan
 from tests.profiles import Accelerator, checkpointed, link, random_profile, transformer_profile
 
@@ -181,7 +176,7 @@ def test_a_range_of_times_has_one_unit() -> None:
     disk = Link(write_bytes_per_s=1e6, read_bytes_per_s=1e6)
     profile = replace(short, storages=(short.storages[0], second, short.storages[2]), disk=disk)
     both = Plan(tuple(PlanEntry(index=n, nbytes=1000, action="offload") for n in (0, 1)))
-    assert "idle 0.5 to 900 s" in render_plan(profile, both)
+    assert "idle 500 ms to 900 s" in render_plan(profile, both)
 
 
 def test_the_table_of_budgets_has_the_steps_time_and_peak() -> None:

@@ -41,8 +41,8 @@ THEIRS = {
     "verl": "FSDPEngine actor_rollout_ref enable_activation_offload engine sft_trainer",
     "OneTrainer and litgpt": "fabric offload_fraction trainer.model.transformer trainer.model.unet",
     "trl": "SFTTrainer activation_offloading",
-    "deepspeed": "aio_handle non_reentrant_checkpoint partition_activations stage3_max_live_parameters "
-    "stage3_max_reuse_distance",
+    "deepspeed": "aio_handle buffer_count non_reentrant_checkpoint overlap_step partition_activations "
+    "stage3_max_live_parameters stage3_max_reuse_distance super_offload",
     "megatron": "extra_args_provider gpt_config_from_args hybrid_config_from_args parse_and_validate_args pretrain "
     "pretrain_cfg_container_from_args",
     "torchtitan": "TRAIN_FILE",

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from actoffload import Attachment, attach, no_offload, offload_activations
 from actoffload.autograd.hook_stack import Hooks, top
 from actoffload.autotune.observations import pace_of
-from actoffload.planning.constants import REST_STEPS
+from actoffload.planning.constants import MOST_REST
 from actoffload.planning.observed import Observed
 from actoffload.planning.profile import Profile, Region, Storage
 from actoffload.testing.simulated_device import SimulatedDevice
@@ -46,12 +46,12 @@ def _saved(attachment: Attachment) -> int:
 def test_most_steps_of_a_model_of_which_nothing_moves_run_without_hooks(model: nn.Module, tmp_path: Path) -> None:
     expected, attachment = train_step(model, batch(SMALL)), _attach(model, tmp_path)
     saved = []
-    for _ in range(2 * REST_STEPS):
+    for _ in range(2 * MOST_REST):
         assert_same_gradients(train_step(model, batch(SMALL)), expected)
         saved.append(_saved(attachment))
     found = attachment.offloader.statistics()
     hooked = found.steps - found.unhooked
-    assert saved[2:REST_STEPS] == saved[1:2] * (REST_STEPS - 2)
+    assert saved[2:MOST_REST] == saved[1:2] * (MOST_REST - 2)
     assert saved[-1] == hooked * saved[0] > saved[1], "hooks have looked again"
     assert hooked <= 6
     assert f": {hooked} forward passes: " in attachment.offloader.report()
@@ -99,7 +99,7 @@ def test_what_runs_in_a_context_beside_the_model_has_its_hooks(model: nn.Module,
 def test_a_step_of_several_calls_never_rests(model: nn.Module, tmp_path: Path) -> None:
     """As in contrastive learning: the second call's hooks would see another forward than the plan's."""
     context = _context(model, tmp_path)
-    for _ in range(REST_STEPS):
+    for _ in range(MOST_REST):
         with context:
             loss = model(batch(SMALL)).sum() + model(batch(2 * SMALL)).sum()
         loss.backward()
@@ -207,7 +207,7 @@ def test_running_out_of_memory_without_hooks_gives_the_next_step_its_hooks(
     """And a limit, if it is known what a step saves: else the plan would be the same again."""
     fragile = _RunsOut(model)
     attachment = _attach(fragile, tmp_path)
-    for _ in range(3 * REST_STEPS):  # a plan's steps vary on a loaded machine, and it looks again
+    for _ in range(3 * MOST_REST):  # a plan's steps vary on a loaded machine, and it looks again
         train_step(fragile, batch(rows))
         if attachment.offloader.statistics().unhooked:
             break
@@ -219,7 +219,7 @@ def test_running_out_of_memory_without_hooks_gives_the_next_step_its_hooks(
     fragile.fails = False
     train_step(fragile, batch(rows))
     assert _saved(attachment) > before
-    for _ in range(3 * REST_STEPS):  # likewise
+    for _ in range(3 * MOST_REST):  # likewise
         train_step(fragile, batch(rows))
         found = attachment.offloader
         if "device budget" in found.explain() if rows > SMALL else found.statistics().unhooked > 8:
@@ -277,9 +277,9 @@ def test_a_compiled_model_is_compiled_no_more_often(model: nn.Module, tmp_path: 
     attachment = _attach(compiled, tmp_path)
     train_step(compiled, batch(SMALL))
     before = Counter(frames)
-    for _ in range(REST_STEPS + 8):
+    for _ in range(MOST_REST + 8):
         assert_same_gradients(train_step(compiled, batch(SMALL)), expected)
-    assert attachment.offloader.statistics().unhooked > REST_STEPS - 4
+    assert attachment.offloader.statistics().unhooked > MOST_REST - 4
     assert Counter(frames) == before
 
 
@@ -290,9 +290,9 @@ def test_gradients_add_up_over_micro_batches_with_hooks_and_without(model: nn.Mo
         return gradients(model)
 
     expected, attachment = step(), _attach(model, tmp_path)
-    for _ in range(REST_STEPS // 2):
+    for _ in range(MOST_REST // 2):
         assert_same_gradients(step(), expected)
-    assert attachment.offloader.statistics().unhooked > REST_STEPS
+    assert attachment.offloader.statistics().unhooked > MOST_REST
 
 
 @pytest.mark.parametrize("moment", ["remove", "__enter__"])

@@ -72,12 +72,10 @@ def test_what_cannot_be_predicted_is_a_result(tmp_path: Path) -> None:
 def test_one_command_predicts_and_writes_both_pictures_which_say_so(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "r.json"
-    options = ["rok", "--preset", "tiny", "--gpu", "h100-sxm", "--out", str(file), "--style", "slide"]
+    options = ["rok", "--preset", "tiny", "--gpu", "h100-sxm", "--out", str(file)]
     for again in (options, ["rok", "--redraw", str(file), "--dark"]):
         invoke(*again)
     assert load_results(file)["measured_with"]["gpu"] == "h100-sxm"
-    assert {p.name for p in tmp_path.iterdir()} == {
-        *("r.json", "r_slide.png", "r_slide.svg", "r_dark.png", "r_dark.svg")
-    }
-    assert "PREDICTED from shapes, nothing was run" in (tmp_path / "r_slide.svg").read_text()
+    assert {p.name for p in tmp_path.iterdir()} == {"r.json", "r.png", "r.svg", "r_dark.png", "r_dark.svg"}
+    assert "PREDICTED from shapes, nothing was run" in (tmp_path / "r.svg").read_text()
     assert Variant(series="hybrid", level="0.6") in {p.variant for p in points_of(load_results(file)["samples"])}

@@ -234,7 +234,6 @@ def test_every_reason_to_keep_has_a_meaning_and_is_found_by_its_text(reason: Kee
     assert KeepReason(reason.value) is reason
     report = written(make_config({}), _statistics(kept_bytes={reason.value: MIB, "of another release": MIB}))
     assert f"{reason.value:<24} {reason.meaning}" in report
-    assert bool(reason.option) <= bool(reason.remedy), "an option is a remedy, too"
 
 
 def test_the_report_says_what_went_wrong_and_the_notes() -> None:

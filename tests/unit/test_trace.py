@@ -24,7 +24,7 @@ from actoffload.analysis.trace_file import TraceFile, load
 from actoffload.analysis.traced_run import look_at
 from actoffload.errors import ConfigError, TraceFileError
 from actoffload.events import EventKind, TraceEvent
-from actoffload.runtime.trace_writer import RATE_S, Rates, TraceWriter, writer_for
+from actoffload.runtime.trace_writer import TraceWriter, writer_for
 from tests.harness import WAIT_S, Chain, MakeOffloader, batch, descriptors, train_step
 
 TENSOR_BYTES = 128 * 64 * 4
@@ -81,7 +81,7 @@ def test_a_trace_has_phases_transfers_and_memory(make_offloader: MakeOffloader, 
     assert len(trace.steps()) == 2
     statistics = trace.metadata["statistics"]
     for way, counted in (("write", "nvme_written_bytes"), ("read", "nvme_read_bytes")):
-        assert sum(moved.nbytes for moved in trace.transfers if moved.way == way) == statistics[counted] > 0
+        assert sum(moved.nbytes for moved in trace.transfers if moved.link == f"disk {way}") == statistics[counted] > 0
     modules = {module for moved in trace.transfers for module, _ in moved.tensors}
     assert modules == {"layers.1", "layers.2", "layers.3", None}  # None: the loss, outside of the model
     memory = trace.counters["memory"].series
@@ -190,14 +190,6 @@ def test_gradients_are_looked_at_only_by_threads_that_make_them(make_offloader: 
     offloader.close()
     assert _ASKERS
     assert "actoffload-trace-memory" not in _ASKERS
-
-
-def test_what_a_link_can_do_counts_time_that_transfers_share_once() -> None:
-    rates = Rates()
-    for begin_s, end_s in ((1.0, 2.0), (1.0, 3.0), (2.5, 4.0), (9.0, 10.0), (8.0, 10.0)):
-        rates.add(begin_s, end_s, 100)
-    assert sum(rate for _, rate in rates.told(20.0)) * RATE_S == pytest.approx(500)
-    assert rates.can_do == pytest.approx(500 / 5.0)
 
 
 def test_an_evaluation_after_the_last_step_is_no_step(make_offloader: MakeOffloader, tmp_path: Path) -> None:
@@ -340,7 +332,7 @@ def test_each_rank_has_a_file_of_its_own_and_ends_it_at_exit(tmp_path: Path) -> 
     trace = load(tmp_path / "run.rank1.json")
     assert trace.metadata["rank"] == 1
     assert trace.metadata["statistics"]["kept_bytes"]["policy"] > 0
-    assert trace.metadata["diagnosis"] == ["diagnosis: nothing moves, as policy='keep' says"]
+    assert trace.metadata["diagnosis"][0] == "diagnosis: nothing moves, as policy='keep' says"
     assert not (tmp_path / "run.json").exists()
 
 
@@ -493,7 +485,9 @@ def test_the_trace_of_the_demo_is_valid_and_adds_up(tmp_path: Path) -> None:
         assert read.timestamp_us > 0 or letter == "M"
     trace = load(file)
     assert_nested(trace)
-    written, read_back = (sum(one.nbytes for one in trace.transfers if one.way == way) for way in ("write", "read"))
+    written, read_back = (
+        sum(one.nbytes for one in trace.transfers if one.link == f"disk {way}") for way in ("write", "read")
+    )
     assert (written, read_back) == (said["nvme_written_bytes"], said["nvme_read_bytes"])
     assert written > 0
     assert [phase.name for phase in trace.phases] == ["forward", "backward", "optimizer"] * 4
@@ -503,5 +497,4 @@ def test_the_trace_of_the_demo_is_valid_and_adds_up(tmp_path: Path) -> None:
     assert {"parameters", "gradients", "optimizer state", "other"} <= memory.keys()
     # on a loaded machine no look may fall into the milliseconds in which one certain block holds its tensors
     assert any(name.startswith("saved by stack.blocks.") for name in memory)
-    assert max(trace.counters["disk write"].series["bytes_per_s"]) > 0
     assert trace.metadata["predicted"]["step_s"] > 0

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import html
-import json
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 
 from actoffload import OffloadConfig, Offloader
 from actoffload.analysis.report_page import COLOURS, comparison, sections, tiles, write_page
-from actoffload.analysis.trace_file import Counter, Moved, Note, Phase, TraceFile, Wait, load
+from actoffload.analysis.trace_file import CounterValues, Span, TraceFile, load
 from actoffload.analysis.traced_run import (
     AWAY,
     KINDS,
@@ -34,16 +33,12 @@ from actoffload.analysis.traced_run import (
 from actoffload.errors import TraceFileError
 from actoffload.planning.observed import Observed
 from actoffload.planning.profile import Profile
-from actoffload.planning.search import Limits, plan
-from actoffload.planning.simulator import simulate
-from actoffload.policy import STATIC, KeepReason
-from actoffload.sizes import format_size, format_time, parse_size
-from actoffload.tell.causes import next_steps
+from actoffload.policy import STATIC
+from actoffload.sizes import format_size, format_time
 from actoffload.tell.facts import machine_changed
 from tests.browser import PROGRAM, Page, browser
 from tests.commands import answer, invoke
 from tests.harness import Chain, batch
-from tests.profiles import Accelerator, link, transformer_profile
 
 MIB = 1 << 20
 
@@ -69,39 +64,34 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / f"{name}.json" for name in options}
 
 
-def _phase(name: str, begin_s: float, end_s: float) -> Phase:
-    track = "phases, main thread"
-    return Phase(name=name, begin_s=begin_s, end_s=end_s, track=track, microbatch=1, on_device=False)
+def _phase(name: str, begin_s: float, end_s: float) -> Span:
+    return Span(name=name, begin_s=begin_s, end_s=end_s, track="phases, main thread", microbatch=1)
 
 
-def _wait(module: str, begin_s: float, end_s: float) -> Wait:
-    span: dict[str, Any] = {"name": "", "begin_s": begin_s, "end_s": end_s, "track": "waits, main thread"}
-    return Wait(**span, reason="data", module=module, nbytes=MIB, on_device=False)
+def _wait(module: str, begin_s: float, end_s: float) -> Span:
+    span: dict[str, Any] = {"begin_s": begin_s, "end_s": end_s, "track": "waits, main thread"}
+    return Span(**span, name="wait for data", module=module, nbytes=MIB)
 
 
 def _by_hand() -> Run:
     """Steps of 4, 1, 3 and 2 seconds, the last three after the plan; 8 MiB are written in the last one."""
-    phases: list[Phase] = []
+    phases: list[Span] = []
     begin_s = 0.0
     for length_s in (4.0, 1.0, 3.0, 2.0):
         middle_s, end_s = begin_s + length_s / 2, begin_s + length_s
         phases += [_phase("forward", begin_s, middle_s), _phase("backward", middle_s, end_s)]
         begin_s = end_s
     span: dict[str, Any] = {"name": "a", "begin_s": 8.5, "end_s": 9.5, "track": "disk write #1"}
-    moved = Moved(**span, link="disk", way="write", nbytes=8 * MIB, tensors=(("a", 8 * MIB),), ours=True)
-    theirs = replace(moved, ours=False, link="host", nbytes=MIB)
+    moved = Span(**span, nbytes=8 * MIB, tensors=(("a", 8 * MIB),))
+    theirs = replace(moved, track="host write, by others #1", nbytes=MIB)
     memory = {"parameters": 2.0, "saved by a.0": 1.0, "saved by a.1": 3.0, "other": 4.0}
-    counters: dict[str, Counter] = {}
+    counters: dict[str, CounterValues] = {}
     for name, values in {
         "memory": [(0.0, memory), (8.5, {**memory, "saved by a.1": 5.0})],
         "memory total": [(0.0, {"bytes": 10.0}), (8.5, {"bytes": 12.0})],
         "memory with nothing moved": [(0.0, {"bytes": 10.0}), (8.5, {"bytes": 15.0})],
-        "disk write": [
-            (8.5, {"bytes_per_s": 8.0 * MIB, "can_do": 16.0 * MIB}),
-            (9.25, {"bytes_per_s": 0.0, "can_do": 16.0 * MIB}),
-        ],
     }.items():
-        counter = counters[name] = Counter()
+        counter = counters[name] = CounterValues()
         for time_s, value in values:
             counter.add(time_s, value)
     waits = [_wait("b", 8.2, 8.3), _wait("a", 1.0, 1.25), _wait("a", 9.0, 9.25), _wait("c", 9.3, 9.3)]
@@ -114,7 +104,7 @@ def _by_hand() -> Run:
         metadata={"statistics": statistics, "config": {}},
         transfers=(moved, theirs),
         waits=tuple(waits),
-        notes=(Note(name="plan: moves 8 MiB of 9 MiB", time_s=3.9),),
+        notes=(Span(name="plan: moves 8 MiB of 9 MiB", begin_s=3.9, end_s=3.9),),
         counters=counters,
     )
     return look_at(trace)
@@ -127,7 +117,8 @@ def test_the_step_shown_has_the_median_length_of_those_under_the_last_plan() -> 
 
 def test_on_a_device_a_step_lasts_until_both_have_ended_it() -> None:
     trace = _by_hand().trace
-    later = [replace(each, begin_s=each.begin_s + 0.5, end_s=each.end_s + 0.5, on_device=True) for each in trace.phases]
+    shifted = [(phase, phase.begin_s + 0.5, phase.end_s + 0.5) for phase in trace.phases]
+    later = [replace(phase, begin_s=b, end_s=e, track="device phases #1") for phase, b, e in shifted]
     trace = replace(trace, phases=(*trace.phases, *later))
     run = look_at(trace)
     assert (run.step_s, run.begin_s, run.end_s) == (2.0, 8.0, 10.5)
@@ -150,15 +141,16 @@ def test_numbers_memory_links_waits_and_what_stayed() -> None:
     assert memory[-1].blocks == ["a.1 5 B", "a.0 1 B"]
     for moment in memory:
         assert sum(moment.by_kind.values()) - moment.by_kind[AWAY] == moment.total
-    (link,) = run.links()
-    assert (link.name, link.nbytes, link.can_do) == ("disk write", 8 * MIB, 16 * MIB)
+    host, link = run.links()
+    assert (host.name, host.nbytes) == ("host write", MIB), "those of another library are on the link, too"
+    assert (link.name, link.nbytes, link.can_do) == ("disk write", 8 * MIB, 8 * MIB)
     assert link.used == pytest.approx({"forward": 0.5, "backward": 0.5}), "from the middle of one to that of the other"
     waits = [(wait.module, wait.count, round(wait.total_s, 9)) for wait in run.dearest_waits()]
     assert waits == [("a", 2, 0.5), ("b", 1, 0.1)]
     assert run.kept() == {"input": 7, "policy": 4}
     assert run.saved() == {MOVED: 7, "policy": 1, NOT_AWAY: 2, SAVED_SUM: 10}, "the last is the sum of the others"
-    spans = [(type(span), round(span.begin_s, 9)) for span in run.spans() if not isinstance(span, Phase)]
-    assert spans == [(Wait, 0.2), (Wait, 1.0), (Moved, 0.5), (Moved, 0.5)]
+    of_step = [run.of_step(spans) for spans in (run.trace.waits, run.trace.transfers)]
+    assert [[round(span.begin_s, 9) for span in spans] for spans in of_step] == [[0.2, 1.0], [0.5, 0.5]]
 
 
 def test_a_prediction_for_a_micro_batch_stands_beside_what_a_micro_batch_took() -> None:
@@ -170,95 +162,24 @@ def test_a_prediction_for_a_micro_batch_stands_beside_what_a_micro_batch_took() 
 
 
 def test_no_link_is_in_use_for_more_than_all_of_a_phase() -> None:
-    """Even if a step moves bytes at ten times the rate of the run, by transfers that lie upon each other."""
+    """Even if transfers lie upon each other. Time that they share counts once."""
     trace = _by_hand().trace
-    (ours, _), slow = trace.transfers, 0.1 * MIB
-    trace.counters["disk write"].add(9.5, {"bytes_per_s": 0.0, "can_do": slow})
+    ours, _ = trace.transfers
     each = [replace(ours, begin_s=8.0 + n / 8, end_s=10.0 - n / 8, track=f"disk write #{n}") for n in range(1, 4)]
     run = look_at(replace(trace, transfers=tuple(each)))
     (link,) = run.links()
-    assert link.can_do < link.nbytes / 2.0
+    assert link.can_do == pytest.approx(3 * 8 * MIB / 1.75)
     assert link.used == pytest.approx({"forward": 0.875, "backward": 0.875})
 
 
-# -- what to do next --------------------------------------------------------------------------------------------------
-
-STATISTICS: dict[str, Any] = {"kept_bytes": {}, "activation_bytes": 100 * MIB}
-NUMBERS = {
-    **{"steps": 4.0, "step_s": 1.0, "wait_s": 0.2, "peak_without_bytes": 100.0 * MIB},
-    **{"saved_peak_bytes": 40.0 * MIB, "saved_peak_without_bytes": 40.0 * MIB},
-}
-
-
-def _planned(profile: Profile, limits: Limits) -> dict[str, Any]:
-    """What a trace knows at its end of a run that was planned so."""
-    return {"statistics": STATISTICS, "profile": json.loads(profile.to_json()), "limits": asdict(limits)}
-
-
-@pytest.mark.parametrize(
-    ("disk_gb_s", "share", "options"), [(0.5, 0.3, ["device_budget", "path"]), (4.0, None, ["path"])]
-)
-def test_each_figure_is_what_the_simulator_says_of_that_option(
-    disk_gb_s: float, share: float | None, options: list[str]
-) -> None:
-    accelerator = Accelerator(name="small", flops=2e13, host=None, disk=link(disk_gb_s))
-    profile = transformer_profile(1024, 4, 4, vocabulary=1000, accelerator=accelerator)
-    limits = Limits(device_budget=None if share is None else int(share * profile.baseline_peak_bytes))
-    found = next_steps(_planned(profile, limits), NUMBERS)
-    assert [sentence.partition("=")[0] for sentence in found] == options
-
-    def predicted(profile: Profile, limits: Limits) -> tuple[str, str]:
-        seen = simulate(profile, plan(profile, limits), limits)
-        return format_size(seen.peak_bytes), format_time(seen.step_s)
-
-    before = predicted(profile, limits)
-    for sentence in found:
-        budget = re.match(r"device_budget='(\w+)'", sentence)
-        if budget is not None:
-            after = predicted(profile, replace(limits, device_budget=parse_size("device_budget", budget[1])))
-        else:
-            assert "a second drive" in sentence
-            after = predicted(profile.with_links(disk=link(2 * disk_gb_s)), limits)
-        for now, then in zip(after, before, strict=True):
-            assert f"{now} instead of {then}" in sentence or (now == then and f"{now}, as now" in sentence)
-        assert after != before
-
-
-def test_a_run_that_moved_nothing_is_told_what_could() -> None:
-    kept = {"kept_bytes": {"policy": 80 * MIB}}
-    found = next_steps({"statistics": {**STATISTICS, **kept}, "config": {"policy": "keep"}}, {**NUMBERS, "wait_s": 0.0})
-    assert len(found) == 2
-    assert "policy='auto'" in found[0]
-    assert "up to 20.0 MiB a step" in found[0]
-    assert "40% of the memory" in found[0]
-    assert "device_budget='50%'" in found[1]
-    assert "at 20.0 MiB instead of 40.0 MiB" in found[1]
-
-
-def test_a_run_that_waits_and_keeps_small_tensors_is_told_so() -> None:
-    kept = {"kept_bytes": {"below min_bytes": 40 * MIB}}
-    found = next_steps({"statistics": {**STATISTICS, **kept}, "config": {"policy": "all"}}, NUMBERS)
-    assert len(found) == 3
-    assert "of 1 s a step it can save up to the 200 ms" in found[0]
-    assert "device_budget='50%'" in found[1]
-    assert found[2] == "min_bytes=0 lets up to 10.0 MiB more leave in a step, 40% of what it saves."
-
-
-def test_no_budget_is_proposed_that_holds_more_than_now() -> None:
-    numbers = {**NUMBERS, "saved_peak_bytes": 0.5 * NUMBERS["saved_peak_without_bytes"]}
-    assert not next_steps({"statistics": {**STATISTICS, "kept_bytes": {}}, "config": {"policy": "all"}}, numbers)[1:]
-
-
-@pytest.mark.parametrize("reason", [reason for reason in KeepReason if reason.option])
-def test_what_lets_more_move_can_be_asked_for(reason: KeepReason) -> None:
-    kept = {"kept_bytes": {reason.value: 40 * MIB}}
-    (told,) = next_steps({"statistics": {**STATISTICS, **kept}}, {**NUMBERS, "wait_s": 0.0})[-1:]
-    words = told.partition(" lets up to")[0].replace(" and ", ", ")
-    assert eval(f"OffloadConfig({words})")
-
-
-def test_nothing_is_proposed_where_nothing_is_known() -> None:
-    assert next_steps({"config": {"policy": "all"}}, NUMBERS) == []
+def test_the_next_steps_are_the_remedies_of_the_runs_own_report() -> None:
+    lines = ["diagnosis: 50% of a step waits", "  next: give a faster path=", "diagnosis: a", "  next: b"]
+    trace = _by_hand().trace
+    assert look_at(replace(trace, metadata={**trace.metadata, "diagnosis": lines})).next_steps == [
+        "give a faster path=",
+        "b",
+    ]
+    assert look_at(trace).next_steps == []
 
 
 # -- the commands -----------------------------------------------------------------------------------------------------

@@ -338,7 +338,6 @@ def sequence_cut() -> Setting:
 
 ROWS: dict[str, Callable[[], Setting]] = {
     "ddp": ddp,
-    "ddp_bucket_view": lambda: ddp(gradient_as_bucket_view=True),
     "ddp_unused": lambda: ddp(find_unused_parameters=True),
     "ddp_accumulate": ddp_accumulate,
     "ddp_static": ddp_static,
@@ -354,7 +353,6 @@ ROWS: dict[str, Callable[[], Setting]] = {
     "fsdp_detached": fsdp_detached,
     "fsdp_compiled": fsdp_compiled,
     "fsdp1": fsdp_one,
-    "fsdp1_original": lambda: fsdp_one(use_orig_params=True),
     "ddp_once": lambda: once(ddp(recompute=True)),
     "fsdp_once": lambda: once(fsdp(recompute=True, reshard_after_forward=True)),
     "fsdp1_once": lambda: once(fsdp_one_checkpointed()),

@@ -1,15 +1,16 @@
 """Programs that ``accelerate launch`` starts: a Trainer and a loop of Accelerate's, on FSDP2 and on ZeRO 1 to 3.
 
-One launch runs all of them, as each costs the imports of two processes. It began with the first file; for the others
-the variables are set that Accelerate's launcher derives from them.
+This process imports the frameworks once. For each rank that the launcher starts, it makes a child with the variables
+that the launcher has set, and the child runs all programs for the configuration file of that launch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from multiprocessing.connection import Listener
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +19,6 @@ import deepspeed
 import torch
 import torch.distributed as dist
 import transformers
-from accelerate.commands import launch
 from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 from actoffload.integrations.hf import attach
 from safetensors.torch import load_file
@@ -36,15 +36,8 @@ RUNS = ((False, "none"), (False, "env"), (True, "env"))
 
 
 @contextlib.contextmanager
-def launched(file: Path) -> Iterator[None]:
-    """This process, as Accelerate's launcher would have started it with a configuration file."""
-    parsed = launch.launch_command_parser().parse_args(["--config_file", str(file), "train.py"])
-    args, defaults, _ = launch._validate_launch_command(parsed)
-    args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
-    derived = launch.prepare_deepspeed_cmd_env(args)[1] if args.use_deepspeed else launch.prepare_multi_gpu_env(args)
-    ours = ("ACCELERATE_", "FSDP_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    chosen = {name: value for name, value in derived.items() if name.startswith(ours)}
+def as_launched() -> Iterator[None]:
+    """The variables as the launcher set them, and no state of a program that ran before in this process."""
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
     transformers.integrations.deepspeed.unset_hf_deepspeed_config()
@@ -53,8 +46,8 @@ def launched(file: Path) -> Iterator[None]:
         return "gloo", DistributedType.MULTI_GPU
 
     # Without an accelerator, Accelerate joins no group for FSDP or DeepSpeed.
-    variables = {**kept, **chosen, "ACCELERATE_TORCH_DEVICE": "cpu"}
-    with patch.dict(os.environ, variables, clear=True), patch.object(PartialState, "_prepare_backend", backend):
+    device = patch.dict(os.environ, {"ACCELERATE_TORCH_DEVICE": "cpu"})
+    with device, patch.object(PartialState, "_prepare_backend", backend):
         yield
 
 
@@ -142,7 +135,7 @@ def run(kind: Callable[..., Any], setup: str, checkpointed: bool, way: str) -> R
 
     program = kind(setup, checkpointed, way)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(launched(scratch() / f"{setup}-{checkpointed}.yaml"))
+        stack.enter_context(as_launched())
         stack.enter_context(patch.object(actoffload.Offloader, "__init__", noted))
         meter = stack.enter_context(counting_owners(program.parameters))
         if way != "env":  # as without the variable
@@ -168,17 +161,41 @@ SEAMS: list[tuple[Any, str]] = [
 """What ``ACTOFFLOAD`` has patched."""
 
 
+ROWS: list[tuple[type[Program], str, bool, str]] = [
+    *((kind, setup, *each) for setup in SETUPS for kind in (Trained, Looped) for each in RUNS),
+    (Trained, "ZeRO-3", True, "code"),
+]
+
+
+def serve(variables: dict[str, str], file: str) -> None:
+    """One rank of one launch: each row whose configuration is in this file."""
+    os.environ.clear()
+    os.environ.update(variables)
+    rows = [row for row in ROWS if file == (f"{row[1]}-{row[2]}" if row[1] == "FSDP2" else row[1])]
+    found = {(row[0].__name__, *row[1:]): run(*row) for row in rows}
+    torch.save(found, scratch() / f"{file}-rank{os.environ['RANK']}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def main() -> None:
-    """All of them, on this rank."""
+    """Serve each rank in a child, until the test ends this process."""
     torch.set_num_threads(1)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo does; this would be compiled for a minute
-    rows: list[tuple[type[Program], str, bool, str]] = [
-        (kind, setup, *each) for setup in SETUPS for kind in (Trained, Looped) for each in RUNS
-    ]
-    rows.append((Trained, "ZeRO-3", True, "code"))
-    found = {(row[0].__name__, *row[1:]): run(*row) for row in rows}
-    torch.save(found, scratch() / f"rank{os.environ['RANK']}.pt")
-    dist.barrier()
+    with Listener(str(scratch() / "socket")) as ranks:
+        while True:
+            with ranks.accept() as rank:
+                if os.fork():
+                    continue
+                status = 1
+                try:
+                    serve(*rank.recv())
+                    status = 0
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    rank.send(status)
+                    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""The example as Megatron trains by default where APEX's kernels are: fused gradients of weights, reduced early."""
+"""The example as Megatron trains by default where APEX's kernels are: fused gradients of weights, reduced early.
+
+``python -m ... FLAG ... -- FLAG ...`` runs it twice in one process: with the flags before ``--``, and with all flags.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from tests.integration.workers.twice import SECOND, keep_group
 
 
 def _accumulate(x: Tensor, gradient: Tensor, main_grad: Tensor) -> None:
@@ -25,6 +30,8 @@ def main() -> None:
     fused.wgrad_gemm_accum_fp32 = _accumulate  # type: ignore[attr-defined]
     sys.modules[fused.__name__] = fused
     from actoffload.integrations.megatron import pretrain_gpt
+    from megatron.core import parallel_state
+    from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
     from megatron.core.tensor_parallel import layers
 
     layers.fused_weight_gradient_mlp_cuda = fused
@@ -32,8 +39,16 @@ def main() -> None:
     example: Any = pretrain_gpt
     example.TransformerConfig = _with(example.TransformerConfig, gradient_accumulation_fusion=True)
     example.DistributedDataParallelConfig = _with(example.DistributedDataParallelConfig, overlap_grad_reduce=True)
-    torch.manual_seed(0)
-    example.main()
+    end, (name, *flags) = keep_group(), sys.argv
+    first, more = flags[: flags.index("--")], flags[flags.index("--") + 1 :]
+    for arguments in (first, first + more):
+        sys.argv = [name, *arguments]
+        torch.manual_seed(0)
+        example.main()
+        print(SECOND, flush=True)
+        destroy_num_microbatches_calculator()
+        parallel_state.destroy_model_parallel()
+    end()
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def keep_group() -> Callable[[], None]:
         if not distributed.is_initialized():
             make(*args, **options)
 
-    distributed.init_process_group, distributed.destroy_process_group = init, lambda: None
+    distributed.init_process_group, distributed.destroy_process_group = init, lambda *_: None
     return end  # type: ignore[no-any-return]
 
 

@@ -70,7 +70,6 @@ def deepspeed(shim: dict[str, Any] | None) -> Result:
 
     from tests.integration.hf_models import llama, texts
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo does; this would be compiled for a minute
     config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
     model = llama()
     initialize = shim["initialize"] if shim else deepspeed.initialize
@@ -146,6 +145,10 @@ def run_block(name: str, names: dict[str, Any]) -> int:
 
 def work() -> dict[str, Any]:
     """For each note the losses with its shim and without, and what was moved; for each other block what was saved."""
+    import deepspeed
+
+    # gloo does; this would be compiled for a minute, by the first block about DeepSpeed
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     found: dict[str, Any] = {name: run_block(name, names) for name, names in given().items()}
     for note, program in PROGRAMS.items():
         losses, offloader = program(names_of(note))

@@ -1,10 +1,15 @@
-"""The part ``memory`` of `benchmarks.checkpointing`: a device with a part of the memory that keeping all takes."""
+"""Small models on a simulated device with a part of the memory that keeping all takes (`tests.limited_memory`).
+
+    python -m benchmarks.limited_memory [--models NAME ...] [--shares SHARE ...] [--targets NAME ...] [--known FILE]
+
+Beside the best mix of kept and checkpointed blocks that a person could set by hand. Times are virtual.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,20 +33,44 @@ TARGETS: dict[str, dict[str, Any]] = {
     "host, recompute": {"target": "host", "recompute": True},
 }
 """On a target that is a disk only memory counts: its time is real, all other times are virtual."""
+Rows = dict[Any, Row]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this part's arguments."""
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="memory: only these")
-    parser.add_argument("--shares", nargs="+", type=float, default=list(SHARES), help="memory: of keep's peak")
-    parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS), help="memory: only these")
-    parser.add_argument("--rates", nargs="+", choices=list(LINKS), default=list(LINKS), help="memory: only these links")
-    parser.add_argument("--known", type=Path, help="memory: a result whose mixes say which ones to try again")
-    parser.add_argument("--jobs", type=int, default=2, help="memory: processes at a time; times are virtual")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train in limited memory and try all mixes, print, write the result file; 1 where a bound does not hold."""
+    parser = harness.make_parser(__doc__)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="only these")
+    parser.add_argument("--shares", nargs="+", type=float, default=list(SHARES), help="of keep's peak")
+    parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS), help="only these")
+    parser.add_argument("--rates", nargs="+", choices=list(LINKS), default=list(LINKS), help="only these links")
+    parser.add_argument("--known", type=Path, help="a result whose mixes say which ones to try again")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    options = parser.parse_args(arguments)
+    results = harness.Results("limited_memory", arguments, {"links": LINKS, "steps": STEPS, "targets": TARGETS})
+    found, by_hand, checkpointed, inside = _take(options)
+    results.write(
+        memory={str(key): row for key, row in found.items()},
+        mixes={str(key): r for key, r in by_hand.items()},
+        within={str(key): r for key, r in inside.items()},
+    )
+    rows = {}
+    bounds: list[Bound] = []
+    for (model, link, target, share), row in found.items():
+        name = f"{model}, {target}, {link}, {share:.0%}"
+        rows[name] = judged = _judge(
+            row,
+            by_hand[model, link],
+            checkpointed[model, link],
+            inside.get((model, link, share), {"error": "no mixes"}),
+        )
+        bounds += _bounds(name, judged, timed=target != "NVMe")
+    results.write(memory_rows=rows)
+    table = harness.table_of(f"{ACCUMULATION} micro-batches, shapes in turns", rows, COLUMNS)
+    return 0 if results.finish(table, bounds) else 1
 
 
-def memory(options: argparse.Namespace, results: harness.Results) -> tuple[str, list[Bound]]:
-    """Train in limited memory and try all mixes; return the table and the bounds."""
+def _take(options: argparse.Namespace) -> tuple[Rows, Rows, Rows, Rows]:
+    """Return what ended in limited memory, all mixes, checkpoints alone, and the mixes that fit, by what was asked."""
     pairs = [(model, link) for model in options.models for link in options.rates]
     mixes: list[dict[str, Any]] = [{"what": "mixes", "name": model, "link": LINKS[link]} for model, link in pairs]
     alone: list[dict[str, Any]] = [spec | {"what": "alone", "steps": STEPS} for spec in mixes]
@@ -77,24 +106,7 @@ def memory(options: argparse.Namespace, results: harness.Results) -> tuple[str, 
         ]
         inside = dict(zip(places, pool.map(sample, again), strict=False))
         found = dict(zip(wanted, pool.map(sample, limited), strict=True))
-    results.write(
-        memory={str(key): row for key, row in found.items()},
-        mixes={str(key): r for key, r in by_hand.items()},
-        within={str(key): r for key, r in inside.items()},
-    )
-    rows = {}
-    bounds: list[Bound] = []
-    for (model, link, target, share), row in found.items():
-        name = f"{model}, {target}, {link}, {share:.0%}"
-        rows[name] = judged = _judge(
-            row,
-            by_hand[model, link],
-            checkpointed[model, link],
-            inside.get((model, link, share), {"error": "no mixes"}),
-        )
-        bounds += _bounds(name, judged, timed=target != "NVMe")
-    results.write(memory_rows=rows)
-    return harness.table_of(f"{ACCUMULATION} micro-batches, shapes in turns", rows, COLUMNS), bounds
+    return found, by_hand, checkpointed, inside
 
 
 def _bounds(name: str, judged: Row, *, timed: bool) -> list[Bound]:
@@ -136,17 +148,16 @@ def _judge(row: Row, by_hand: Row, alone: Row, within: Row) -> Row:
     return judged
 
 
-def _share(key: str) -> Callable[[Row], object]:
-    return lambda row: None if row.get(key) is None else f"{row[key]:.3f}"
-
-
 COLUMNS: dict[str, Callable[[Row], object]] = {
-    "worst step × best mix": _share("late"),
-    "keep's × best mix": _share("keep"),
-    "checkpointing's × best mix": _share("checkpointing"),
-    "highest peak × limit": _share("high"),
-    "peak off by": _share("predicted"),
+    "worst step × best mix": harness.number("late", 1, 3),
+    "keep's × best mix": harness.number("keep", 1, 3),
+    "checkpointing's × best mix": harness.number("checkpointing", 1, 3),
+    "highest peak × limit": harness.number("high", 1, 3),
+    "peak off by": harness.number("predicted", 1, 3),
     "run once": lambda row: row.get("once"),
     "best mix keeps": lambda row: row.get("mix"),
     "failed": lambda row: row.get("why"),
 }
+
+if __name__ == "__main__":
+    raise SystemExit(main())
