@@ -10,7 +10,7 @@
 #   make options     the class `Options` and the entries of docs/configuration.md, after a change of an option
 #   make docs        the documentation's pages, in build/site (a part of `make test`)
 #   make newest      the tests of frameworks on the newest release of each, in a fresh environment; writes what broke
-#                    (6 GB, an hour); with MEGATRON_LM=CLONE, those of Megatron also on a clone of Megatron-LM
+#                    (6 GB); with MEGATRON_LM=CLONE, those of Megatron also on a clone of Megatron-LM
 #   make versions    tests on several releases of PyTorch and Python, each installed by pip (25 GB, an hour)
 #
 # PYTHON      the interpreter that makes the environment, and that `make gpu` runs

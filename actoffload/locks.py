@@ -76,8 +76,10 @@ class DrainingLock(_thread.RLock):  # type: ignore[misc]  # its stub calls it fi
 
     def __exit__(self, *exc: object) -> None:
         """Release the lock, and have the owner do the work that was deferred meanwhile."""
-        if self.owned():  # an interrupt may end a wait of `Condition` before it has the lock again
+        try:  # noqa: SIM105 - `suppress` would cost two calls for each release
             super().release()
+        except RuntimeError:  # an interrupt has ended a wait of `Condition` before it had the lock again
+            pass
         # After the release, not before: a finalizer that comes in between finds the lock held and relies on this look.
         if self.noted and not self.owned():
             after = self.after_release() if self.after_release is not None else None

@@ -45,9 +45,7 @@ PICTURE = re.compile(
 )
 """GitHub's way to show one picture on light pages and one on dark ones."""
 OPTION = re.compile(r"(\w+) = ")
-INTERNAL = re.compile(
-    r"more than fifteen|^Attributes:\n +config: the options"
-)
+INTERNAL = re.compile(r"^Attributes:\n +config: the options")
 """Paragraphs of docstrings for people who change the class."""
 
 

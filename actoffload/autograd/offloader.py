@@ -75,8 +75,6 @@ class Offloader:
     An interrupt (Ctrl-C) inside the library ends the step with that interrupt. The library releases host memory and
     disk, and the tensors of that step are lost. The next context starts afresh, with counts from zero.
 
-    It has more than fifteen attributes: the parts that belong to one store, and those that outlive a store.
-
     Args:
         config: the options.
         accelerator: drives the tensors' device instead of the real one; for tests.

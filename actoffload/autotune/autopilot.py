@@ -20,8 +20,8 @@ from ..planning.constants import (
     MOST_REASONS,
     MOST_REST,
     NO_LOSS,
+    NOTICEABLE,
     PEAK_CHANGE,
-    PLAN_GAIN,
     SHAPES_CHANGED,
     TIGHTER,
     WARM_UP,
@@ -48,8 +48,6 @@ from .shapes import AGAIN, UNRECORDED, Shape, Shapes, Stage, Tried
 
 class Autopilot:
     """One offloader's planning. Called between steps, when no saved tensor is alive.
-
-    It has more than fifteen attributes: the parts of its store, the shape that runs, and when to plan again.
 
     Args:
         store: its steps are recorded and counted.
@@ -467,7 +465,7 @@ class Autopilot:
             return
         late_s = seen.step_s - (shape.plan.predicted_step_s or seen.step_s)
         self._recording.learn_idle(shape.plan, seen)
-        self._recording.look_at_links(waited=min(late_s, seen.wait_s) > PLAN_GAIN * seen.step_s)
+        self._recording.look_at_links(waited=min(late_s, seen.wait_s) > NOTICEABLE * seen.step_s)
         reason = surprise(shape.plan, seen, shape.profile, self._recording.on_links(shape.profile), loss(self.limits))
         if not reason:
             self._changes = 0
@@ -497,7 +495,7 @@ class Autopilot:
         assert shape.profile is not None, "it was made from it"
         self._know(shape, shape.plan, shape.profile, seen.step_s)
         best = min(shape.tried, key=lambda tried: tried.step_s)
-        if best.step_s >= (1 - PLAN_GAIN) * seen.step_s or not self._may_change:
+        if best.step_s >= (1 - NOTICEABLE) * seen.step_s or not self._may_change:
             return False
         self._back_off()
         seconds = f"takes {seen.step_s:.3g} s, with {len(best.once)} {best.step_s:.3g} s"

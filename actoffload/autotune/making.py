@@ -11,7 +11,7 @@ from ..events import now
 from ..interrupts import expected
 from ..memory.process_memory import available_bytes
 from ..planning import search
-from ..planning.constants import CUT_TRIES, NO_LOSS, PLAN_GAIN, PLANNING_SHARE, ROOM_TO_KEEP
+from ..planning.constants import NO_LOSS, NOTICEABLE, PLANNING_SHARE, ROOM_TO_KEEP, TRIES
 from ..planning.observed import Observed
 from ..planning.plan import Plan
 from ..planning.profile import Profile
@@ -66,7 +66,7 @@ class Making:
     def least(self, shape: Shape, profile: Profile, budget: int) -> tuple[int, Plan | None]:
         """Return the lowest budget from this one up that a plan keeps, and the plan; or keep's peak, and None."""
         # A floor is simulated without any room. A plan for it may pass it, and the next error has that plan's peak.
-        for _ in range(CUT_TRIES):
+        for _ in range(TRIES):
             try:
                 return budget, self.planner.plan(profile, replace(self.limits(shape), device_budget=budget))
             except BudgetError as error:
@@ -104,8 +104,8 @@ class Making:
         if over or before.step_s > (1 + loss(limits)) * profile.step_s:
             return True  # the old one breaks a limit
         if limits.device_budget is not None:
-            return after.step_s < (1 - PLAN_GAIN) * before.step_s
-        return after.peak_bytes < (1 - PLAN_GAIN) * before.peak_bytes
+            return after.step_s < (1 - NOTICEABLE) * before.step_s
+        return after.peak_bytes < (1 - NOTICEABLE) * before.peak_bytes
 
     def take_floor(self, least: int, budget: int) -> None:
         """Replace a share or number that no plan keeps by the lowest budget that one keeps, with one warning."""

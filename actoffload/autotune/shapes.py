@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from ..planning.constants import MOST_KNOWN, MOST_REST, PLAN_GAIN
+from ..planning.constants import MOST_KNOWN, MOST_REST, NOTICEABLE
 from ..planning.plan import Plan
 from ..planning.profile import Profile
 from ..runtime.decision import InputShapes
@@ -63,8 +63,6 @@ class Tried:
 
 class Shape:
     """Steps whose inputs have one shape.
-
-    It has more than fifteen attributes: everything known about these steps, which the autopilot changes.
 
     Attributes:
         key: the shape.
@@ -162,7 +160,7 @@ class Shape:
     def probe(self) -> int | None:
         """The place of the storage that moves now and then if the plan moves none, because an unused link has no rate.
 
-        It is the first one that a link brings back in `PLAN_GAIN` of a step, else the smallest.
+        It is the first one that a link brings back in `NOTICEABLE` of a step, else the smallest.
         """
         plan, profile = self.plan, self.profile
         if plan is None or profile is None or plan.offloaded_bytes:
@@ -170,7 +168,7 @@ class Shape:
         if profile.disk is not None and profile.disk.cost_s_per_byte > 0:
             return None  # moving costs compute time, which ``max_slowdown`` bounds
         links = [link for link in (profile.disk, profile.host) if link is not None]
-        most = PLAN_GAIN * profile.step_s * min((link.read_bytes_per_s for link in links), default=float("inf"))
+        most = NOTICEABLE * profile.step_s * min((link.read_bytes_per_s for link in links), default=float("inf"))
         # A kept entry has a reason if its storage cannot move.
         kept = [entry for entry in plan.entries if not entry.reason]
         found = next((entry for entry in kept if entry.nbytes <= most), None)

@@ -26,10 +26,9 @@ PREFETCH_BYTES = 64 << 20
 # "Recorded" are 96 plans of `tests/recorded` with a budget and 32 without, on four links each, "small" 100 random steps
 # of at most ten storages, compared with all choices.
 
-CUT_TRIES = 8
-"""How often the search halves the open part of a cut through a list, which finds the cut to one part in 256. As often
-the planner raises a budget to the floor of its last failure, to find one that it keeps; after that it takes keep's
-peak."""
+TRIES = 8
+"""How often a search tries. It halves the open part of a cut through a list, which finds the cut to one part in 256. It
+raises a budget to the floor of its last failure; after that the planner takes keep's peak."""
 SPREAD = 5
 """How many numbers of a range the search tries first: both ends, the middle and the quarters. With 3, one in ten of 73
 mixes of regions took 1.025 × as long or longer. With 9, one took 1.03 × as long, another was shorter by as much."""
@@ -46,7 +45,6 @@ HOST_SHARE = 0.75
 """Share of the host budget for storages that stay in host memory, if there is a disk below it. The rest is for storages
 on their way to the disk. With 1, one of 100 plans was worse, by 1.11 ×."""
 
-
 # -- corrections ------------------------------------------------------------------------------------------------------
 # Chosen on the loop, which fails with much larger values. Medians of five steps on a quiet machine differ by less.
 
@@ -61,10 +59,10 @@ PEAK_CHANGE = 0.04
 LINK_CHANGE = 0.25
 """Share of a bandwidth. A link that is faster or slower by less counts as unchanged: the bandwidth of the loop's
 undisturbed disk varies by 0.2."""
-PLAN_GAIN = 0.02
-"""Share of the time or of the peak by which a new plan must be better to replace the old one, so that two similar plans
-do not alternate (200 steps of the loop). If a step waits longer than predicted by this share, a link that was not full
-is no faster than measured. Reading back the one storage that measures an unused link may take this share of a step."""
+NOTICEABLE = 0.02
+"""Share of a time or of a peak. A smaller difference changes nothing: a new plan must be better by this, so that two
+similar plans do not alternate (200 steps of the loop). If a step waits longer than predicted by this, a link that was
+not full counts as no faster than measured. The storage that measures an unused link is read back within this."""
 
 MEMORY_MARGIN = 0.03
 """Share of a device's free memory, or of the bytes that a checkpointed step saves, that a plan leaves free, because an

@@ -17,13 +17,13 @@ from ..errors import BudgetError, ConfigError
 from ..sizes import format_size
 from .constants import (
     ALIKE_STEPS,
-    CUT_TRIES,
     HOST_SHARE,
     LEAST_GAIN_BYTES,
     MEMORY_MARGIN,
     NO_LOSS,
     SHARES_AHEAD,
     SPREAD,
+    TRIES,
     TRIMS,
 )
 from .plan import Plan
@@ -276,7 +276,7 @@ class Search:
         if self.fits(nothing if want_few else everything):
             few, many = (few, few) if want_few else (many, many)
         # A longer cut has a lower peak and more traffic, so as a rule the limits hold on one side of one number.
-        for _ in range(CUT_TRIES):
+        for _ in range(TRIES):
             if many - few <= 1:
                 break
             middle = (few + many) // 2

@@ -82,8 +82,6 @@ class Peak:
 class Prediction:
     """A simulated step. Seconds and bytes; storages by number.
 
-    It has more than fifteen attributes: planners compare plans by some of them, and reports print the others.
-
     Attributes:
         compute_s: the step without waits.
         forward_wait_s: waits of saving, mostly for room.

@@ -53,7 +53,7 @@ class ActivationStore:
 
     An interrupt (Ctrl-C, or any exception of a signal handler) may leave records and counts half changed. A method that
     catches an exception passes it to `abort_if_interrupted`: the store ends, its handles lose their bytes, and the
-    offloader makes another store. It has more than fifteen attributes, as the parts of a step meet here.
+    offloader makes another store.
 
     Args:
         config: the options.

@@ -90,10 +90,18 @@ def test_the_trial_trains_with_and_without_and_compares_bits(own: str, monkeypat
     trial.show_measured(found)
 
 
-def test_the_trial_has_the_adapters_that_the_prediction_has(own: str) -> None:
-    models = {rank: build(Case(model=f"{own}:build", batch=2, adapters=rank)).model for rank in (0, 4)}
-    trained = {rank: sum(p.numel() for p in each.parameters() if p.requires_grad) for rank, each in models.items()}
-    assert trained[4] == 6 * 2 * 4 * (64 + 256) < trained[0]
+def test_the_trial_has_the_adapters_that_the_prediction_has(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases: list[Case] = []
+
+    def worker(module: str, spec: dict[str, Any], **options: Any) -> dict[str, Any]:
+        cases.append(Case(**spec["case"]))
+        return _round({})
+
+    monkeypatch.setattr(trial, "run_worker", worker)
+    for rank in ([], ["--adapters", "4"]):
+        answer(f"{own}:build", "--gpu", "h100-sxm", *rank)
+    whole, adapted = (sum(p.numel() for p in build(case).model.parameters() if p.requires_grad) for case in cases)
+    assert adapted == 6 * 2 * 4 * (64 + 256) < whole
 
 
 def _round(ours: dict[str, Any]) -> dict[str, Any]:
