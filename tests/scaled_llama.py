@@ -34,7 +34,7 @@ from tests.host_bound import charge, highest_allocated, use_virtual_time
 
 BYTES, FLOPS = 256, 8192
 LINK_BYTES_PER_S = 52e9
-LAYERS, TOKENS, WIDTH, INNER, KEYS = 16, 256, 256, 896, 64
+LAYERS, TOKENS, WIDTH, INNER, KEYS, VOCABULARY = 16, 256, 256, 896, 64, 2000
 GPU = {
     "flops": 600e12 / FLOPS,
     "memory_bytes_per_s": 2.6e12 / BYTES,
@@ -118,6 +118,18 @@ class _Checkpointed(nn.Module):
         return checkpoint(self.layer, hidden, use_reentrant=False)
 
 
+class _Head(nn.Module):
+    """Logits and their loss, in twice the precision as in Hugging Face's models: it takes more memory than a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.logits = _Norm(), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        labels = torch.zeros(TOKENS, dtype=torch.long, device=hidden.device)
+        return nn.functional.cross_entropy(self.logits(self.norm(hidden)).double(), labels)
+
+
 class Step:
     """The model, its input, and what a step of it took.
 
@@ -127,6 +139,7 @@ class Step:
         layers: of the model.
         checkpointed: layers run under ``torch.utils.checkpoint``,
         plain: except these.
+        head: with `_Head`.
         link: bytes per second to the host and to the device; None for those of `GPU`.
     """
 
@@ -138,6 +151,7 @@ class Step:
         *,
         checkpointed: bool = False,
         plain: Sequence[int] = (),
+        head: bool = False,
         link: tuple[float, float] | None = None,
     ) -> None:
         self.device = device
@@ -146,7 +160,7 @@ class Step:
         device.model(launch_s=launch_s, **GPU | rates)
         torch.manual_seed(0)
         made = [_Checkpointed(_Layer()) if checkpointed and i not in plain else _Layer() for i in range(layers)]
-        self.model = nn.Sequential(*made).to(NAME)
+        self.model = nn.Sequential(*made, *([_Head()] if head else ())).to(NAME)
         for parameter in self.model.parameters():
             parameter.data.mul_(0.1)
         self._x = torch.randn(TOKENS, WIDTH).to(NAME)
@@ -244,22 +258,23 @@ def run(
     seam: str = "",
     checkpointed: bool = False,
     plain: Sequence[int] = (),
+    head: bool = False,
     link: tuple[float, float] | None = None,
 ) -> dict[str, Any]:
     """Train in one mode and return its last step, as `Step.take` does, with ``saved_bytes`` and what was counted.
 
-    ``highest_bytes`` is the highest peak of any step, ``steps_s`` how long each took.
+    ``peaks_bytes`` has the peak of each step, ``highest_bytes`` the highest, ``steps_s`` how long each took.
 
     Args:
         options: of the offloader; None to keep everything. A ``device_budget`` of at most 1 is a share of what is
             saved. ``device_memory`` is without what is there between steps, and without the division by `BYTES`.
         launch_s: see `LAUNCHES`.
         steps: how many are taken.
-        layers, checkpointed, plain, link: see `Step`.
+        layers, checkpointed, plain, head, link: see `Step`.
         seam: ``"trl"`` for TRL's context, with the ``options`` None.
     """
     with pytest.MonkeyPatch.context() as patch:
-        step = Step(install(), launch_s, layers, checkpointed=checkpointed, plain=plain, link=link)
+        step = Step(install(), launch_s, layers, checkpointed=checkpointed, plain=plain, head=head, link=link)
         use_virtual_time(step.device, patch)
         scale(patch)
         if seam:
@@ -297,6 +312,7 @@ def run(
             "waited_s": after.wait_s - before.wait_s,
             "once": once,
             "highest_bytes": max(one["peak_bytes"] for one in taken),
+            "peaks_bytes": [one["peak_bytes"] for one in taken],
             "steps_s": [one["step_s"] for one in taken],
             "predicted_peak_bytes": None if predicted is None else BYTES * predicted,
             "calls": found_calls,

@@ -327,10 +327,11 @@ class Autopilot:
                 _, plan = self.making.least(shape, base, error.floor_bytes)
         if plan is not None:
             self._know(shape, plan, base)
-        shape.once = before
         sure = self._recording.calm or plan is None
+        # The regions that ran once may be right for the next step too, with less memory for the rest.
         if sure and self._tries_others(shape, plan.predicted_step_s or 0.0 if plan else float("inf"), reason):
             return True
+        shape.once = before
         if plan is None:
             if shape.plan is not None:
                 self._run_once(shape, AGAIN, reason)

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from ..errors import BudgetError
 from ..planning.constants import MEMORY_MARGIN, UNSEEN_STEPS
-from ..planning.search import Limits, own_budget
+from ..planning.search import Limits
+from ..policy import KeepReason
 from ..runtime.ranks import several_ranks
 from ..runtime.store import ActivationStore
 from ..sizes import format_size, parse_share
@@ -56,13 +57,19 @@ class Budgets:
         if self._config.device_memory is not None:
             bounds.append(self._left_bytes(shape, known))
         elif self._config.device_budget is None and shape.once and shape.base is not None:
-            bounds.append(own_budget(shape.base))
+            bounds.append(shape.own_bytes)
         return min((nbytes for nbytes in bounds if nbytes is not None), default=None)
 
     def bound(self, shape: Shape, known: Iterable[Shape]) -> None:
         """Bound the step of a shape that begins."""
-        self._shared.budget.limit_bytes = self.of(shape, known)
-        self._regions.in_forward = self._like(shape, known).in_forward
+        limit = self.of(shape, known)
+        if limit is not None and self._given is None and shape.base is not None and shape.once:
+            # The program holds these, and perhaps nothing saves them where a region runs once: none counts as resident.
+            held = sum(one.nbytes for one in shape.base.storages if one.kept == KeepReason.ALIVE.value)
+            limit = max(0, limit - held)
+        self._shared.budget.limit_bytes = limit
+        like = self._like(shape, known)
+        self._regions.in_forward, self._regions.count = like.in_forward, like.regions
 
     def limits(self, shape: Shape, known: Iterable[Shape]) -> Limits:
         """The limits of a plan for a shape."""
@@ -139,7 +146,7 @@ class Budgets:
         memory = self._tiers.in_use()
         # Optimizer states that appeared since that step was recorded take their part.
         grown = 0 if memory is None or like.settled else max(0, memory[0] - like.beside.began_bytes)
-        return max(0, self.device_bytes - like.beside.nbytes - grown)
+        return max(0, self.device_bytes - like.beside.nbytes - like.rounding_bytes - grown)
 
     @staticmethod
     def _like(shape: Shape, known: Iterable[Shape]) -> Shape:

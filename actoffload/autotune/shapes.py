@@ -11,8 +11,9 @@ from enum import Enum
 from ..planning.constants import MOST_KNOWN, MOST_REST, NOTICEABLE
 from ..planning.plan import Plan
 from ..planning.profile import Profile
+from ..planning.search import own_budget
 from ..runtime.decision import InputShapes
-from ..runtime.run_so_far import Beside
+from ..runtime.run_so_far import BLOCK_SIZE, Beside
 from ..tell.facts import ShapeFacts
 from .observations import StepsUnderPlan
 
@@ -75,7 +76,7 @@ class Shape:
         moving: the compute seconds of a step that moved everything, and the bytes that it moved both ways.
         most_bytes: a bound of saved bytes beside the options' own; None if there is none.
         beside: the memory beside saved tensors in a recorded step, None before there is one; ``settled``: optimizer
-            states and gradients were part of it.
+            states and gradients were part of it; ``rounding_bytes``: what an allocator may add to its saved tensors.
         rest: how many steps without hooks are left; ``signature``: the signature of the model's forward in them.
         may_rest: whether any step may run without hooks.
         unsettled: how many steps began unsettled while the planner waited for a settled one.
@@ -96,12 +97,24 @@ class Shape:
         self.most_bytes: int | None = None
         self.beside: Beside | None = None
         self.settled = False
+        self.rounding_bytes = 0
         self.unsettled = 0
         self.rest, self.may_rest = 0, True
         self.signature: Hashable = None
         self.recorded_at = 0
         self.predicted_s: float | None = None
         self.tried: list[Tried] = []
+        self._own: tuple[Profile | None, Beside | None, int] = None, None, 0
+
+    @property
+    def own_bytes(self) -> int:
+        """The bytes that these steps may save without a limit of the user's: what the program's checkpoints hold."""
+        base, beside, nbytes = self._own
+        if base is not self.base or beside is not self.beside:
+            assert self.base is not None, "regions run once only where a step has shown them running again"
+            nbytes = own_budget(self.base, self.in_forward)
+            self._own = self.base, self.beside, nbytes
+        return nbytes
 
     @property
     def in_forward(self) -> dict[int, int]:
@@ -155,6 +168,8 @@ class Shape:
         """
         if not self.once or self.beside is None or not profile.recompute_bytes:
             self.beside, self.settled = beside, settled
+            tensors = len(profile.storages) + sum(len(region.saves) for region in profile.regions)
+            self.rounding_bytes = BLOCK_SIZE * tensors
 
     @property
     def probe(self) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -107,15 +107,17 @@ def bounded(base: Profile, limits: Limits) -> Limits:
     """The limits of a step with checkpointed regions: without a budget it may take the memory that it takes anyway."""
     if limits.device_budget is not None or not choosable(base):
         return limits
-    return replace(limits, device_budget=own_budget(base))
+    return replace(limits, device_budget=own_budget(base, limits.in_forward))
 
 
-def own_budget(base: Profile) -> int:
+def own_budget(base: Profile, in_forward: Mapping[int, int]) -> int:
     """The bytes that a step with checkpointed regions may save without a budget: its own peak less a margin.
 
-    Moving needs memory too, for example of a storage whose copy has just ended.
+    ``in_forward`` is as in `Conditions`. Moving needs memory too, for example of a storage whose copy has just ended.
     """
-    return int((1 - MEMORY_MARGIN) * base.baseline_peak_bytes)
+    workload = Workload(base)
+    own = run(workload, workload.keep_all(), Conditions(in_forward=in_forward))
+    return int((1 - MEMORY_MARGIN) * own.peak_bytes)
 
 
 def best(profile: Profile, limits: Limits) -> tuple[Profile, Plan]:

@@ -48,6 +48,7 @@ class Conditions:
         pending_bytes: most bytes on their way out of the device at once. Before the limit is passed, a device's compute
             stream waits, and a CPU tensor stays, or with a ``device_budget`` forward waits.
         in_forward: by the place of a region, bytes that its forward takes beside saved tensors. They count as saved.
+            The number of regions stands for the turn: from the last region's forward until backward reaches one.
     """
 
     device_budget: int | None = None

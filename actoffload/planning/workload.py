@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..policy import Decision
@@ -177,7 +177,18 @@ class Workload:
             events += [(born, birth, p), (died, death, p)]
             if need_s is not None:
                 events.append((moment(need_s), NEED, p))
-        for region in self.profile.regions:
-            begin, end = moment(region.begin_s), moment(region.end_s)
-            events += [(begin, ENTER, region.place), (max(begin + 1, end), LEAVE, region.place)]
+        for place, begin_s, end_s in [*((r.place, r.begin_s, r.end_s) for r in self.profile.regions), *self._turns()]:
+            begin, end = moment(begin_s), moment(end_s)
+            events += [(begin, ENTER, place), (max(begin + 1, end), LEAVE, place)]
         return [(time * ROUNDING, kind, p) for time, kind, p in sorted(events)]
+
+    def _turns(self) -> Iterator[tuple[int, float, float]]:
+        """For each forward the number of its regions, and when its turn begins and ends; see `Conditions`."""
+        begins = [region.begin_s for region in self.profile.regions]
+        for tape in {region.tape for region in self.profile.regions}:
+            regions = [region for region in self.profile.regions if region.tape == tape]
+            since_s = max(region.end_s for region in regions)
+            reached = [s.need_s for s in self.profile.storages if s.tape == tape and s.birth_s < since_s]
+            again = [region.again_s for region in regions]
+            ends = [time for time in (*reached, *again, *begins) if time is not None and time >= since_s]
+            yield 1 + max(region.place for region in regions), since_s, min(ends, default=self.profile.step_s)

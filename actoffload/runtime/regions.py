@@ -12,6 +12,7 @@ from ..tiers.record import Record
 from ..tiers.storage_ref import StorageRef
 from ..tiers.tiers import Tiers
 from .backward_end import BackwardEnd
+from .kept_place import KeptPlace
 from .profiler import Profiler, RunRegion, SavedStorage
 from .run_so_far import RunSoFar
 from .tape import Tape
@@ -82,7 +83,7 @@ class Regions:
         any_once: a region of this process has run once.
         expected: the number of regions that the first forward must have under the user's plan.
         held: the recomputations that held bytes at the last count; ``running``: those that have not ended.
-        in_forward: as `Beside.in_forward`, for the running step.
+        in_forward: as `Beside.in_forward`, for the running step; ``count``: the regions of each of its forwards.
     """
 
     any_once: ClassVar[bool] = False
@@ -106,6 +107,9 @@ class Regions:
         self.held: list[Recomputation] = []
         self.running: list[Recomputation] = []
         self.in_forward: dict[int, int] = {}
+        self.count = 0
+        self._turn: tuple[Tape[Record], int, int] | None = None
+        """The forward that has come to its turn, how many places it had at its last region's end, bytes taken."""
         self._most = 0
         """The most regions that a forward had."""
 
@@ -113,6 +117,11 @@ class Regions:
         """Run these regions once from the next forward on."""
         self.once = once
         self._reserve()
+
+    @property
+    def bound(self) -> bool:
+        """Whether a plan's steps have a bound for the whole device: the user's, or what checkpointing itself takes."""
+        return self._shared.config.device_memory is not None or self._most > 0
 
     def abort_if_interrupted(self, error: BaseException) -> None:
         """Call the store's method of this name."""
@@ -137,34 +146,68 @@ class Regions:
             self.last = tape.regions  # the list itself, which the forward's later regions extend
             tape.regions.append(region.once)
             self._most = max(self._most, len(tape.regions))
-            if self._profiler.running:
-                self._look_at_memory()
-                region.recorded = self._profiler.region_began(tape, region.place, name, region.once)
+            self.turn_ends()
             region.taken_bytes = self.in_forward.get(region.place, 0)
-            if region.taken_bytes:
-                accounts = self._shared.accounts
-                for tier in self.tiers.by_device.values():  # before the region allocates them, in stream order
-                    accounts.pack_wait_s += tier.make_room(region.taken_bytes)
-                accounts.baseline_bytes += region.taken_bytes
-                accounts.add_resident(region.taken_bytes)
-                self._run.taken_bytes += region.taken_bytes
+            self._take(region.taken_bytes)
+            if self._profiler.running:
+                self.look_at_memory()
+                self._run.region_begins()
+                region.recorded = self._profiler.region_began(tape, region.place, name, region.once)
         return region
+
+    def _take(self, nbytes: int) -> None:
+        """Count bytes beside saved tensors as resident."""
+        if nbytes:
+            accounts = self._shared.accounts
+            for tier in self.tiers.by_device.values():  # before the program allocates them, in stream order
+                accounts.pack_wait_s += tier.make_room(nbytes)
+            accounts.baseline_bytes += nbytes
+            accounts.add_resident(nbytes)
+            self._run.taken_bytes += nbytes
+
+    def _give_back(self, nbytes: int) -> None:
+        if nbytes:
+            self._shared.accounts.deferred.append(nbytes)
+            self._run.given_back.append(nbytes)
 
     def over(self, region: Region) -> None:
         """Note that the forward of a region has ended or raised. A finalizer may call this, so it takes no lock."""
         if region.recorded is not None:
             region.recorded.over = True
-        if region.taken_bytes:
-            self._shared.accounts.deferred.append(region.taken_bytes)
-            self._run.given_back.append(region.taken_bytes)
+        self._give_back(region.taken_bytes)
 
     @aborts_when_interrupted
     def end(self, region: Region) -> None:
         """Note that the forward of a region has ended, after `over`."""
-        if region.recorded is not None:
-            with self._shared.lock:
+        taken = self.in_forward.get(self.count, 0) if region.place + 1 == self.count else 0
+        if region.recorded is None and not taken:
+            return
+        with self._shared.lock:
+            if region.recorded is not None:
                 self._profiler.region_ended(region.recorded)
-                self._look_at_memory(region.place)
+            if taken:
+                self._take(taken)  # first: it may wait, which releases the lock
+                self._turn = region.tape, len(region.tape.records), taken
+            self.look_at_memory(region.place)
+            self._run.turn_begins(region.place + 1)
+
+    def reach(self, record: Record | KeptPlace) -> None:
+        """Note that backward has reached a storage: the turn is over if a region or what precedes it has saved it."""
+        if self.held:
+            self.passed()
+        if self._turn is not None and record.tape is self._turn[0] and (record.index or 0) < self._turn[1]:
+            self.turn_ends()
+
+    def backward_ended(self) -> None:
+        """Note that a backward has ended. The lock is held."""
+        self.passed()
+        self.turn_ends()
+
+    def turn_ends(self) -> None:
+        """Give back the bytes of the turn. The lock is held."""
+        if self._turn is not None:
+            self._give_back(self._turn[2])
+            self._turn = None
 
     def forward_ended(self, tape: Tape[Record]) -> None:
         """Note that a forward has ended.
@@ -200,10 +243,12 @@ class Regions:
         with shared.lock:
             region.tape.ran_again = True  # so that the next save begins another tape
             self.passed()  # first: room is counted without the recomputations that backward has used up
+            self.turn_ends()
             expected = self._bytes.get(recomputation.key, 0)
             for tier in self.tiers.by_device.values():
                 shared.accounts.unpack_wait_s += tier.make_room(expected)
-            self._look_at_memory()
+            self.look_at_memory()
+            self._run.turn_ends()
             if region.recorded is not None:
                 recomputation.held = self._profiler.recomputation_begins(region.recorded, nested=nested)
             self._backward_end.expect()
@@ -223,7 +268,7 @@ class Regions:
             self._bytes[key] = max(nbytes, self._bytes.get(key, 0))
             self._reserve()
             self.passed()
-            self._look_at_memory()
+            self.look_at_memory()
 
     def released(self, record: Record) -> None:
         """Note that a record died in a recomputation: the cached output of a selective checkpoint, for example."""
@@ -231,10 +276,10 @@ class Regions:
             for recomputation in self.running:
                 recomputation.leaving[record.identity.cdata] = record.identity
 
-    def _look_at_memory(self, place: int | None = None) -> None:
-        """Look at memory in a recorded step: around a region's forward, its recomputation, and its backward."""
+    def look_at_memory(self, place: int | None = None, *, born: int = 0) -> None:
+        """Look at memory in a recorded step, at the end of a hook: see `RunSoFar.look_at_memory`."""
         if self._profiler.running:
-            self._run.look_at_memory(self.tiers, place)
+            self._run.look_at_memory(self.tiers, place, born=born)
 
     def passed(self) -> None:
         """Count the bytes that recomputations still hold. The lock is held."""

@@ -13,14 +13,19 @@ from ..tiers.accounts import Accounts
 from ..tiers.tiers import Tiers
 from .optimizer_steps import Watcher, optimizer_steps
 
+BLOCK_SIZE = 512
+"""PyTorch's allocators give each tensor a multiple of this many bytes."""
+
 
 class Beside(NamedTuple):
     """The bytes on the device beside resident saved tensors in a step.
 
     Attributes:
-        nbytes: the most, but for the forwards of checkpointed regions.
+        nbytes: the most, but for the forwards of checkpointed regions and for the turn.
         began_bytes: all bytes on the device as the step began.
-        in_forward: by the place of a region, how many more there were in its forward, if there were.
+        in_forward: by the place of a region, how many more there were in its forward, if there were. The number of
+            regions stands for the turn, from the forward of the last region until backward reaches one: a loss takes
+            memory that no region's backward needs.
     """
 
     nbytes: int
@@ -54,6 +59,7 @@ class RunSoFar:
         self.given_back: Mailbox[int] = Mailbox()
         self.peak_beside_bytes: int | None = None
         self._forwards_now: dict[int, int] = {}
+        self._turn: int | None = None
         self._resets = False
         self._beside_now = self._began_now = self._resident_bytes = self._held_bytes = 0
         self._most_bytes = 0
@@ -108,16 +114,15 @@ class RunSoFar:
 
     # -- the device's memory beside saved tensors ---------------------------------------------------------------------
 
-    def begin_looking(self, tiers: Tiers, *, recorded: bool) -> None:
-        """Begin to look at memory in this step, without the peaks of earlier steps."""
-        limited = recorded and tiers.shared.config.device_memory is not None
-        if limited:
+    def begin_looking(self, tiers: Tiers, *, apart: bool) -> None:
+        """Begin to look at memory in this step; ``apart``: without the peaks of earlier steps, and by its parts."""
+        if apart:
             tiers.reset_peak()
         memory = tiers.in_use()
-        self._forwards_now = {}
+        self._forwards_now, self._turn = {}, None
         if memory is not None:
             self._began_now, self._most_bytes = memory
-            self._resets = limited and memory[0] == memory[1]  # else nobody can reset the peak: a process's, say
+            self._resets = apart and memory[0] == memory[1]  # else nobody can reset the peak: a process's, say
             self._held_bytes = self._accounts.recomputed_bytes
             self._resident_bytes = self._accounts.resident_bytes - self._held_bytes
             self._beside_now = self.passed_bytes = 0
@@ -130,15 +135,17 @@ class RunSoFar:
             memory = tiers.in_use()
             self._most_bytes = 0 if memory is None else memory[1]  # a lower peak than earlier ones counts as new
 
-    def look_at_memory(self, tiers: Tiers, place: int | None = None) -> None:
+    def look_at_memory(self, tiers: Tiers, place: int | None = None, *, born: int = 0) -> None:
         """Note the bytes beside saved tensors on the device, now and at a peak since the last look. In few steps only.
 
-        After the forward of a region, at ``place``, they count apart, unless the allocator's peak cannot begin anew at
-        each look: that forward's peak would then hide what the rest of the step needs.
+        After the forward of a region, at ``place``, they count apart, and so do those of the turn, unless the
+        allocator's peak cannot begin anew at each look: that peak would then hide what the rest of the step needs.
 
-        Between two looks the allocator may have passed its peak. The peak then included at least the lesser of the
-        resident bytes at both looks. Of the bytes that a recomputation holds, the greater count: a plan counts all of
-        them until backward has left the region.
+        Between two looks the allocator may have passed its peak. Saved tensors come and move in hooks alone, at whose
+        ends this looks, and die at any time. So until this hook the resident bytes were at most those of the last look
+        and the ``born`` bytes, which were there before their save. A simulator counts the same deaths no earlier, so
+        the rest of the peak was beside saved tensors. Likewise all bytes count that a recomputation has held at either
+        look, as a plan counts them until backward has left the region.
         """
         memory = tiers.in_use()
         if memory is None:
@@ -150,21 +157,37 @@ class RunSoFar:
         resident = accounts.resident_bytes - held - self.taken_bytes
         beside = allocated - resident - held
         if most > self._most_bytes:
-            beside = max(beside, most - min(resident, self._resident_bytes) - max(held, self._held_bytes))
+            beside = max(beside, most - self._resident_bytes - born - max(held, self._held_bytes))
             self._most_bytes, self.passed_bytes = most, max(self.passed_bytes, most)
         if self._resets:
             self._most_bytes = allocated
             if most > allocated:
                 tiers.reset_peak()
+        place = self._turn if place is None else place
         if place is not None and self._resets:
             self._forwards_now[place] = max(self._forwards_now.get(place, 0), beside)
         else:
             self._beside_now = max(self._beside_now, beside)
         self._resident_bytes, self._held_bytes = resident, held
 
+    def region_begins(self) -> None:
+        """No turn has begun: another region's forward begins, or backward ends without having reached a region."""
+        if self._turn is not None:
+            self._beside_now = max(self._beside_now, self._forwards_now.pop(self._turn, 0))
+            self._turn = None
+
+    def turn_begins(self, regions: int) -> None:
+        """From now on the bytes count for the turn after so many regions, unless another region begins."""
+        self._turn = regions
+
+    def turn_ends(self) -> None:
+        """Backward has reached a region."""
+        self._turn = None
+
     def backward_ends(self, tiers: Tiers, *, recorded: bool) -> None:
         """Look once more as a backward has ended, and set `beside` if the step was recorded."""
         self.look_at_memory(tiers)
+        self.region_begins()
         memory = None if self.peak_beside_bytes is None else tiers.in_use()
         if self.peak_beside_bytes is not None and memory is not None:
             self.peak_beside_bytes = max(self.peak_beside_bytes, memory[1] - self._accounts.step_peak_bytes)

@@ -97,19 +97,19 @@ class ActivationStore:
     @aborts_when_interrupted
     def begin_forward(self, *, first: bool) -> None:
         """Note that a context is entered; ``first``: nothing is alive, so that a step begins with it."""
-        accounts = self.shared.accounts
         with self.shared.lock:
             self._count_dropped()
             self.run.count_optimizer_steps()
+            self.regions.turn_ends()
             self.prefetch.begin_forward()
             for tier in self.tiers.by_device.values():
                 tier.begin_forward()
             if first:
-                accounts.begin_step()
+                self.shared.accounts.begin_step()
             self.run.forward_begins(self.tiers, first=first)
             if first and (self.profiler.running or self.shared.config.device_memory is not None):
-                self.run.begin_looking(self.tiers, recorded=bool(self.profiler.running))
-            accounts.steps += 1
+                self.run.begin_looking(self.tiers, apart=bool(self.profiler.running) and self.regions.bound)
+            self.shared.accounts.steps += 1
 
     @property
     def min_bytes(self) -> dict[str, int]:
@@ -251,9 +251,9 @@ class ActivationStore:
                 shared.reporter.event(EventKind.KEEP, record, reason._value_)
             if self.profiler.running:
                 self.profiler.saved(record, reason)
-                self.run.look_at_memory(self.tiers)
             self.prefetch.during_forward(tape)
-            tier.release_due()  # last, at no loss: the saved storage was allocated before this hook ran
+            tier.release_due()  # late, at no loss: the saved storage was allocated before this hook ran
+            self.regions.look_at_memory(born=record.nbytes)  # last: the hook has moved all that it moves
         tape.decisions.append((record.nbytes, reason, record.module))
         self._decisions = tape.decisions
         if not tape.built:
@@ -342,6 +342,7 @@ class ActivationStore:
             next_round = self._pass(record, round_, tier)
             if record.waiting <= 0:  # `storage` holds the bytes for this unpack, later ones have the weak reference
                 tier.evict(record)
+            self.regions.look_at_memory()
             return storage, begin, next_round
 
     @aborts_when_interrupted
@@ -351,15 +352,16 @@ class ActivationStore:
         self.speak()
         with self.shared.lock, tier.watched():
             self._reach(record, round_, tier)
-            return self._pass(record, round_, tier)
+            next_round = self._pass(record, round_, tier)
+            self.regions.look_at_memory()
+            return next_round
 
     def _reach(self, record: Record | KeptPlace, round_: int, tier: Tier) -> None:
         """Note that backward has reached a record."""
         self._count_dropped()  # first: dead records give their room to the fetches that follow
         tier.notice_resized()
         tier.poll()
-        if self.regions.held:
-            self.regions.passed()
+        self.regions.reach(record)
         self.prefetch.reach(record, round_)
         if self.trace is not None and record.tape is not None:
             self.trace.backward(record.tape.number)
@@ -374,7 +376,6 @@ class ActivationStore:
             if self.profiler.running:
                 alive = record.alive or record.held_elsewhere()
                 self.profiler.needed(record, alive=alive, evicts_first=tier.evicts_first)
-                self.run.look_at_memory(self.tiers)
             if tier.evicts_first and record.waiting <= 0:  # the next fetch has its room in the budget
                 tier.evict(record)
         self.prefetch.during_backward(record.tape)
@@ -387,7 +388,7 @@ class ActivationStore:
         """Release the device memory of dead records before the optimizer's step."""
         with self.shared.lock:
             self._count_dropped()
-            self.regions.passed()
+            self.regions.backward_ended()
             if not self.shared.stopped:
                 for tier in self.tiers.by_device.values():
                     tier.release_dead()
@@ -482,8 +483,7 @@ class ActivationStore:
 
     def _release(self, record: Record) -> None:
         self.tiers.by_device[record.kind].release(record)
-        if self.regions.running:
-            self.regions.released(record)
+        self.regions.released(record)
         if self.profiler.running:
             self.profiler.died(record)
         self.identities.remove(record)

@@ -21,6 +21,7 @@ from actoffload.planning.profile import RECOMPUTED, Profile, Storage
 from actoffload.runtime.run_so_far import Beside, RunSoFar
 from actoffload.testing.simulated_device import NAME, SimulatedDevice
 from actoffload.tiers.accounts import Accounts
+from tests import scaled_llama
 from tests.harness import (
     Chain,
     MakeOffloader,
@@ -227,6 +228,57 @@ def test_the_forward_of_a_region_has_its_room_and_backward_has_it_afterwards(dev
         assert accounts.baseline_bytes == 0
 
 
+class _Loss(nn.Module):
+    """A loss takes far more memory than any block: logits in twice the precision, and their gradients."""
+
+    WIDE = 16 * WIDTH
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = nn.Linear(WIDTH, self.WIDE, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        labels = torch.zeros(len(x), dtype=torch.long, device=x.device)
+        return nn.functional.cross_entropy(self.logits(x).double(), labels)
+
+
+@pytest.mark.simulated
+def test_the_memory_of_a_loss_leaves_backward_its_room(device: SimulatedDevice) -> None:
+    blocks = 8
+    torch.manual_seed(0)
+    model = nn.Sequential(*(_Checkpointed(_Block()) for _ in range(blocks)), _Loss()).to(NAME)
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+
+    def step(offloader: Offloader | None = None) -> int:
+        with highest_allocated() as found:
+            _step(model, ROWS, offloader)
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.accelerator.synchronize()
+        return max(found)
+
+    own = [step() for _ in range(2)][-1]
+    _empty(device)
+    with _offloader(device_memory=own) as offloader:
+        offloader.use(model)
+        assert max([step(offloader) for _ in range(12)]) <= own
+        shape = autopilot_of(offloader)._shape
+        assert shape.base is not None
+        assert list(shape.beside.in_forward) == [blocks], "the loss alone takes more than backward"
+        assert own - shape.beside.nbytes >= shape.base.baseline_peak_bytes, "backward has room for all inputs at once"
+
+
+@pytest.mark.simulated
+def test_without_a_number_a_loss_makes_no_step_take_more_than_checkpointing(device: SimulatedDevice) -> None:
+    """In virtual time, where four layers of sixteen run once."""
+    launch_s = scaled_llama.LAUNCHES["host ahead"]
+    alone = scaled_llama.run(None, launch_s, checkpointed=True, head=True)
+    ours = scaled_llama.run({}, launch_s, checkpointed=True, head=True, steps=5)
+    assert ours["once"] > 0
+    assert ours["step_s"] < 0.98 * alone["step_s"]
+    assert max(ours["peaks_bytes"][1:]) <= alone["peak_bytes"]
+
+
 @pytest.mark.simulated
 def test_states_that_pass_the_number_alone_are_an_error_before_the_second_forward(device: SimulatedDevice) -> None:
     _empty(device)  # an earlier test's exception may hold a model until now
@@ -418,7 +470,7 @@ class _Allocator:
 def test_what_only_the_forward_of_a_region_needs_is_known_apart() -> None:
     accounts, tiers = Accounts(), _Allocator()
     run: Any = RunSoFar(accounts)
-    run.begin_looking(tiers, recorded=True)
+    run.begin_looking(tiers, apart=True)
     run.look_at_memory(tiers.take(peak=900, now=100), place=0)
     run.look_at_memory(tiers.take(peak=300, now=100), place=1)
     run.look_at_memory(tiers.take(peak=400, now=100))

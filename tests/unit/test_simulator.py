@@ -229,9 +229,23 @@ def test_the_forward_of_a_region_waits_for_its_room_and_gives_it_back() -> None:
     profile = _profile(_storage(0, 0.0, 5.0), _storage(1, 1.6, 3.0), regions=(region,))
     seen = _seen(profile, "dk", Conditions(device_budget=150, in_forward={3: 60}))
     assert (seen.forward_wait_s, seen.peak_bytes) == (0.5, 100)
-    wide = _seen(profile, "kk", Conditions(in_forward={3: 60, 4: 500}))
+    wide = _seen(profile, "kk", Conditions(in_forward={3: 60, 7: 500}))
     assert wide.timeline == ((0.0, 100), (0.5, 160), (1.5, 100), (1.6, 200), (3.0, 100), (5.0, 0))
     assert _seen(profile, "dk", Conditions(device_budget=150)).forward_wait_s == 0.0
+
+
+def test_the_turn_takes_its_bytes_until_backward_reaches_a_region() -> None:
+    regions = tuple(Region(place=n, name="block", begin_s=n + 0.5, end_s=n + 1.0) for n in range(2))
+    loss, first = _storage(2, 2.5, 3.0), _storage(1, 1.6, 4.0)
+    for again_s, end_s in ((None, 4.0), (3.5, 3.5)):
+        ran = replace(regions[1], again_s=again_s)
+        profile = _profile(_storage(0, 0.0, 5.0), first, loss, regions=(regions[0], ran))
+        seen = _seen(profile, "kkk", Conditions(in_forward={2: 60}))
+        taken = [moment for moment, nbytes in seen.timeline if nbytes % 100 == 60]
+        assert (min(taken), max(moment for moment, _ in seen.timeline if moment <= end_s)) == (2.0, end_s)
+        assert seen.peak_bytes == 360
+    seen = _seen(profile, "kdk", Conditions(device_budget=210, in_forward={2: 60}))
+    assert seen.forward_wait_s == pytest.approx(0.6), "the last region's storage leaves before the loss takes its bytes"
 
 
 def test_a_plan_means_the_same_for_every_tape() -> None:
