@@ -33,6 +33,8 @@ _SIDES: dict[str, dict[tuple[int, str], torch.Stream]] = {}
 _UNHELD: dict[tuple[str, int, bool], deque[torch.Event]] = {}
 """The unused events of this process, by the device's type and index, and whether they have a time."""
 _HERE = contextlib.nullcontext()
+ALLOCATED = "allocated_bytes.all.current"
+"""The count of the bytes that PyTorch's allocator has in use."""
 
 
 class PooledEvent:
@@ -171,10 +173,10 @@ class Accelerator:
         """The bytes that PyTorch may still allocate on a device: free memory and the cache; None: unknown."""
         try:
             free, _ = self._memory_info(index)
-            cached = torch.accelerator.memory_reserved(index) - torch.accelerator.memory_allocated(index)
+            reserved, allocated = allocator_counts(self.type, index, "reserved_bytes.all.current", ALLOCATED)
         except (AttributeError, RuntimeError):  # an older PyTorch, or an allocator that counts nothing
             return None
-        return int(free + cached)
+        return free + reserved - allocated
 
     def total_bytes(self, index: int) -> int | None:
         """How much memory device ``index`` has; None: unknown."""
@@ -186,7 +188,7 @@ class Accelerator:
     def allocator_count(self, index: int, name: str) -> int:
         """A count of PyTorch's allocator for device ``index``; 0 where nobody counts that."""
         try:
-            return int(torch.accelerator.memory_stats(index).get(name, 0))
+            return allocator_counts(self.type, index, name)[0]
         except (AttributeError, RuntimeError):
             return 0
 
@@ -398,12 +400,27 @@ def allocated_bytes(device_types: Iterable[str], index: int | None = None) -> tu
     if device is None or device.type not in device_types:
         return None
     try:
-        if device.type == "cuda":
-            # A recorded step queries this twice for each storage. `torch.accelerator` flattens and sorts all counts,
-            # 0.1 ms each time. With two such calls a host fell behind its H200, and the idle time looked like compute.
-            counts = torch.cuda.memory_stats_as_nested_dict(index).get("allocated_bytes", {}).get("all", {})
-            return int(counts.get("current", 0)), int(counts.get("peak", 0))
-        flat = torch.accelerator.memory_stats(index)
-        return int(flat.get("allocated_bytes.all.current", 0)), int(flat.get("allocated_bytes.all.peak", 0))
+        current, peak = allocator_counts(device.type, index, ALLOCATED, "allocated_bytes.all.peak")
+        return current, peak
     except RuntimeError:  # the allocator of a PrivateUse1 backend need not be a `DeviceAllocator`
         return None
+
+
+def allocator_counts(device_type: str, index: int | None, *names: str) -> list[int]:
+    """Counts of PyTorch's allocator for a device, from one look; 0 for each name that it does not count.
+
+    ``index``: as for `allocated_bytes`.
+    """
+    if device_type != "cuda":
+        flat = torch.accelerator.memory_stats(index)
+        return [int(flat.get(name, 0)) for name in names]
+    # A recorded step queries this twice for each storage. `torch.accelerator` flattens and sorts all counts, 0.1 ms
+    # each time. With two such calls a host fell behind its H200, and the idle time looked like compute.
+    nested = torch.cuda.memory_stats_as_nested_dict(index)
+    found = []
+    for name in names:
+        count: Any = nested
+        for part in name.split("."):
+            count = count.get(part, {})
+        found.append(int(count or 0))
+    return found

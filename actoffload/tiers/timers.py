@@ -84,12 +84,18 @@ class DeviceStopwatch(Stopwatch):
         self.running = False
         """Whether a step is being timed: waits count then."""
         self._waits: list[tuple[Stamp, Stamp]] = []
-        self._copies: dict[str, list[tuple[int, Stamp, Stamp]]] = {"write": [], "read": []}
+        self._copies: dict[str, list[tuple[int, Stamp, Stamp]]] = {}
+        self._copied: dict[str, tuple[int, float]] = {}
+        self._forget_copies()
         self._lost: tuple[list[float], list[float]] | None = None
+
+    def _forget_copies(self) -> None:
+        self._copies = {"write": [], "read": []}
+        self._copied = {"write": (0, 0.0), "read": (0, 0.0)}
 
     def begin(self) -> None:
         self._waits, self._lost = [], None
-        self._copies = {"write": [], "read": []}
+        self._forget_copies()
         self.running = True
         self._origin = self._last = None
         self._last_of = {}
@@ -119,9 +125,16 @@ class DeviceStopwatch(Stopwatch):
 
     def rate(self, way: str) -> float | None:
         """Bytes per second of the copies of the step in one direction; None where there were none."""
-        copies = [copy for copy in self._copies[way] if self._device.done(copy[2])]
-        seconds = sum(self._device.seconds_between(begin, end) for _, begin, end in copies)
-        return sum(nbytes for nbytes, _, _ in copies) / seconds if seconds > 0 else None
+        nbytes, seconds = self._copied[way]
+        under_way = []
+        for copy in self._copies[way]:  # the sums have those that were over at an earlier look
+            if self._device.done(copy[2]):
+                nbytes += copy[0]
+                seconds += self._device.seconds_between(*copy[1:])
+            else:
+                under_way.append(copy)
+        self._copies[way], self._copied[way] = under_way, (nbytes, seconds)
+        return nbytes / seconds if seconds > 0 else None
 
     def end(self) -> bool:
         self.running = False
