@@ -158,6 +158,8 @@ class DeviceStopwatch(Stopwatch):
 class WaitFor(Enum):
     """Why a compute stream waits."""
 
+    __hash__ = object.__hash__  # as in `State`
+
     ROOM = "room"  # memory that is being copied out is to be used again
     DATA = "data"  # memory that is being copied in is needed
     FIRST = "first"  # as DATA, by a backward that has just begun
@@ -245,6 +247,8 @@ class StreamWaits:
         self._refused = False  # no timed events here, or a broken device
         self._open: list[tuple[Stream, deque[tuple[WaitFor, int, Event, Event, int]]]] = []
         """By compute stream, in its order."""
+        self._found: dict[int, dict[WaitFor, float]] = {}
+        """The seconds of the waits that were looked at, by device."""
 
     def stands_for(self) -> int:
         """For how many waits the next one stands: 0 if it is not timed."""
@@ -276,25 +280,26 @@ class StreamWaits:
             self._open.append((stream, waits))
         waits.append((why, index, begin, end, stands_for))
 
-    def take(self) -> dict[WaitFor, float]:
-        """Remove the waits that are over; return the seconds of the device that waited most.
-
-        Not for several threads at once.
-        """
-        found: dict[int, dict[WaitFor, float]] = {}
-        self._count = 0
+    def look(self) -> None:
+        """Time the waits that are over, for the next `take`. Not for several threads at once."""
         try:
             for _, waits in () if self._refused else tuple(self._open):
                 if waits and self._device.capturing(waits[0][1]):  # nor may an event be queried then
                     continue
                 for _ in range(self._over(waits)):
                     why, index, begin, end, stands_for = waits.popleft()
-                    of_device = found.get(index)  # mostly it is there: a dict of enum members costs more than a wait
+                    of_device = self._found.get(index)  # mostly it is there: a new dict costs more than a wait
                     if of_device is None:
-                        of_device = found[index] = dict.fromkeys(WaitFor, 0.0)
+                        of_device = self._found[index] = dict.fromkeys(WaitFor, 0.0)
                     of_device[why] += stands_for * max(0.0, self._device.seconds_between(begin, end))
         except RuntimeError:
             self._refuse()
+
+    def take(self) -> dict[WaitFor, float]:
+        """Remove the waits that are over; return the seconds of the device that waited most."""
+        self._count = 0
+        self.look()
+        found, self._found = self._found, {}
         return max(found.values(), key=lambda waits: sum(waits.values()), default=dict.fromkeys(WaitFor, 0.0))
 
     def _over(self, waits: deque[tuple[WaitFor, int, Event, Event, int]]) -> int:

@@ -319,3 +319,31 @@ def test_each_copy_of_a_recorded_step_is_timed_once_for_the_rate_of_its_link() -
     assert device.timed == [(0.0, 3.0), (3.0, 4.0), (4.0, 6.0)]
     watch.begin()
     assert watch.rate("write") is None, "another step has its own copies"
+
+
+def test_waits_that_are_over_as_backward_ends_take_no_time_of_the_next_step(
+    device: SimulatedDevice, accelerator: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that has nothing to do waits for the host then; as backward ends it mostly has work left."""
+    timed: list[Any] = []
+    plain = accelerator.seconds_between
+
+    def noted(*events: Any) -> float:
+        timed.append(events)
+        return plain(*events)
+
+    monkeypatch.setattr(accelerator, "seconds_between", noted)
+    model, x = _model(), X.to(NAME).requires_grad_()
+    with simulated(accelerator, pending_bytes=1) as offloader:
+        for _ in range(2):
+            with offloader:
+                loss = model(x * 1).square().sum()
+            x.register_hook(lambda _: device.synchronize())  # the last of backward
+            timed.clear()
+            loss.backward()
+            assert timed
+            timed.clear()
+            assert offloader.statistics().wait_s > 0
+            with offloader:
+                pass
+            assert not timed
