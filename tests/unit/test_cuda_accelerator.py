@@ -159,7 +159,7 @@ def test_no_capture_is_looked_for_on_the_default_stream(monkeypatch: pytest.Monk
     """CUDA captures none there, and asking makes a context."""
     device, asked, stream = accelerator.CudaAccelerator(), [], SimpleNamespace(stream_id=0)
     monkeypatch.setattr(device, "current_stream", lambda index: stream)
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(accelerator, "_current_index", lambda: 0)
 
     def yes() -> bool:
         asked.append(0)
