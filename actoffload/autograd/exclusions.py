@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, StateError
 from ..policy import STATIC, KeepReason
-from ..runtime.identity import ModuleOwners, StorageSet, is_parameter, live_modules
+from ..runtime.identity import ModuleOwners, StorageSet, is_parameter, live_modules, modules_of
 from ..runtime.untraced import untraced
 from .hook_stack import THREAD, enter_region, leave_region
 
@@ -107,7 +107,7 @@ class Exclusions:
         self._learned += 1
         models = list(models)
         for model in models:
-            self.owners.add(model.modules())
+            self.owners.add(modules_of(model))
         if not models and (self._learned <= 2 or self._learned % RELEARN_EVERY == 0):
             self.owners.add(live_modules())
         self.owners.note_storages(self.static)

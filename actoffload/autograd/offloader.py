@@ -216,7 +216,8 @@ class Offloader:
         store, stack = self.store, self._forwards.stack
         depth = len(stack)
         try:
-            self._begin_step()
+            with store.tiers.hook:  # as in `aborts_when_interrupted`: the whole call counts as one
+                self._begin_step()
             entry = Entry(self.store, self.packer)
             stack.append(entry)
             if entry.hooks is not None:

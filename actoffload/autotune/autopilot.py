@@ -237,11 +237,12 @@ class Autopilot:
 
     def _is_too_much(self, shape: Shape, observed: Observed) -> bool:
         """Whether the step ran out of memory or passed ``device_memory``. Then the next one of its shape saves less."""
-        limit, passed = self._budgets.of(shape, self._shapes), self._budgets.passed_bytes
-        kept = 0 if shape.profile is None else shape.profile.baseline_peak_bytes  # if no hooks measured a peak
-        ran_out, peak = self._store.out_of_memory.happened(), observed.peak_bytes or kept
-        if not ran_out and not (passed and limit):
+        ran_out, passed = self._store.out_of_memory.happened(), self._budgets.passed_bytes
+        limit = self._budgets.of(shape, self._shapes) if ran_out or passed else None
+        if not ran_out and not limit:
             return False
+        kept = 0 if shape.profile is None else shape.profile.baseline_peak_bytes  # if no hooks measured a peak
+        peak = observed.peak_bytes or kept
         most = peak if limit is None else min(peak, limit)
         shape.tried.clear()  # these plans were made for a larger budget
         if ran_out:

@@ -157,22 +157,20 @@ class Recording:
 
     def on_links(self, profile: Profile) -> Profile:
         """A step on the links as they are now. A direction without a rate counts as fast as the other one."""
+        links: dict[str, Link | None] = {}
         for name in LINKS:
             write, read = (self._rates.get((name, way)) for way in WAYS)
-            known, old = write or read, getattr(profile, name)
+            known, links[name] = write or read, getattr(profile, name)
             if known is not None:
-                link = replace(
-                    old or Link(write_bytes_per_s=1, read_bytes_per_s=1),
+                links[name] = replace(
+                    links[name] or Link(write_bytes_per_s=1, read_bytes_per_s=1),
                     write_bytes_per_s=write or known,
                     read_bytes_per_s=read or known,
                 )
-                profile = profile.with_links(**{name: link})
-        nearest = "host" if profile.host is not None else "disk"
-        link = getattr(profile, nearest)
-        if link is not None:
-            link = replace(link, cost_s_per_byte=self._cost_s_per_byte, cost_s_each=self._cost_s_each)
-            profile = profile.with_links(**{nearest: link})
-        return profile
+        nearest = "disk" if links["host"] is None else "host"
+        if (link := links[nearest]) is not None:
+            links[nearest] = replace(link, cost_s_per_byte=self._cost_s_per_byte, cost_s_each=self._cost_s_each)
+        return profile.with_links(**links)
 
     def corrected(self, recorded: Profile, before: Profile, moved_bytes: int, limits: Limits) -> Profile:
         """The step as it is now, on the present links; ``before``: as it was; the recorded step moved ``moved_bytes``.

@@ -162,6 +162,13 @@ class StorageSet:
 
     def add(self, tensor: Tensor, note: str) -> None:
         """Add the storage of a tensor, or of each inner tensor of a wrapper subclass; an earlier note stays."""
+        # First, as each forward adds every parameter and buffer: mostly their storages are known.
+        try:
+            known = type(tensor) in PLAIN_TYPES and tensor.untyped_storage()._cdata in self.by_number
+        except RuntimeError:  # a sparse tensor, or one of `torch.func`, has none
+            known = False
+        if known:
+            return
         for storage in storages(tensor):
             if storage._cdata not in self.by_number and storage.nbytes():
                 ref = StorageRef(storage)
@@ -262,8 +269,9 @@ class ModuleOwners:
 
     def note_storages(self, notes: StorageSet) -> None:
         """Note the present storage of each parameter and buffer; ``.to()`` and resharding replace them."""
+        any_managed = len(self._managed) > 0
         for module in list(self._owners):
-            managed = module in self._managed
+            managed = any_managed and module in self._managed
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     notes.add(parameter, "parameter")
@@ -298,6 +306,17 @@ def _mesh_dimensions(parameter: Tensor) -> int:
     """Return the number of mesh dimensions that a parameter is laid out over; gathering removes FSDP's dimensions."""
     mesh = getattr(parameter, "device_mesh", None)
     return int(mesh.ndim) if mesh is not None else 0
+
+
+def modules_of(model: nn.Module) -> Iterable[nn.Module]:
+    """Return the modules of ``model.modules()``, in a part of its time: that has a generator for each level."""
+    found, waiting = {model: None}, [model]
+    while waiting:
+        for module in waiting.pop()._modules.values():
+            if module is not None and module not in found:
+                found[module] = None
+                waiting.append(module)
+    return found
 
 
 def live_modules() -> list[nn.Module]:

@@ -12,9 +12,9 @@ import functools
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 
 import torch
 from torch import Tensor
@@ -26,13 +26,22 @@ Stream = Any
 Event = Any
 P = ParamSpec("P")
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
+# A step calls these thousands of times. `torch.accelerator` wraps the same functions of C in Python.
+_current_index: Callable[[], int] = getattr(
+    torch._C, "_accelerator_getDeviceIndex", torch.accelerator.current_device_index
+)
+_current_stream: Callable[[int], Any] = getattr(torch._C, "_accelerator_getStream", torch.accelerator.current_stream)
+_set_stream: Callable[[Any], None] = getattr(torch._C, "_accelerator_setStream", torch.accelerator.set_stream)
 
 _SIDES: dict[str, dict[tuple[int, str], torch.Stream]] = {}
 """The side streams of this process, by the device's type, index and role: PyTorch has few streams to give out."""
 _UNHELD: dict[tuple[str, int, bool], deque[torch.Event]] = {}
 """The unused events of this process, by the device's type and index, and whether they have a time."""
 _HERE = contextlib.nullcontext()
+ALLOCATED = "allocated_bytes.all.current"
+"""The count of the bytes that PyTorch's allocator has in use."""
 
 
 class PooledEvent:
@@ -92,11 +101,11 @@ class Accelerator:
 
     def current_index(self) -> int:
         """The index of the device on which the calling thread computes, now."""
-        return torch.accelerator.current_device_index()
+        return _current_index()
 
     def current_stream(self, index: int) -> Stream:
         """The stream on which the calling thread computes on device ``index``, now."""
-        return torch.accelerator.current_stream(torch.device(self.type, index))
+        return _current_stream(index)
 
     def side_stream(self, index: int, role: str) -> Stream:
         """The only side stream of device ``index`` for ``role`` (``"out"`` or ``"in"``)."""
@@ -110,13 +119,14 @@ class Accelerator:
     def record(self, stream: Stream, *, timed: bool = False) -> Event:
         """An event after all work of ``stream`` so far; ``timed``: for `seconds_between`."""
         index = stream.device_index
-        unheld = _UNHELD.setdefault((self.type, index, timed), deque())
+        unheld = _UNHELD.get((self.type, index, timed))
+        if unheld is None:
+            unheld = _UNHELD.setdefault((self.type, index, timed), deque())
         try:
             recorded = unheld.popleft()
         except IndexError:
             recorded = torch.Event(self.type, enable_timing=timed)
-        with self.on_device(index):
-            recorded.record(stream)
+        self._on(index, recorded.record, stream)
         return PooledEvent(recorded, index, unheld)
 
     def timestamp(self, stream: Stream) -> Event:
@@ -125,34 +135,31 @@ class Accelerator:
 
     def seconds_between(self, begin: Event, end: Event) -> float:
         """Time from one timestamp to a later one, once both have happened. PyTorch queries both."""
-        with self.on_device(begin.index):
-            return float(begin.recorded.elapsed_time(end.recorded)) / 1e3
+        milliseconds: float = self._on(begin.index, begin.recorded.elapsed_time, end.recorded)
+        return milliseconds / 1e3
 
     def wait(self, stream: Stream, event: Event) -> None:
         """Make later work of ``stream`` run after ``event``. Does not block the host."""
-        with self.on_device(stream.device_index):
-            stream.wait_event(event.recorded)
+        self._on(stream.device_index, stream.wait_event, event.recorded)
 
     def done(self, event: Event) -> bool:
         """Whether ``event`` has happened. Does not block the host."""
-        with self.on_device(event.index):
-            return bool(event.recorded.query())
+        return bool(self._on(event.index, event.recorded.query))
 
     def synchronize(self, event: Event) -> None:
         """Block the calling thread until ``event`` has happened."""
-        with self.on_device(event.index):
-            event.recorded.synchronize()
+        self._on(event.index, event.recorded.synchronize)
 
     def copy(self, copies: Iterable[tuple[Tensor, Tensor]], stream: Stream) -> None:
         """Copy flat bytes on ``stream``, to the first tensor of each pair; waits for nothing and blocks no host."""
         with self.on_device(stream.device_index):
             previous = self.current_stream(stream.device_index)
-            torch.accelerator.set_stream(stream)
+            _set_stream(stream)
             try:
                 for destination, source in copies:
                     destination.copy_(source, non_blocking=True)
             finally:
-                torch.accelerator.set_stream(previous)
+                _set_stream(previous)
 
     def empty(self, nbytes: int, index: int, stream: Stream) -> Tensor:
         """Uninitialised bytes on device ``index``, owned by ``stream``, its current one: freed in its order."""
@@ -171,10 +178,10 @@ class Accelerator:
         """The bytes that PyTorch may still allocate on a device: free memory and the cache; None: unknown."""
         try:
             free, _ = self._memory_info(index)
-            cached = torch.accelerator.memory_reserved(index) - torch.accelerator.memory_allocated(index)
+            reserved, allocated = allocator_counts(self.type, index, "reserved_bytes.all.current", ALLOCATED)
         except (AttributeError, RuntimeError):  # an older PyTorch, or an allocator that counts nothing
             return None
-        return int(free + cached)
+        return free + reserved - allocated
 
     def total_bytes(self, index: int) -> int | None:
         """How much memory device ``index`` has; None: unknown."""
@@ -186,7 +193,7 @@ class Accelerator:
     def allocator_count(self, index: int, name: str) -> int:
         """A count of PyTorch's allocator for device ``index``; 0 where nobody counts that."""
         try:
-            return int(torch.accelerator.memory_stats(index).get(name, 0))
+            return allocator_counts(self.type, index, name)[0]
         except (AttributeError, RuntimeError):
             return 0
 
@@ -244,8 +251,14 @@ class Accelerator:
         On CUDA most calls make a context on the current device, or on the device that PyTorch makes current again after
         the call; not so this guard's end (`maybeExchangeDevice`), while no other call comes before it.
         """
-        here = torch.accelerator.current_device_index() == index
-        return _HERE if here else torch.accelerator.device_index(index)
+        return _HERE if _current_index() == index else torch.accelerator.device_index(index)
+
+    def _on(self, index: int, call: Callable[[*Ts], T], *arguments: *Ts) -> T:
+        """Make one call with a device current: mostly it is, and then a context would cost more than the call."""
+        if _current_index() == index:
+            return call(*arguments)
+        with torch.accelerator.device_index(index):
+            return call(*arguments)
 
 
 class CudaAccelerator(Accelerator):
@@ -255,12 +268,10 @@ class CudaAccelerator(Accelerator):
         super().__init__("cuda")
 
     def done(self, event: Event) -> bool:
-        with self._relaxed():
-            return super().done(event)
+        return self._relaxed(super().done, event)
 
     def seconds_between(self, begin: Event, end: Event) -> float:
-        with self._relaxed():
-            return super().seconds_between(begin, end)
+        return self._relaxed(super().seconds_between, begin, end)
 
     def synchronize(self, event: Event) -> None:
         """Block the calling thread, without the interpreter's lock and without a busy core.
@@ -268,9 +279,11 @@ class CudaAccelerator(Accelerator):
         PyTorch ignores ``blocking`` of `torch.Event`, so a wait for such an event keeps a core busy. An event of CUDA's
         own that does block is recorded after it, on a stream that does nothing else.
         """
-        if self.done(event):
-            return
-        with self._relaxed(), self.on_device(event.index):
+        if not self.done(event):
+            self._relaxed(self._block_until, event)
+
+    def _block_until(self, event: Event) -> None:
+        with self.on_device(event.index):
             side = self.side_stream(event.index, "wait")
             place = {"stream_id": side.stream_id, "device_index": event.index, "device_type": side.device_type}
             stream = torch.cuda.Stream(**place)  # type: ignore[no-untyped-call]
@@ -313,9 +326,7 @@ class CudaAccelerator(Accelerator):
     def pin(self, address: int, nbytes: int) -> bool:
         portable = 1  # cudaHostRegisterPortable: pinned for every device of the process
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        with self._relaxed():
-            done = int(runtime.cudaHostRegister(address, nbytes, portable)) == 0
-        if done:
+        if int(self._relaxed(runtime.cudaHostRegister, address, nbytes, portable)) == 0:
             return True
         _clear_cuda_error()
         return False
@@ -323,25 +334,26 @@ class CudaAccelerator(Accelerator):
     def unpin(self, address: int) -> bool:
         not_registered = 713  # cudaErrorHostMemoryNotRegistered: an interrupt came before it was
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        with self._relaxed():
-            result = int(runtime.cudaHostUnregister(address))
+        result = int(self._relaxed(runtime.cudaHostUnregister, address))
         if result != 0:
             _clear_cuda_error()
         return result in {0, not_registered}
 
-    @contextlib.contextmanager
-    def _relaxed(self) -> Iterator[None]:
-        """Relax this thread's capture mode: in the default one its calls would end another thread's capture of a graph.
+    def _relaxed(self, call: Callable[[*Ts], T], *arguments: *Ts) -> T:
+        """Make one call with a relaxed capture mode: in the default one it would end another thread's capture.
 
-        Within a `Hook` it is relaxed once, until that ends.
+        Within a `Hook` the thread's mode is relaxed once, until that ends.
         """
-        with self.hook:
-            if self.hook.at_end is None:
-                exchange = capture_mode_exchange()
-                mode = ctypes.c_int(2)  # cudaStreamCaptureModeRelaxed; the call stores the old mode here
-                if exchange is not None and exchange(ctypes.byref(mode)) == 0:
-                    self.hook.at_end = partial(exchange, ctypes.byref(mode))
-            yield
+        hook = self.hook
+        if not hook.depth:
+            with hook:
+                return self._relaxed(call, *arguments)
+        if hook.at_end is None:
+            exchange = capture_mode_exchange()
+            mode = ctypes.c_int(2)  # cudaStreamCaptureModeRelaxed; the call stores the old mode here
+            if exchange is not None and exchange(ctypes.byref(mode)) == 0:
+                hook.at_end = partial(exchange, ctypes.byref(mode))
+        return call(*arguments)
 
 
 @functools.cache
@@ -398,12 +410,27 @@ def allocated_bytes(device_types: Iterable[str], index: int | None = None) -> tu
     if device is None or device.type not in device_types:
         return None
     try:
-        if device.type == "cuda":
-            # A recorded step queries this twice for each storage. `torch.accelerator` flattens and sorts all counts,
-            # 0.1 ms each time. With two such calls a host fell behind its H200, and the idle time looked like compute.
-            counts = torch.cuda.memory_stats_as_nested_dict(index).get("allocated_bytes", {}).get("all", {})
-            return int(counts.get("current", 0)), int(counts.get("peak", 0))
-        flat = torch.accelerator.memory_stats(index)
-        return int(flat.get("allocated_bytes.all.current", 0)), int(flat.get("allocated_bytes.all.peak", 0))
+        current, peak = allocator_counts(device.type, index, ALLOCATED, "allocated_bytes.all.peak")
+        return current, peak
     except RuntimeError:  # the allocator of a PrivateUse1 backend need not be a `DeviceAllocator`
         return None
+
+
+def allocator_counts(device_type: str, index: int | None, *names: str) -> list[int]:
+    """Counts of PyTorch's allocator for a device, from one look; 0 for each name that it does not count.
+
+    ``index``: as for `allocated_bytes`.
+    """
+    if device_type != "cuda":
+        flat = torch.accelerator.memory_stats(index)
+        return [int(flat.get(name, 0)) for name in names]
+    # A recorded step queries this twice for each storage. `torch.accelerator` flattens and sorts all counts, 0.1 ms
+    # each time. With two such calls a host fell behind its H200, and the idle time looked like compute.
+    nested = torch.cuda.memory_stats_as_nested_dict(index)
+    found = []
+    for name in names:
+        count: Any = nested
+        for part in name.split("."):
+            count = count.get(part, {})
+        found.append(int(count or 0))
+    return found

@@ -470,6 +470,7 @@ class DeviceTier(Tier):
             self.window.release_due(self.shared.events)
 
     def release_dead(self) -> None:
+        self.copies.waits.look()  # now, as backward ends: the device has work left, and may have none at the next step
         if (self.window.held_bytes or self._unused) and not self.copies.capturing():
             self._drop_unused()
             self.window.release_if(self._is_dead)

@@ -84,12 +84,18 @@ class DeviceStopwatch(Stopwatch):
         self.running = False
         """Whether a step is being timed: waits count then."""
         self._waits: list[tuple[Stamp, Stamp]] = []
-        self._copies: dict[str, list[tuple[int, Stamp, Stamp]]] = {"write": [], "read": []}
+        self._copies: dict[str, list[tuple[int, Stamp, Stamp]]] = {}
+        self._copied: dict[str, tuple[int, float]] = {}
+        self._forget_copies()
         self._lost: tuple[list[float], list[float]] | None = None
+
+    def _forget_copies(self) -> None:
+        self._copies = {"write": [], "read": []}
+        self._copied = {"write": (0, 0.0), "read": (0, 0.0)}
 
     def begin(self) -> None:
         self._waits, self._lost = [], None
-        self._copies = {"write": [], "read": []}
+        self._forget_copies()
         self.running = True
         self._origin = self._last = None
         self._last_of = {}
@@ -119,9 +125,16 @@ class DeviceStopwatch(Stopwatch):
 
     def rate(self, way: str) -> float | None:
         """Bytes per second of the copies of the step in one direction; None where there were none."""
-        copies = [copy for copy in self._copies[way] if self._device.done(copy[2])]
-        seconds = sum(self._device.seconds_between(begin, end) for _, begin, end in copies)
-        return sum(nbytes for nbytes, _, _ in copies) / seconds if seconds > 0 else None
+        nbytes, seconds = self._copied[way]
+        under_way = []
+        for copy in self._copies[way]:  # the sums have those that were over at an earlier look
+            if self._device.done(copy[2]):
+                nbytes += copy[0]
+                seconds += self._device.seconds_between(*copy[1:])
+            else:
+                under_way.append(copy)
+        self._copies[way], self._copied[way] = under_way, (nbytes, seconds)
+        return nbytes / seconds if seconds > 0 else None
 
     def end(self) -> bool:
         self.running = False
@@ -144,6 +157,8 @@ class DeviceStopwatch(Stopwatch):
 
 class WaitFor(Enum):
     """Why a compute stream waits."""
+
+    __hash__ = object.__hash__  # as in `State`
 
     ROOM = "room"  # memory that is being copied out is to be used again
     DATA = "data"  # memory that is being copied in is needed
@@ -232,6 +247,8 @@ class StreamWaits:
         self._refused = False  # no timed events here, or a broken device
         self._open: list[tuple[Stream, deque[tuple[WaitFor, int, Event, Event, int]]]] = []
         """By compute stream, in its order."""
+        self._found: dict[int, dict[WaitFor, float]] = {}
+        """The seconds of the waits that were looked at, by device."""
 
     def stands_for(self) -> int:
         """For how many waits the next one stands: 0 if it is not timed."""
@@ -263,25 +280,26 @@ class StreamWaits:
             self._open.append((stream, waits))
         waits.append((why, index, begin, end, stands_for))
 
-    def take(self) -> dict[WaitFor, float]:
-        """Remove the waits that are over; return the seconds of the device that waited most.
-
-        Not for several threads at once.
-        """
-        found: dict[int, dict[WaitFor, float]] = {}
-        self._count = 0
+    def look(self) -> None:
+        """Time the waits that are over, for the next `take`. Not for several threads at once."""
         try:
             for _, waits in () if self._refused else tuple(self._open):
                 if waits and self._device.capturing(waits[0][1]):  # nor may an event be queried then
                     continue
                 for _ in range(self._over(waits)):
                     why, index, begin, end, stands_for = waits.popleft()
-                    of_device = found.get(index)  # mostly it is there: a dict of enum members costs more than a wait
+                    of_device = self._found.get(index)  # mostly it is there: a new dict costs more than a wait
                     if of_device is None:
-                        of_device = found[index] = dict.fromkeys(WaitFor, 0.0)
+                        of_device = self._found[index] = dict.fromkeys(WaitFor, 0.0)
                     of_device[why] += stands_for * max(0.0, self._device.seconds_between(begin, end))
         except RuntimeError:
             self._refuse()
+
+    def take(self) -> dict[WaitFor, float]:
+        """Remove the waits that are over; return the seconds of the device that waited most."""
+        self._count = 0
+        self.look()
+        found, self._found = self._found, {}
         return max(found.values(), key=lambda waits: sum(waits.values()), default=dict.fromkeys(WaitFor, 0.0))
 
     def _over(self, waits: deque[tuple[WaitFor, int, Event, Event, int]]) -> int:

@@ -159,7 +159,7 @@ def test_no_capture_is_looked_for_on_the_default_stream(monkeypatch: pytest.Monk
     """CUDA captures none there, and asking makes a context."""
     device, asked, stream = accelerator.CudaAccelerator(), [], SimpleNamespace(stream_id=0)
     monkeypatch.setattr(device, "current_stream", lambda index: stream)
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(accelerator, "_current_index", lambda: 0)
 
     def yes() -> bool:
         asked.append(0)
@@ -227,3 +227,28 @@ def test_page_locking_does_not_end_a_capture(mode: list[int], monkeypatch: pytes
     assert device.unpin(0)
     assert seen == [RELAXED] * 2
     assert mode == [GLOBAL]
+
+
+def test_the_counts_of_the_allocator_come_from_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.accelerator` flattens and sorts hundreds of them in Python, each time."""
+    looks: list[int | None] = []
+
+    def nested(index: int | None) -> dict[str, Any]:
+        looks.append(index)
+        return {
+            "allocated_bytes": {"all": {"current": 5, "peak": 7}},
+            "reserved_bytes": {"all": {"current": 9}},
+            "num_ooms": 2,
+        }
+
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", nested)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (100, 1000))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    device = accelerator.CudaAccelerator()
+    assert device.usable_bytes(3) == 100 + 9 - 5
+    assert device.allocator_count(3, "num_ooms") == 2
+    assert accelerator.allocated_bytes(("cuda",), 3) == (5, 7)
+    assert looks == [3, 3, 3]
+    assert device.allocator_count(3, "num_alloc_retries") == 0
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda index: {})  # before the first tensor
+    assert accelerator.allocated_bytes(("cuda",), 3) == (0, 0)

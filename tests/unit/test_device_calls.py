@@ -193,7 +193,7 @@ def test_a_step_makes_few_calls_for_each_tensor_that_moves(
     assert calls["copy"] >= 1.5 * moved
     assert calls["capture"] <= (4 * tensors + 8 if other else 0)
     assert 0 < calls["elapsed time"] <= moved / 2, calls
-    assert calls.total() - calls["capture"] <= 11.5 * moved, calls
+    assert calls.total() - calls["capture"] <= 11.6 * moved, calls
 
 
 def test_what_a_captured_graph_fills_again_stays(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:

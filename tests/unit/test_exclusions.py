@@ -17,6 +17,7 @@ import actoffload
 from actoffload import Offloader, Plan
 from actoffload.errors import ConfigError, StateError
 from actoffload.policy import Decision, NameFilter, TensorFacts
+from actoffload.runtime.identity import modules_of
 from tests.harness import (
     Chain,
     MakeOffloader,
@@ -120,6 +121,39 @@ def test_buffers_replaced_and_modules_made_later_are_known_too(make_offloader: M
     train_step(model, batch(), offloader, between=seen.look)
     assert seen.addresses
     assert not any(map(seen.holds, model.owned()))
+
+
+def test_parameters_and_buffers_with_other_memory_are_known_in_the_next_forward(make_offloader: MakeOffloader) -> None:
+    """Each forward notes the present memory of all, also of those that it had noted: no object is taken as known."""
+    offloader = make_offloader()
+    model = Mixed()
+    offloader.use(model)
+    train_step(model, batch(), offloader)
+    held = [tensor.untyped_storage() for tensor in model.owned()]  # so that nothing gets the old memory
+    for tensor in model.owned():
+        tensor.data = tensor.detach().clone()
+    model.table.untyped_storage().resize_(0)
+    with offloader:
+        pass  # it has no memory in this forward
+    model.table.untyped_storage().resize_(512 * WIDTH * 4)
+    model.late = Mixed().frozen
+    late = model.late.weight
+    with offloader:
+        assert all(
+            offloader.exclusions.why_static(tensor.detach(), tensor.untyped_storage())
+            for tensor in (*model.owned(), late)
+        )
+    assert held
+
+
+@pytest.mark.parametrize("scripted", [False, True])
+def test_the_modules_of_a_model_are_those_that_pytorch_names(scripted: bool) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Tanh(), nn.Linear(2, 2)))
+    if scripted:
+        model.append(torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Tanh())))
+    model.append(model[0])  # twice in it
+    model[1].register_module("none", None)
+    assert sorted(map(id, modules_of(model))) == sorted(map(id, model.modules()))
 
 
 def test_a_module_in_the_making_owns_nothing(make_offloader: MakeOffloader) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 
 from actoffload import Plan
+from actoffload.autotune.observations import Recording
 from actoffload.errors import BudgetError, ConfigError
+from actoffload.planning import profile as profiles
 from actoffload.planning.constants import WARM_UP
 from actoffload.planning.profile import Profile
 from actoffload.planning.search import Limits
@@ -180,6 +183,34 @@ def test_it_comes_to_rest(make_rig: MakeRig) -> None:
         rig.step()
     assert rig.plans <= 3
     assert len({round(moved / MIB, 1) for moved in rig.moved[100:]}) <= 2  # a page more or less is no other plan
+
+
+def test_a_step_under_a_plan_checks_no_storage_of_its_profile_again(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step compares its links with the plan's; a device waits meanwhile for the first kernel of the step."""
+    rig = make_rig(bytes_per_s=SLOW, device_budget=BUDGET)
+    rig.steps(2 * SOON)
+    counts = Counter[str]()
+
+    def counted(of: Any, name: str) -> None:
+        plain = getattr(of, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            counts[name] += 1
+            return plain(*arguments, **options)
+
+        monkeypatch.setattr(of, name, call)
+
+    counted(profiles, "_check_numbers")
+    counted(profiles, "accumulate")  # the peak of a profile needs all its events in order
+    counted(Recording, "on_links")
+    rig.disk.bytes_per_s = 0.99 * SLOW  # so that the link differs
+    rig.steps(SOON)
+    assert rig.plans == 1
+    assert counts["on_links"] == SOON
+    assert 0 < counts["_check_numbers"] <= 2 * SOON
+    assert not counts["accumulate"]
 
 
 def test_shapes_that_take_turns_have_a_plan_each(make_rig: MakeRig) -> None:

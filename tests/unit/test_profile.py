@@ -51,6 +51,17 @@ def test_what_follows_from_a_profile() -> None:
     assert Profile(storages=()).baseline_peak_bytes == 0
 
 
+def test_a_profile_on_other_links() -> None:
+    profile, faster = _profile(), LINK.scaled(2)
+    other = profile.with_links(disk=faster)
+    assert other == _profile(disk=faster)
+    assert profile == _profile()
+    assert other.with_links(host=LINK) == _profile(disk=faster, host=LINK)
+    assert other.with_links(disk=faster) is other
+    with pytest.raises(ConfigError, match=r"host\.latency_s"):
+        profile.with_links(host=replace(LINK, latency_s=-1.0))
+
+
 def test_json_there_and_back(tmp_path: Path) -> None:
     accelerator = Accelerator(name="a", flops=1e14, host=link(20), disk=link(3, 5))
     for profile in (_profile(), transformer_profile(256, 2, 1, accelerator=accelerator), random_profile(3)):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
+from actoffload.tiers import accelerator as accelerators
 from tests.harness import WAIT_S, on_stream, wait_until
 
 pytestmark = pytest.mark.simulated
@@ -141,3 +142,17 @@ def test_a_strided_nested_tensor_is_an_error_and_not_the_end_of_the_process(devi
     assert nested.device.type == NAME
     with pytest.raises(NotImplementedError, match="NestedTensor"):
         nested * 2
+
+
+def test_the_functions_of_c_are_those_of_the_installed_pytorch(device: SimulatedDevice) -> None:
+    """Without them `torch.accelerator`'s own are called, which take the same arguments, and longer."""
+    assert accelerators._current_index is torch._C._accelerator_getDeviceIndex
+    assert accelerators._current_stream is torch._C._accelerator_getStream
+    assert accelerators._set_stream is torch._C._accelerator_setStream
+    driver, other = SimulatedAccelerator(), torch.Stream(torch.device(NAME, 1))
+    with torch.accelerator.device_index(1), on_stream(other):
+        assert driver.current_index() == torch.accelerator.current_device_index() == 1
+        assert driver.current_stream(1) == torch.accelerator.current_stream(1) == other
+        assert driver.current_stream(0) == torch.accelerator.current_stream(0) != other
+        driver.synchronize(driver.record(driver.current_stream(0)))
+        assert driver.current_index() == 1, "the device of an event is current for that call alone"

@@ -13,6 +13,7 @@ from torch import nn
 
 from actoffload import Offloader
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
+from actoffload.tiers.accelerator import Accelerator
 from actoffload.tiers.copy_streams import CopyStreams
 from actoffload.tiers.timers import DeviceStopwatch, StreamWaits, WaitFor
 from tests.harness import (
@@ -279,3 +280,70 @@ def test_a_step_is_not_over_before_the_last_stamp_of_every_thread() -> None:
     device.go_on.set()
     other.join()
     assert not watch.end(), "the third event has not happened"
+
+
+class _Clock(Accelerator):
+    """Its events are the seconds at which they happen; notes the pairs that were timed."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.timed: list[tuple[float, float]] = []
+
+    def timestamp(self, stream: Any) -> float:
+        return float(stream)
+
+    def done(self, event: Any) -> bool:
+        return bool(event <= self.now_s)
+
+    def seconds_between(self, begin: Any, end: Any) -> float:
+        self.timed.append((begin, end))
+        return float(end - begin)
+
+
+def test_each_copy_of_a_recorded_step_is_timed_once_for_the_rate_of_its_link() -> None:
+    """Each later step looks at the rates; the copies that were under way at the first look count from then on."""
+    device = _Clock()
+    watch = DeviceStopwatch(device, lambda: None)
+    watch.begin()
+    assert watch.rate("write") is None
+    watch.copied("write", 30, 3.0, 0.0)
+    watch.copied("write", 10, 4.0, 3.0)
+    device.now_s = 3.5
+    assert watch.rate("write") == 10
+    device.now_s = 5.0
+    assert [watch.rate("write") for _ in range(3)] == [10] * 3
+    assert watch.rate("read") is None
+    watch.copied("write", 60, 6.0, 4.0)
+    device.now_s = 6.0
+    assert watch.rate("write") == pytest.approx(100 / 6)
+    assert device.timed == [(0.0, 3.0), (3.0, 4.0), (4.0, 6.0)]
+    watch.begin()
+    assert watch.rate("write") is None, "another step has its own copies"
+
+
+def test_waits_that_are_over_as_backward_ends_take_no_time_of_the_next_step(
+    device: SimulatedDevice, accelerator: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that has nothing to do waits for the host then; as backward ends it mostly has work left."""
+    timed: list[Any] = []
+    plain = accelerator.seconds_between
+
+    def noted(*events: Any) -> float:
+        timed.append(events)
+        return plain(*events)
+
+    monkeypatch.setattr(accelerator, "seconds_between", noted)
+    model, x = _model(), X.to(NAME).requires_grad_()
+    with simulated(accelerator, pending_bytes=1) as offloader:
+        for _ in range(2):
+            with offloader:
+                loss = model(x * 1).square().sum()
+            x.register_hook(lambda _: device.synchronize())  # the last of backward
+            timed.clear()
+            loss.backward()
+            assert timed
+            timed.clear()
+            assert offloader.statistics().wait_s > 0
+            with offloader:
+                pass
+            assert not timed
