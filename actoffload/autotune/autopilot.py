@@ -32,6 +32,7 @@ from ..planning.profile import Profile
 from ..planning.regions import with_regions
 from ..planning.search import Limits
 from ..planning.simulator import simulate
+from ..policy import Decision
 from ..runtime.decision import InputShapes
 from ..runtime.store import ActivationStore
 from ..sizes import format_size
@@ -107,7 +108,7 @@ class Autopilot:
         self.forward_begins(key)
         if self._shape.nothing_moves:  # otherwise no forward rests, and a signature takes time
             self._signatures.add(signature())
-        return self._shape.stage is Stage.RESTING and self._signatures == {self._shape.signature} and not self._gave_up
+        return self._shape.stage is Stage.RESTING and self._signatures == self._shape.signatures and not self._gave_up
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -184,6 +185,7 @@ class Autopilot:
             return  # the device has not ended the recorded step yet, so its times are not known
         if self._is_recorded(shape):
             self._recorded_shape, self._settled = shape, self._run.is_settled
+            self._shared.watches_host = True
             if not self._profiler.active:
                 self._recording.begin()
         else:
@@ -218,6 +220,8 @@ class Autopilot:
                 self._profiler.forget()  # the recording begins with the next step instead
             return
         self._count += 1
+        if self._signatures:
+            shape.signatures = frozenset(self._signatures)
         observed = watch.end()
         if self._is_too_much(shape, observed) or self._is_another(shape):
             return
@@ -231,9 +235,9 @@ class Autopilot:
 
     def _begin_rest(self, shape: Shape, step_s: float) -> None:
         """Have the next steps of a shape run without hooks, if neither ranks nor a budget need the hooks."""
-        free = self._agreed is None and self.making.limits(shape).device_budget is None
-        if free and len(self._signatures) == 1 and may_rest(self._store, shape, self._watch.saved, step_s):
-            shape.begin_rest(*self._signatures)
+        free = self._agreed is None and self.making.limits(shape).device_budget is None and shape is self._shape
+        if free and len(shape.signatures) == 1 and may_rest(self._store, shape, self._watch.saved, step_s):
+            shape.begin_rest()
 
     def _is_too_much(self, shape: Shape, observed: Observed) -> bool:
         """Whether the step ran out of memory or passed ``device_memory``. Then the next one of its shape saves less."""
@@ -274,7 +278,7 @@ class Autopilot:
             self._back_off()
             self._begin_rest(shape, observed.step_s)
             return
-        profile = self._recording.profile()
+        profile = self._recording.profile(everything_moved=shape.plan is None)
         if profile is None:
             return
         shape.needs_beside(profile, self._run.beside, settled=self._settled)
@@ -453,6 +457,8 @@ class Autopilot:
         if shape is self._shape:
             self._profiler.forget()
             self._following.follow(shape.plan, shape.once)
+        if profile.host is not None or profile.disk is not None:  # else it declined what nobody has measured
+            self._begin_rest(shape, plan.predicted_step_s or profile.step_s)
 
     # -- steps under a plan -------------------------------------------------------------------------------------------
 
@@ -464,7 +470,9 @@ class Autopilot:
         if seen is None or shape.stage is not Stage.FOLLOWED:
             return
         late_s = seen.step_s - (shape.plan.predicted_step_s or seen.step_s)
-        self._recording.learn_idle(shape.plan, seen)
+        if seen.hooks_s:
+            moving = sum(entry.action == Decision.OFFLOAD.value for entry in shape.plan.entries)
+            self._recording.learn_idle(moving, seen.idle_s)
         self._recording.look_at_links(waited=min(late_s, seen.wait_s) > NOTICEABLE * seen.step_s)
         reason = surprise(shape.plan, seen, shape.profile, self._recording.on_links(shape.profile), loss(self.limits))
         if not reason:

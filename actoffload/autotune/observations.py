@@ -20,7 +20,6 @@ from ..planning.observed import Observed
 from ..planning.plan import Plan
 from ..planning.profile import Link, Profile
 from ..planning.search import Limits
-from ..policy import Decision
 from ..runtime.store import ActivationStore
 from ..sizes import format_size
 from ..tiers.accelerator import Event
@@ -132,8 +131,12 @@ class Recording:
         self._profiler.begin()
         self._flushes = self._tiers.allocator_count("num_alloc_retries")
 
-    def profile(self) -> Profile | None:
-        """The recorded step; None for a forward without a backward, or while the device has not ended the step."""
+    def profile(self, *, everything_moved: bool) -> Profile | None:
+        """The recorded step; None for a forward without a backward, or while the device has not ended the step.
+
+        If ``everything_moved`` in it, the device idled for these hooks no more than for all of ours, but for the
+        host's time that recording took. This is the first price of a move; later steps correct it.
+        """
         if not self._profiler.useful:
             return None
         profile = self._profiler.profile(next(iter(self._tiers.by_device), "cpu"))
@@ -143,6 +146,9 @@ class Recording:
         # A retry means that the allocator had to give its cache back.
         self.calm = self._tiers.allocator_count("num_alloc_retries") == self._flushes
         self.look_at_links()
+        if everything_moved:
+            idle_s = self._profiler.stopwatch.hooks_s - self._profiler.noted_s
+            self.learn_idle(sum(storage.movable for storage in profile.storages), idle_s)
         return self.on_links(replace(profile, prefetch_bytes=self._prefetch.window.nbytes))
 
     def look_at_links(self, *, waited: bool = False) -> None:
@@ -194,12 +200,10 @@ class Recording:
             # Capped, because one disturbed step would make moving look too dear for ever.
             self._cost_s_per_byte = min(max(0.0, late_s), step_s) / moved_bytes
 
-    def learn_idle(self, plan: Plan, seen: Observed) -> None:
-        """Learn the cost of moving on a device: it idles while hooks keep the host busy, as long for any storage."""
-        # Hooks run twice for each storage: as it leaves and as it comes back.
-        moves = 2 * sum(entry.action == Decision.OFFLOAD.value for entry in plan.entries)
-        if seen.hooks_s and moves:
-            self._cost_s_each = seen.idle_s / moves
+    def learn_idle(self, storages: int, idle_s: float) -> None:
+        """Learn the cost of moving on a device: it idled while hooks kept the host busy, as long for any storage."""
+        if storages:  # hooks run twice for each storage: as it leaves and as it comes back
+            self._cost_s_each = max(0.0, idle_s) / (2 * storages)
 
 
 class StepsUnderPlan:

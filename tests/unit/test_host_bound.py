@@ -14,8 +14,8 @@ pytestmark = pytest.mark.simulated
 
 def test_a_plan_declines_where_hooks_keep_the_host_from_the_device(device: SimulatedDevice) -> None:
     row = host_bound.run(device, host_bound.LAUNCHES["host-bound"])
-    assert max(row["seconds"][2:6]) > 1.1 * row["keep_s"], "before that was seen"
-    assert row["late"] <= 1.02
+    assert max(row["seconds"][:2]) > 1.1 * row["keep_s"], "the steps that were recorded"
+    assert max(row["seconds"][2:]) <= 1.02 * row["keep_s"], "the first plan knows it"
     assert "declined: " in row["explained"]
     assert "why is a step slower:\n" not in row["explained"]
 
@@ -30,7 +30,8 @@ def test_a_plan_moves_where_the_host_runs_ahead(device: SimulatedDevice) -> None
 
 @pytest.mark.parametrize("host", list(host_bound.LAUNCHES))
 def test_what_the_device_idles_for_hooks_is_what_a_step_is_longer_by(device: SimulatedDevice, host: str) -> None:
-    row = host_bound.run(device, host_bound.LAUNCHES[host])
+    half = host_bound.TENSORS * host_bound.NBYTES // 2  # without a budget a plan declines
+    row = host_bound.run(device, host_bound.LAUNCHES[host], budget=half)
     one = row["watched"][0]
     late_s = one.step_s - one.wait_s - row["keep_s"]
     assert one.hooks_s > 0.1 * row["keep_s"]

@@ -334,7 +334,8 @@ def test_steps_of_which_the_host_only_just_keeps_up_are_not_longer_though_the_re
     Now the steps under the plan show that keeping takes no longer than they compute; in the end no hooks run at all.
     """
     late = host_bound.LAUNCHES["host-bound"]
-    found = host_bound.run(device, late, recording_s=0.3e-3, staying_s=20e-6, steps=60)
+    host = host_bound.Host(recording_s=0.3e-3, staying_s=20e-6)
+    found = host_bound.run(device, late, host=host, steps=60)
     assert max(found["seconds"][1:4]) > 2 * found["keep_s"], "a step was recorded"
     assert max(found["seconds"][-20:]) <= 1.01 * found["keep_s"]
     assert found["unhooked"] >= 20
