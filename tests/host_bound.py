@@ -62,6 +62,8 @@ LAUNCHES = {"host-bound": 0.9, "device-bound": 0.1}
 """What the host takes to launch a kernel, as a share of what the device takes for it."""
 SETTLED = 12
 """Steps after which the plan has been corrected."""
+SLOW = 1.1
+"""Times keep's step: a user notices it."""
 
 
 def run(
@@ -115,35 +117,30 @@ def _train(
         )
         offloader = Offloader(config, accelerator=SimulatedAccelerator()).use(model)
         observed: list[Observed] = []
-        stages: list[str] = []
         add = StepsUnderPlan.add
 
-        def observe(steps: StepsUnderPlan, one: Observed) -> Observed | None:
+        def observe(steps: StepsUnderPlan, one: Observed, idle_share: float) -> Observed | None:
             observed.append(one)
-            return add(steps, one)
+            return add(steps, one, idle_share)
 
         patch.setattr(StepsUnderPlan, "add", observe)
         try:
+            seconds = _steps(device, model, offloader, steps)
             pilot = offloader.autopilot
             assert pilot is not None
-            seconds = []
-            for _ in range(steps):
-                seconds += _steps(device, model, offloader, 1)
-                stages.append(pilot._shape.stage.name)
             assert pilot.plan is not None
             moved = pilot.plan.offloaded_bytes
             explained, unhooked = offloader.explain(), offloader.statistics().unhooked
-            history, profile = list(pilot.history), pilot.profile
+            history = list(pilot.history)
         finally:
             offloader.abort()
     return {
         "keep_s": keep_s,
         "seconds": seconds,
-        "late": max(seconds[SETTLED:]) / keep_s,
+        "late": max(seconds[SETTLED:], default=0.0) / keep_s,
+        "slow_steps": sum(one > SLOW * keep_s for one in seconds),
         "moved_share": moved / (model.count * model.nbytes),
-        "stages": stages,
         "history": history,
-        "profile_s": 0.0 if profile is None else profile.step_s,
         "explained": explained,
         "unhooked": unhooked,
         "watched": [one for one in observed if one.hooks_s],

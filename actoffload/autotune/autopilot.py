@@ -32,7 +32,6 @@ from ..planning.profile import Profile
 from ..planning.regions import with_regions
 from ..planning.search import Limits
 from ..planning.simulator import simulate
-from ..policy import Decision
 from ..runtime.decision import InputShapes
 from ..runtime.store import ActivationStore
 from ..sizes import format_size
@@ -203,10 +202,10 @@ class Autopilot:
         return found
 
     def _finish_step(self) -> None:
-        watch, rested = self._watch, self._shape.stage is Stage.RESTING  # a review below may begin a rest
-        for shape, plan, ended in watch.ended():
-            if shape.plan is plan:
-                self._review(shape, ended)
+        watch, rested, plan = self._watch, self._shape.stage is Stage.RESTING, self._shape.plan  # a review changes them
+        for reviewed, followed, ended in watch.ended():
+            if reviewed.plan is followed:
+                self._review(reviewed, ended)
         if not watch.began:
             return
         shape, recorded = self._shape, self._profiler.active or self._profiler.finished
@@ -227,7 +226,7 @@ class Autopilot:
             return
         if recorded:
             self._look_at_recording(self._recorded_shape, observed, watch.moved_bytes)
-        elif shape.plan is not None:
+        elif shape.plan is not None and shape.plan is plan:
             shape.steps.count += 1
             shape.steps.beside_bytes = self._run.peak_beside_bytes or shape.steps.beside_bytes
             if not watch.later(shape, shape.plan, observed):
@@ -466,15 +465,13 @@ class Autopilot:
         """Compare the last steps with the plan; have another one recorded if they differ."""
         assert shape.plan is not None, "there is a plan to look at"
         assert shape.profile is not None, "a plan was made from a profile"
-        seen = shape.steps.add(observed)
+        seen = shape.steps.add(observed, idle_share := loss(self.limits))
         if seen is None or shape.stage is not Stage.FOLLOWED:
             return
         late_s = seen.step_s - (shape.plan.predicted_step_s or seen.step_s)
-        if seen.hooks_s:
-            moving = sum(entry.action == Decision.OFFLOAD.value for entry in shape.plan.entries)
-            self._recording.learn_idle(moving, seen.idle_s)
+        self._recording.learn_idle(shape.plan, seen)
         self._recording.look_at_links(waited=min(late_s, seen.wait_s) > NOTICEABLE * seen.step_s)
-        reason = surprise(shape.plan, seen, shape.profile, self._recording.on_links(shape.profile), loss(self.limits))
+        reason = surprise(shape.plan, seen, shape.profile, self._recording.on_links(shape.profile), idle_share)
         if not reason:
             self._changes = 0
         # If a plan's measured length has changed, the machine has, and the lengths of other plans prove nothing.
@@ -482,7 +479,7 @@ class Autopilot:
             return
         if reason and self._may_change:
             self._back_off()
-            pace = None if shape.regions else pace_of(seen, shape.profile)
+            pace = None if shape.once else pace_of(seen, shape.profile, idle_share)
             if pace is None:
                 shape.have_recorded(reason)
             else:

@@ -139,8 +139,7 @@ class ActivationStore:
         """
         shared, accounts = self.shared, self.shared.accounts
         self.speak()
-        begin, end = span
-        tier = self.tiers.by_device[tensor.device.type]
+        (begin, end), tier = span, self.tiers.by_device[tensor.device.type]
         with shared.lock, tier.watched():
             self._count_dropped()
             tier.notice_resized()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from itertools import accumulate
 from typing import Any
@@ -55,6 +55,10 @@ class Stopwatch:
     def stamp(self) -> Stamp:
         """This moment, as a position in the work enqueued so far."""
         return self._compute_s() - self._origin_s
+
+    def hook(self) -> AbstractContextManager[None]:
+        """Return a context for a hook of ours."""
+        return nullcontext()
 
     def end(self) -> bool:
         """Whether `seconds` can convert every stamp so far; if not, call again later."""
@@ -122,9 +126,8 @@ class DeviceStopwatch(Stopwatch):
         if index == self._index:
             self._waits.append((begin, end))
 
-    @contextlib.contextmanager
+    @contextmanager
     def hook(self) -> Iterator[None]:
-        """Return a context for a hook of ours."""
         begin = self.stamp()
         yield
         if begin is not None:  # else no device was known yet
