@@ -73,6 +73,7 @@ def run(
     watched: bool = True,
     budget: int | None = None,
     host: Host = Host(),
+    link: float = 1.0,
     steps: int = SETTLED + 8,
 ) -> dict[str, Any]:
     """Train, and compare the last steps with those of a run that keeps all. Seconds of virtual time.
@@ -83,9 +84,11 @@ def run(
         watched: whether the library looks at what its hooks take of the host.
         budget: ``device_budget``.
         host: what hooks take.
+        link: the share of the link's bandwidth.
         steps: how many.
     """
-    device.model(flops=1e18, latency_s=0.0, launch_s=launch * KERNEL_S / 2, **GPU)
+    rates = {name: rate * (1.0 if name == "memory_bytes_per_s" else link) for name, rate in GPU.items()}
+    device.model(flops=1e18, latency_s=0.0, launch_s=launch * KERNEL_S / 2, **rates)
     return _train(device, _Sines(), host, watched, budget, steps)
 
 

@@ -159,7 +159,8 @@ class DeviceStopwatch(Stopwatch):
 
     @property
     def hooks_s(self) -> float:  # type: ignore[override]
-        return self._union(self._waits + self._hooks)[2][-1] - self._union(self._waits)[2][-1]
+        lost = self._lost or self._union(self._waits + self._hooks)
+        return lost[2][-1] - self._union(self._waits)[2][-1]
 
     def _union(self, pairs: list[tuple[Stamp, Stamp]]) -> tuple[list[float], list[float], list[float]]:
         """Return the begins and ends of spans that do not overlap, and the seconds in the first 0, 1, ... of them."""
@@ -171,11 +172,8 @@ class DeviceStopwatch(Stopwatch):
             else:
                 begins.append(begin)
                 ends.append(max(begin, end))
-        return (
-            begins,
-            ends,
-            list(accumulate((end - begin for begin, end in zip(begins, ends, strict=True)), initial=0.0)),
-        )
+        lasts = (end - begin for begin, end in zip(begins, ends, strict=True))
+        return begins, ends, list(accumulate(lasts, initial=0.0))
 
     def _since(self, stamp: Stamp) -> float:
         return 0.0 if stamp is None else self._device.seconds_between(self._origin, stamp)

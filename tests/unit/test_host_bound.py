@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
+from actoffload.tiers.timers import DeviceStopwatch
 from tests import host_bound
 from tests.harness import accounts_of, hinder, simulated
 
@@ -28,6 +29,16 @@ def test_the_first_plan_prices_what_hooks_take_of_the_host(device: SimulatedDevi
     assert max(row["seconds"][2:]) <= 1.02 * row["keep_s"]
     assert row["history"] == ["first plan"]
     assert row["unhooked"] == 6, "as nothing moves"
+
+
+def test_one_step_corrects_a_price_that_the_recorded_step_did_not_show(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its waits for copies had hidden what hooks take, say."""
+    monkeypatch.setattr(DeviceStopwatch, "hooks_s", 0.0)
+    row = host_bound.run(device, 1.3, link=0.5)
+    assert [one > 1.02 * row["keep_s"] for one in row["seconds"][2:]] == [True] * 2 + [False] * 16
+    assert len(row["history"]) == 2
 
 
 def test_a_plan_moves_where_the_host_runs_ahead(device: SimulatedDevice) -> None:
