@@ -1,8 +1,9 @@
 """Steps of a model for which the host only just keeps up with the device, in virtual time on the simulated device.
 
-They are like those of a model of 1 billion parameters at 2,048 tokens on an H100: 8 MiB are saved for each 53 µs of
-forward, and 50 GB/s go over the link, all sizes here an eighth of that. The host's time is virtual too: it takes
-`LAUNCH_S` for each kernel and copy, and for each tensor that moves what `micro_2026-11-25_device.json` has measured.
+They are like those of a model of 1 billion parameters at 2,048 tokens on an H100. `run` has 8 MiB saved for each 53 µs
+of forward, and 50 GB/s on the link, all sizes here an eighth of that. The host's time is virtual too: it takes some for
+each kernel and copy, and for each tensor that moves what `micro_2026-11-25_device.json` has measured. `run_measured`
+has the figures of 2026-11-27: `MEASURED`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from actoffload import OffloadConfig, Offloader
+from actoffload.autograd.handles import Handle
+from actoffload.autograd.packing import Packer
 from actoffload.autotune.observations import StepsUnderPlan
 from actoffload.planning.observed import Observed
 from actoffload.runtime.profiler import Profiler
@@ -28,12 +32,38 @@ from actoffload.tiers.device_tier import DeviceTier
 TENSORS, NBYTES = 64, 1 << 20
 KERNEL_S = 53e-6
 GPU = {"memory_bytes_per_s": 2 * NBYTES / KERNEL_S, "to_device_bytes_per_s": 50e9 / 8, "to_host_bytes_per_s": 50e9 / 8}
-PACK_S, UNPACK_S = 35e-6, 32e-6
-"""What the hooks take of the host for a tensor that moves: 67 µs together."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """The seconds that hooks take of the host.
+
+    Attributes:
+        pack_s: for a tensor that moves; ``unpack_s``: likewise in backward.
+        outside: the share of them that passes before the store is called, and after it.
+        recording_s: how much more for each tensor in a recorded step.
+        staying_s: for each tensor that stays.
+    """
+
+    pack_s: float = 35e-6
+    unpack_s: float = 32e-6
+    outside: float = 0.0
+    recording_s: float = 0.0
+    staying_s: float = 0.0
+
+
+MEASURED = Host(pack_s=0.3e-3, unpack_s=0.3e-3, outside=0.3, recording_s=0.3e-3, staying_s=50e-6)
+"""On an H100, on 2026-11-27."""
+MOVABLE, SMALL, SMALL_BYTES = 228, 425, 1 << 10
+"""The tensors of that step which may move, and the others."""
+HOST_S, DEVICE_S = 52e-3, 48e-3
+"""What it takes of the host and of the device with everything kept: 55 ms together."""
 LAUNCHES = {"host-bound": 0.9, "device-bound": 0.1}
 """What the host takes to launch a kernel, as a share of what the device takes for it."""
 SETTLED = 12
 """Steps after which the plan has been corrected."""
+SLOW = 1.1
+"""Times keep's step: a user notices it."""
 
 
 def run(
@@ -42,8 +72,8 @@ def run(
     *,
     watched: bool = True,
     budget: int | None = None,
-    recording_s: float = 0.0,
-    staying_s: float = 0.0,
+    host: Host = Host(),
+    link: float = 1.0,
     steps: int = SETTLED + 8,
 ) -> dict[str, Any]:
     """Train, and compare the last steps with those of a run that keeps all. Seconds of virtual time.
@@ -53,26 +83,48 @@ def run(
         launch: see `LAUNCHES`.
         watched: whether the library looks at what its hooks take of the host.
         budget: ``device_budget``.
-        recording_s: what the host takes more for each tensor in a recorded step.
-        staying_s: what it takes for each tensor that stays.
+        host: what hooks take.
+        link: the share of the link's bandwidth.
         steps: how many.
     """
-    device.model(flops=1e18, latency_s=0.0, launch_s=launch * KERNEL_S / 2, **GPU)
-    model = _Sines()
+    rates = {name: rate * (1.0 if name == "memory_bytes_per_s" else link) for name, rate in GPU.items()}
+    device.model(flops=1e18, latency_s=0.0, launch_s=launch * KERNEL_S / 2, **rates)
+    return _train(device, _Sines(), host, watched, budget, steps)
+
+
+def run_measured(device: SimulatedDevice, host_s: float = HOST_S, *, steps: int = 40) -> dict[str, Any]:
+    """As `run`, for the step that was measured; ``host_s``: what it takes of the host with everything kept."""
+    model, fast = _Sines(MOVABLE, NBYTES // 4, SMALL), {"flops": 1e18, "latency_s": 0.0}
+    device.model(**fast, memory_bytes_per_s=1e18, launch_s=1.0)
+    launches = round(_steps(device, model, None, 2)[-1])
+    device.model(**fast, memory_bytes_per_s=1e12)
+    memory = 1e12 * _steps(device, model, None, 2)[-1] / DEVICE_S
+    link = 50e9 * MOVABLE * (NBYTES // 4) / (4.3 * (1 << 30))
+    rates = {"memory_bytes_per_s": memory, "to_device_bytes_per_s": link, "to_host_bytes_per_s": link}
+    device.model(**fast, launch_s=host_s / launches, **rates)
+    return _train(device, model, MEASURED, True, None, steps)
+
+
+def _train(
+    device: SimulatedDevice, model: _Sines, host: Host, watched: bool, budget: int | None, steps: int
+) -> dict[str, Any]:
     keep_s = _steps(device, model, None, 4)[-1]
     with pytest.MonkeyPatch.context() as patch:
         use_virtual_time(device, patch)
-        charge(device, patch, recording_s, staying_s)
+        charge(device, patch, host)
         if not watched:
             patch.setattr(DeviceTier, "watched", super(DeviceTier, DeviceTier).watched)
-        config = OffloadConfig(target="host", min_bytes=1, announce="none", host_budget=1 << 28, device_budget=budget)
+        least = SMALL_BYTES + 1 if model.small else 1
+        config = OffloadConfig(
+            target="host", min_bytes=least, announce="none", host_budget=1 << 28, device_budget=budget
+        )
         offloader = Offloader(config, accelerator=SimulatedAccelerator()).use(model)
         observed: list[Observed] = []
         add = StepsUnderPlan.add
 
-        def observe(steps: StepsUnderPlan, one: Observed) -> Observed | None:
+        def observe(steps: StepsUnderPlan, one: Observed, idle_share: float) -> Observed | None:
             observed.append(one)
-            return add(steps, one)
+            return add(steps, one, idle_share)
 
         patch.setattr(StepsUnderPlan, "add", observe)
         try:
@@ -82,13 +134,16 @@ def run(
             assert pilot.plan is not None
             moved = pilot.plan.offloaded_bytes
             explained, unhooked = offloader.explain(), offloader.statistics().unhooked
+            history = list(pilot.history)
         finally:
             offloader.abort()
     return {
         "keep_s": keep_s,
         "seconds": seconds,
-        "late": max(seconds[SETTLED:]) / keep_s,
-        "moved_share": moved / (TENSORS * NBYTES),
+        "late": max(seconds[SETTLED:], default=0.0) / keep_s,
+        "slow_steps": sum(one > SLOW * keep_s for one in seconds),
+        "moved_share": moved / (model.count * model.nbytes),
+        "history": history,
         "explained": explained,
         "unhooked": unhooked,
         "watched": [one for one in observed if one.hooks_s],
@@ -119,54 +174,56 @@ def highest_allocated() -> Iterator[list[int]]:
     found.append(torch.accelerator.max_memory_allocated())
 
 
-def charge(
-    device: SimulatedDevice, patch: pytest.MonkeyPatch, recording_s: float = 0.0, staying_s: float = 0.0
-) -> None:
-    """Have the hooks take their time of the host: each that moves a tensor, and each that gives backward one.
-
-    ``recording_s`` and ``staying_s`` are as `run` has them.
-    """
+def charge(device: SimulatedDevice, patch: pytest.MonkeyPatch, host: Host = Host()) -> None:
+    """Have the hooks take their time of the host: each that moves a tensor, and each that gives backward one."""
     offload, fetch_now = DeviceTier.offload, ActivationStore._fetch_now
-    admit, saved = ActivationStore.admit, Profiler.saved
 
     def offload_slowly(tier: DeviceTier, record: Any) -> Any:
         reason = offload(tier, record)
         if reason is None:
-            device.keep_host_busy(PACK_S)
+            device.keep_host_busy(host.pack_s * (1 - host.outside))
         return reason
 
     def fetch_slowly(store: ActivationStore, record: Any, tier: Any) -> Any:
-        device.keep_host_busy(UNPACK_S)
+        device.keep_host_busy(host.unpack_s * (1 - host.outside))
         return fetch_now(store, record, tier)
 
-    def admit_slowly(*args: Any) -> Any:
-        device.keep_host_busy(staying_s)
-        return admit(*args)
+    def slowly(owner: Any, name: str, seconds: float) -> None:
+        plain = getattr(owner, name)
 
-    def record_slowly(*args: Any) -> Any:
-        device.keep_host_busy(recording_s)
-        return saved(*args)
+        def slow(*args: Any, **options: Any) -> Any:
+            device.keep_host_busy(seconds)
+            return plain(*args, **options)
+
+        if seconds:
+            patch.setattr(owner, name, slow)
 
     patch.setattr(DeviceTier, "offload", offload_slowly)
     patch.setattr(ActivationStore, "_fetch_now", fetch_slowly)
-    if staying_s:
-        patch.setattr(ActivationStore, "admit", admit_slowly)
-    if recording_s:
-        patch.setattr(Profiler, "saved", record_slowly)
+    slowly(Packer, "_save", host.pack_s * host.outside)
+    slowly(Handle, "unpack", host.unpack_s * host.outside)
+    slowly(Profiler, "saved", host.recording_s / 2)
+    slowly(Profiler, "needed", host.recording_s / 2)
+    for name in ("keep_planned", "passed"):
+        slowly(ActivationStore, name, host.staying_s / 2)
 
 
 class _Sines(nn.Module):
-    """Saves `TENSORS` tensors."""
+    """Saves ``count`` tensors of ``nbytes``, and a number of ``small`` ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = TENSORS, nbytes: int = NBYTES, small: int = 0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(NBYTES // 4, device=NAME))
+        self.count, self.nbytes, self.small = count, nbytes, small
+        self.weight = nn.Parameter(torch.ones(nbytes // 4, device=NAME))
+        self.scale = nn.Parameter(torch.ones(SMALL_BYTES // 4, device=NAME))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.weight * x
-        for _ in range(TENSORS):
+        x, y = self.weight * x, self.scale * x
+        for number in range(self.count):
             x = x.sin()
-        return x.sum()
+            for _ in range(self.small * (number + 1) // self.count - self.small * number // self.count):
+                y = y.sin()
+        return x.sum() + y.sum()
 
 
 def _steps(device: SimulatedDevice, model: nn.Module, offloader: Offloader | None, count: int) -> list[float]:

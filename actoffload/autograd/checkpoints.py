@@ -170,7 +170,8 @@ class Checkpoints:
 
     def _note(self, region: Region, tensor: Tensor, nbytes: int) -> None:
         if self._profiler.running and region.recorded is not None:
-            self._profiler.region_saved(region.recorded, nbytes, self._packer.why_unrecorded(tensor))
+            with self._profiler.stopwatch.hook(), self._profiler.noting():
+                self._profiler.region_saved(region.recorded, nbytes, self._packer.why_unrecorded(tensor))
 
     def _name(self, function: Any) -> str:
         """Return a name for a region: the qualified name of its module, else the name of its class or function."""

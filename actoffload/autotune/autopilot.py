@@ -107,7 +107,7 @@ class Autopilot:
         self.forward_begins(key)
         if self._shape.nothing_moves:  # otherwise no forward rests, and a signature takes time
             self._signatures.add(signature())
-        return self._shape.stage is Stage.RESTING and self._signatures == {self._shape.signature} and not self._gave_up
+        return self._shape.stage is Stage.RESTING and self._signatures == self._shape.signatures and not self._gave_up
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -184,6 +184,7 @@ class Autopilot:
             return  # the device has not ended the recorded step yet, so its times are not known
         if self._is_recorded(shape):
             self._recorded_shape, self._settled = shape, self._run.is_settled
+            self._shared.watches_host = True
             if not self._profiler.active:
                 self._recording.begin()
         else:
@@ -201,10 +202,10 @@ class Autopilot:
         return found
 
     def _finish_step(self) -> None:
-        watch, rested = self._watch, self._shape.stage is Stage.RESTING  # a review below may begin a rest
-        for shape, plan, ended in watch.ended():
-            if shape.plan is plan:
-                self._review(shape, ended)
+        watch, rested, plan = self._watch, self._shape.stage is Stage.RESTING, self._shape.plan  # a review changes them
+        for reviewed, followed, ended in watch.ended():
+            if reviewed.plan is followed:
+                self._review(reviewed, ended)
         if not watch.began:
             return
         shape, recorded = self._shape, self._profiler.active or self._profiler.finished
@@ -218,12 +219,13 @@ class Autopilot:
                 self._profiler.forget()  # the recording begins with the next step instead
             return
         self._count += 1
+        shape.signatures = frozenset(self._signatures) or shape.signatures
         observed = watch.end()
         if self._is_too_much(shape, observed) or self._is_another(shape):
             return
         if recorded:
             self._look_at_recording(self._recorded_shape, observed, watch.moved_bytes)
-        elif shape.plan is not None:
+        elif shape.plan is not None and shape.plan is plan:
             shape.steps.count += 1
             shape.steps.beside_bytes = self._run.peak_beside_bytes or shape.steps.beside_bytes
             if not watch.later(shape, shape.plan, observed):
@@ -231,9 +233,9 @@ class Autopilot:
 
     def _begin_rest(self, shape: Shape, step_s: float) -> None:
         """Have the next steps of a shape run without hooks, if neither ranks nor a budget need the hooks."""
-        free = self._agreed is None and self.making.limits(shape).device_budget is None
-        if free and len(self._signatures) == 1 and may_rest(self._store, shape, self._watch.saved, step_s):
-            shape.begin_rest(*self._signatures)
+        free = self._agreed is None and self.making.limits(shape).device_budget is None and shape is self._shape
+        if free and len(shape.signatures) == 1 and may_rest(self._store, shape, self._watch.saved, step_s):
+            shape.begin_rest()
 
     def _is_too_much(self, shape: Shape, observed: Observed) -> bool:
         """Whether the step ran out of memory or passed ``device_memory``. Then the next one of its shape saves less."""
@@ -275,7 +277,7 @@ class Autopilot:
             self._back_off()
             self._begin_rest(shape, observed.step_s)
             return
-        profile = self._recording.profile()
+        profile = self._recording.profile(everything_moved=shape.plan is None)
         if profile is None:
             return
         shape.needs_beside(profile, self._run.beside, settled=self._settled)
@@ -344,8 +346,7 @@ class Autopilot:
 
     def _know(self, shape: Shape, plan: Plan, profile: Profile, measured_s: float | None = None) -> None:
         """Remember the length of a step with these regions, under this plan."""
-        budget = self._budgets.of(shape, self._shapes)
-        shape.know(Tried(shape.once, plan, profile, budget, shape.beside, measured_s))
+        shape.know(Tried(shape.once, plan, profile, self._budgets.of(shape, self._shapes), shape.beside, measured_s))
 
     def _tries_others(self, shape: Shape, than_s: float, reason: str) -> bool:
         """Whether, on paper, a step with other regions run once is shorter than this. Then the next step proves it."""
@@ -455,6 +456,8 @@ class Autopilot:
         if shape is self._shape:
             self._profiler.forget()
             self._following.follow(shape.plan, shape.once)
+        if profile.host is not None or profile.disk is not None:  # else it declined what nobody has measured
+            self._begin_rest(shape, plan.predicted_step_s or profile.step_s)
 
     # -- steps under a plan -------------------------------------------------------------------------------------------
 
@@ -462,13 +465,13 @@ class Autopilot:
         """Compare the last steps with the plan; have another one recorded if they differ."""
         assert shape.plan is not None, "there is a plan to look at"
         assert shape.profile is not None, "a plan was made from a profile"
-        seen = shape.steps.add(observed)
+        seen = shape.steps.add(observed, idle_share := loss(self.limits))
         if seen is None or shape.stage is not Stage.FOLLOWED:
             return
         late_s = seen.step_s - (shape.plan.predicted_step_s or seen.step_s)
         self._recording.learn_idle(shape.plan, seen)
         self._recording.look_at_links(waited=min(late_s, seen.wait_s) > NOTICEABLE * seen.step_s)
-        reason = surprise(shape.plan, seen, shape.profile, self._recording.on_links(shape.profile), loss(self.limits))
+        reason = surprise(shape.plan, seen, shape.profile, self._recording.on_links(shape.profile), idle_share)
         if not reason:
             self._changes = 0
         # If a plan's measured length has changed, the machine has, and the lengths of other plans prove nothing.
@@ -476,7 +479,7 @@ class Autopilot:
             return
         if reason and self._may_change:
             self._back_off()
-            pace = None if shape.regions else pace_of(seen, shape.profile)
+            pace = None if shape.once else pace_of(seen, shape.profile, idle_share)
             if pace is None:
                 shape.have_recorded(reason)
             else:

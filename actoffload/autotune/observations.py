@@ -132,8 +132,12 @@ class Recording:
         self._profiler.begin()
         self._flushes = self._tiers.allocator_count("num_alloc_retries")
 
-    def profile(self) -> Profile | None:
-        """The recorded step; None for a forward without a backward, or while the device has not ended the step."""
+    def profile(self, *, everything_moved: bool) -> Profile | None:
+        """The recorded step; None for a forward without a backward, or while the device has not ended the step.
+
+        If ``everything_moved`` in it, it gives the first price of a move: the time for which the device idled in hooks,
+        less the host's time that recording took. Steps under a plan correct it.
+        """
         if not self._profiler.useful:
             return None
         profile = self._profiler.profile(next(iter(self._tiers.by_device), "cpu"))
@@ -143,6 +147,9 @@ class Recording:
         # A retry means that the allocator had to give its cache back.
         self.calm = self._tiers.allocator_count("num_alloc_retries") == self._flushes
         self.look_at_links()
+        if everything_moved:
+            idle_s = self._profiler.stopwatch.hooks_s - self._profiler.noted_s
+            self._price(sum(storage.movable for storage in profile.storages), idle_s)
         return self.on_links(replace(profile, prefetch_bytes=self._prefetch.window.nbytes))
 
     def look_at_links(self, *, waited: bool = False) -> None:
@@ -194,10 +201,12 @@ class Recording:
 
     def learn_idle(self, plan: Plan, seen: Observed) -> None:
         """Learn the cost of moving on a device: it idles while hooks keep the host busy, as long for any storage."""
-        # Hooks run twice for each storage: as it leaves and as it comes back.
-        moves = 2 * sum(entry.action == Decision.OFFLOAD.value for entry in plan.entries)
-        if seen.hooks_s and moves:
-            self._cost_s_each = seen.idle_s / moves
+        if seen.hooks_s:
+            self._price(sum(entry.action == Decision.OFFLOAD.value for entry in plan.entries), seen.idle_s)
+
+    def _price(self, storages: int, idle_s: float) -> None:
+        if storages:  # hooks run twice for each storage: as it leaves and as it comes back
+            self._cost_s_each = max(0.0, idle_s) / (2 * storages)
 
 
 class StepsUnderPlan:
@@ -224,10 +233,13 @@ class StepsUnderPlan:
         """Whether the next step also measures an unused link and the time of hooks, which few steps do."""
         return self.count % REVIEW_STEPS == 0
 
-    def add(self, observed: Observed) -> Observed | None:
-        """Add a step; once there are enough, return the median of the last ones."""
+    def add(self, observed: Observed, idle_share: float) -> Observed | None:
+        """Add a step; return the median of the last ones if they are enough to compare with the plan.
+
+        One is enough if the device idled for more than ``idle_share`` of it, as in hooks: no other one is watched.
+        """
         self._steps.append(observed)
-        self._left = max(0, self._left - 1)
+        self._left = 0 if _idled(observed, idle_share) else max(0, self._left - 1)
         if self._left:
             return None
         steps = self._steps
@@ -251,7 +263,7 @@ def surprise(plan: Plan, seen: Observed, before: Profile, after: Profile, idle_s
         before: the step that the plan was made from; ``after``: the same step on the present links.
         idle_share: the share of a step for which a device may idle because of hooks.
     """
-    if seen.idle_s > idle_share * seen.step_s:
+    if _idled(seen, idle_share):
         return f"the device idled for {seen.idle_s:.3g} of {seen.step_s:.3g} s while hooks kept the host busy"
     if change := link_change(before, after):
         return change
@@ -268,15 +280,23 @@ def surprise(plan: Plan, seen: Observed, before: Profile, after: Profile, idle_s
     return ""
 
 
-def pace_of(seen: Observed, recorded: Profile) -> float | None:
-    """The most time that keeping everything takes, if that is less than the recorded step computed for; else None.
+def pace_of(seen: Observed, recorded: Profile, idle_share: float) -> float | None:
+    """How long keeping everything takes, if steps under a plan show that; None if another step has to be recorded.
 
     Recording takes host time, so the recorded step may have been late, and another one would be as late. Keeping
-    everything takes no longer than the steps under a plan. Their waits do not lower that bound, because a device may
-    compute meanwhile.
+    everything takes no longer than the steps under a plan, and than these without the time for which the device idled
+    in hooks. Their waits do not lower that bound, because a device may compute meanwhile. If the device idled for more
+    than ``idle_share``, the price of a move has changed, and no recorded step shows more. Call it only if no region
+    runs once: else the base would have to be of this pace as well.
     """
-    late = seen.step_s < (1 - STEP_CHANGE) * recorded.step_s
-    return seen.step_s if late and not recorded.regions else None
+    keep_s = seen.step_s - seen.idle_s
+    if 0 < keep_s < (1 - STEP_CHANGE) * recorded.step_s:
+        return keep_s
+    return recorded.step_s if _idled(seen, idle_share) else None
+
+
+def _idled(seen: Observed, idle_share: float) -> bool:
+    return seen.idle_s > idle_share * seen.step_s
 
 
 def differ(one: Profile, other: Profile) -> bool:

@@ -1,6 +1,6 @@
 """Steps without hooks: nothing moves, and the hooks of the tensors that stay would take too much of a step.
 
-A step rests only if it calls a model once, and this forward has the signature of the forward before the rest. A forward
+A step rests only if it calls a model once, and this forward has the last signature known before the rest. A forward
 with another signature may need more memory, so its hooks stay. A step that saves a tensor through hooks during a rest
 ends all rests of its shape.
 """

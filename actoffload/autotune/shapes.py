@@ -77,7 +77,8 @@ class Shape:
         most_bytes: a bound of saved bytes beside the options' own; None if there is none.
         beside: the memory beside saved tensors in a recorded step, None before there is one; ``settled``: optimizer
             states and gradients were part of it; ``rounding_bytes``: what an allocator may add to its saved tensors.
-        rest: how many steps without hooks are left; ``signature``: the signature of the model's forward in them.
+        rest: how many steps without hooks are left; ``signatures``: of the model's forwards in the last step in which
+            they were computed: a forward with another one does not rest.
         may_rest: whether any step may run without hooks.
         unsettled: how many steps began unsettled while the planner waited for a settled one.
         recorded_at: the number of the step that the plan was made from.
@@ -100,7 +101,7 @@ class Shape:
         self.rounding_bytes = 0
         self.unsettled = 0
         self.rest, self.may_rest = 0, True
-        self.signature: Hashable = None
+        self.signatures: frozenset[Hashable] = frozenset()
         self.recorded_at = 0
         self.predicted_s: float | None = None
         self.tried: list[Tried] = []
@@ -130,9 +131,9 @@ class Shape:
         """Whether, by the plan, a step may run without hooks."""
         return self.may_rest and not (self.plan is not None and (self.plan.offloaded_bytes or self.regions))
 
-    def begin_rest(self, signature: Hashable) -> None:
-        """Run the next steps without hooks, as long as the model's forward has this signature."""
-        self.stage, self.rest, self.signature = Stage.RESTING, MOST_REST, signature
+    def begin_rest(self) -> None:
+        """Run the next steps without hooks, as long as the model's forward has the known signature."""
+        self.stage, self.rest = Stage.RESTING, MOST_REST
 
     def rested(self, saved: int) -> None:
         """End a step of a rest; ``saved``: the tensors that it saved through hooks all the same.

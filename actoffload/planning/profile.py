@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
+from typing import Any, TypeVar
 
 from ..errors import ConfigError
 from ..json_input import parse, read_file
@@ -24,6 +25,9 @@ from .constants import PREFETCH_BYTES
 VERSION = 2
 RECOMPUTED = KeepReason.RECOMPUTED.value
 ROUNDING = 1e-9
+
+
+Paced = TypeVar("Paced", "Profile", "Storage", "Region", "RegionSave")
 
 
 def moment(time_s: float) -> int:
@@ -249,25 +253,11 @@ class Profile:
         return same
 
     def lasting(self, step_s: float) -> Profile:
-        """The same step at another pace, so that its compute takes ``step_s``. It must have no regions."""
-        assert not self.regions, "their times are compared with steps of other regions"
+        """The same step at another pace, so that its compute takes ``step_s``."""
         pace = step_s / max(ROUNDING, self.step_s)
-        storages = tuple(
-            replace(
-                one,
-                birth_s=pace * one.birth_s,
-                need_s=None if one.need_s is None else pace * one.need_s,
-                last_need_s=pace * one.last_need_s,
-            )
-            for one in self.storages
-        )
-        return replace(
-            self,
-            storages=storages,
-            forward_s=pace * self.forward_s,
-            backward_s=pace * self.backward_s,
-            other_s=pace * self.other_s,
-        )
+        regions = (_paced(one, pace, saves=tuple(_paced(save, pace) for save in one.saves)) for one in self.regions)
+        storages = (_paced(one, pace) for one in self.storages)
+        return _paced(self, pace, storages=tuple(storages), regions=tuple(regions))
 
     # -- text ---------------------------------------------------------------------------------------------------------
 
@@ -311,6 +301,12 @@ class Profile:
         """
         # Invalid UTF-8 must raise ConfigError, as any text that is no profile does.
         return cls.from_json(read_file(path).decode(errors="replace"))
+
+
+def _paced(part: Paced, pace: float, **others: Any) -> Paced:
+    """The same part with all its seconds times ``pace``, and with other values for these fields."""
+    seconds = {field.name: getattr(part, field.name) for field in fields(part) if field.name.endswith("_s")}
+    return replace(part, **others, **{name: pace * value for name, value in seconds.items() if value is not None})
 
 
 def _check_numbers(part: Profile | Storage | Region | RegionSave | Link, where: str) -> None:

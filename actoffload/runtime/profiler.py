@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
+from ..events import now
 from ..planning.profile import Profile, Region, RegionSave, Storage
 from ..policy import KeepReason, Kind
 from ..tiers.record import Record
@@ -126,10 +128,14 @@ class Profiler:
 
     Args:
         stopwatch: makes the stamps.
+
+    Attributes:
+        noted_s: the host's time that recording took in hooks.
     """
 
     def __init__(self, stopwatch: Stopwatch) -> None:
         self.stopwatch = stopwatch
+        self.noted_s = 0.0
         self._local = threading.local()
         self.running: list[None] = []
         """Not empty while a step is recorded. A list, as the compiled hooks check it for each tensor."""
@@ -139,6 +145,7 @@ class Profiler:
     def forget(self) -> None:
         """Drop the recording, and record nothing more."""
         self.running.clear()
+        self.stopwatch.running = False
         self._saved: list[SavedStorage] = []
         self._number_of: dict[Record, int] = {}
         self._regions: list[RunRegion] = []
@@ -156,11 +163,19 @@ class Profiler:
         """Whether a step is recorded."""
         return bool(self.running)
 
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Return a context that counts the host's time in it, which only a recorded step takes."""
+        since_s = now()
+        yield
+        self.noted_s += now() - since_s
+
     # -- while the step runs ------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Begin to record a step; drop the last recording."""
         self.forget()
+        self.noted_s = 0.0
         self.running.append(None)
         self.stopwatch.begin()
 

@@ -139,10 +139,9 @@ class ActivationStore:
         """
         shared, accounts = self.shared, self.shared.accounts
         self.speak()
-        begin, end = span
-        with shared.lock:
+        (begin, end), tier = span, self.tiers.by_device[tensor.device.type]
+        with shared.lock, tier.watched():
             self._count_dropped()
-            tier = self.tiers.by_device[tensor.device.type]
             tier.notice_resized()
             accounts.packed_tensors += 1
             accounts.packed_bytes += end - begin
@@ -230,30 +229,30 @@ class ActivationStore:
             reason = self.decision.why_keep(record, tensor, tape)
             if reason is KeepReason.LAST and not shared.budget.has_room_early(0):
                 reason = None  # staying saves time only, and this room is for bytes that the step needs at once
-        with tier.watched():
-            if reason is None:
-                reason = tier.offload(record)
-            budget = shared.budget
-            budget.largest_bytes = max(budget.largest_bytes, record.nbytes)
-            if budget.limit_bytes is not None:
-                # Room for the next storage now, whether this one stays or not: it is allocated before its save.
-                self._following_bytes = self.decision.following_bytes(record)
-                waited_s = self._make_room(tier)
-                if waited_s > SHORT_WAIT_S:
-                    shared.reporter.event(EventKind.PACK_WAIT, record, since_s=now() - waited_s)
-            if reason is None:
-                shared.accounts.moved_bytes += record.nbytes
-                if record.nbytes > shared.largest_moved_bytes:
-                    shared.largest_moved_bytes = record.nbytes
-            else:
-                record.stays = True
-                shared.accounts.kept_bytes[reason._value_] += record.nbytes
-                shared.reporter.event(EventKind.KEEP, record, reason._value_)
-            if self.profiler.running:
+        if reason is None:
+            reason = tier.offload(record)
+        budget = shared.budget
+        budget.largest_bytes = max(budget.largest_bytes, record.nbytes)
+        if budget.limit_bytes is not None:
+            # Room for the next storage now, whether this one stays or not: it is allocated before its save.
+            self._following_bytes = self.decision.following_bytes(record)
+            waited_s = self._make_room(tier)
+            if waited_s > SHORT_WAIT_S:
+                shared.reporter.event(EventKind.PACK_WAIT, record, since_s=now() - waited_s)
+        if reason is None:
+            shared.accounts.moved_bytes += record.nbytes
+            if record.nbytes > shared.largest_moved_bytes:
+                shared.largest_moved_bytes = record.nbytes
+        else:
+            record.stays = True
+            shared.accounts.kept_bytes[reason._value_] += record.nbytes
+            shared.reporter.event(EventKind.KEEP, record, reason._value_)
+        if self.profiler.running:
+            with self.profiler.noting():
                 self.profiler.saved(record, reason)
-            self.prefetch.during_forward(tape)
-            tier.release_due()  # late, at no loss: the saved storage was allocated before this hook ran
-            self.regions.look_at_memory(born=record.nbytes)  # last: the hook has moved all that it moves
+        self.prefetch.during_forward(tape)
+        tier.release_due()  # late, at no loss: the saved storage was allocated before this hook ran
+        self.regions.look_at_memory(born=record.nbytes)  # last: the hook has moved all that it moves
         tape.decisions.append((record.nbytes, reason, record.module))
         self._decisions = tape.decisions
         if not tape.built:
@@ -374,8 +373,9 @@ class ActivationStore:
         if isinstance(record, Record):
             record.waiting = record.handles - 1 if again else record.waiting - 1
             if self.profiler.running:
-                alive = record.alive or record.held_elsewhere()
-                self.profiler.needed(record, alive=alive, evicts_first=tier.evicts_first)
+                with self.profiler.noting():
+                    alive = record.alive or record.held_elsewhere()
+                    self.profiler.needed(record, alive=alive, evicts_first=tier.evicts_first)
             if tier.evicts_first and record.waiting <= 0:  # the next fetch has its room in the budget
                 tier.evict(record)
         self.prefetch.during_backward(record.tape)

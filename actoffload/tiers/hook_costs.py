@@ -25,7 +25,11 @@ class HookCosts:
     @contextlib.contextmanager
     def watched(self, index: int) -> Iterator[None]:
         """Return a context for a hook on device ``index`` that counts its time, and the device's idle time."""
-        accounts, device = self._shared.accounts, self._copies.device
+        accounts, device, stopwatch = self._shared.accounts, self._copies.device, self._copies.stopwatch
+        if stopwatch is not None and stopwatch.running:  # a recorded step is timed by events
+            with stopwatch.hook():
+                yield
+            return
         # A hook that the device did not notice, as it had work left, has put the host back all the same: where the
         # device has caught up by the time of a later hook, it has waited for that one as well.
         if self._last_hook is not None and device.done(self._last_hook):

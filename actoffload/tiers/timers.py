@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from itertools import accumulate
 from typing import Any
@@ -38,6 +39,11 @@ class Stopwatch:
     `seconds` converts the stamps later.
     """
 
+    running = False
+    """Whether a step is being timed: waits and hooks count then."""
+    hooks_s = 0.0
+    """For how long the device idled in the step, because hooks of ours kept its host busy."""
+
     def __init__(self, accounts: Accounts) -> None:
         self._accounts = accounts
         self._origin_s = 0.0
@@ -49,6 +55,10 @@ class Stopwatch:
     def stamp(self) -> Stamp:
         """This moment, as a position in the work enqueued so far."""
         return self._compute_s() - self._origin_s
+
+    def hook(self) -> AbstractContextManager[None]:
+        """Return a context for a hook of ours."""
+        return nullcontext()
 
     def end(self) -> bool:
         """Whether `seconds` can convert every stamp so far; if not, call again later."""
@@ -63,7 +73,11 @@ class Stopwatch:
 
 
 class DeviceStopwatch(Stopwatch):
-    """For an accelerator: timed events on the compute stream, less the waits of that stream that we caused.
+    """For an accelerator: timed events on the compute stream, less what this stream loses because of us.
+
+    It loses its waits for our copies, and the time for which it idles while our hooks keep the host busy. Between an
+    event before a hook and one after it, a device with work left does nothing else. One that has caught up with its
+    host idles.
 
     A step is timed on the device on which it began; waits of other devices do not count.
 
@@ -81,20 +95,19 @@ class DeviceStopwatch(Stopwatch):
         self._last: Stamp = None
         self._last_of: dict[int, Stamp] = {}
         """The last stamp of each thread: of two that stamp at once, the one that was made first may be noted last."""
-        self.running = False
-        """Whether a step is being timed: waits count then."""
         self._waits: list[tuple[Stamp, Stamp]] = []
+        self._hooks: list[tuple[Stamp, Stamp]] = []
         self._copies: dict[str, list[tuple[int, Stamp, Stamp]]] = {}
         self._copied: dict[str, tuple[int, float]] = {}
         self._forget_copies()
-        self._lost: tuple[list[float], list[float]] | None = None
+        self._lost: tuple[list[float], list[float], list[float]] | None = None
 
     def _forget_copies(self) -> None:
         self._copies = {"write": [], "read": []}
         self._copied = {"write": (0, 0.0), "read": (0, 0.0)}
 
     def begin(self) -> None:
-        self._waits, self._lost = [], None
+        self._waits, self._hooks, self._lost = [], [], None
         self._forget_copies()
         self.running = True
         self._origin = self._last = None
@@ -118,6 +131,13 @@ class DeviceStopwatch(Stopwatch):
         """A compute stream of device ``index`` waited from a moment of its own for the end of a copy of ours."""
         if index == self._index:
             self._waits.append((begin, end))
+
+    @contextmanager
+    def hook(self) -> Iterator[None]:
+        begin = self.stamp()
+        yield
+        if begin is not None:  # else no device was known yet
+            self._hooks.append((begin, self.stamp()))
 
     def copied(self, way: str, nbytes: int, stream: Stream, before: Stamp) -> None:
         """Note a copy, ``"write"`` or ``"read"``, that was enqueued on a side stream since ``before``."""
@@ -143,13 +163,30 @@ class DeviceStopwatch(Stopwatch):
 
     def seconds(self, stamp: Stamp) -> float:
         if self._lost is None:
-            waits = [(self._since(begin), self._since(end)) for begin, end in self._waits]
-            spans = sorted((begin, max(begin, end)) for begin, end in waits)
-            ends = [end for _, end in spans]
-            self._lost = ends, list(accumulate((end - begin for begin, end in spans), initial=0.0))
-        ends, lost = self._lost
+            self._lost = self._union(self._waits + self._hooks)
+        begins, ends, lost = self._lost
         elapsed_s = self._since(stamp)
-        return max(0.0, elapsed_s - lost[bisect_right(ends, elapsed_s)])
+        count = bisect_right(begins, elapsed_s)
+        ahead_s = max(0.0, ends[count - 1] - elapsed_s) if count else 0.0  # a stamp within a span comes at its begin
+        return max(0.0, elapsed_s - lost[count] + ahead_s)
+
+    @property
+    def hooks_s(self) -> float:  # type: ignore[override]
+        lost = self._lost or self._union(self._waits + self._hooks)
+        return lost[2][-1] - self._union(self._waits)[2][-1]
+
+    def _union(self, pairs: list[tuple[Stamp, Stamp]]) -> tuple[list[float], list[float], list[float]]:
+        """Return the begins and ends of spans that do not overlap, and the seconds in the first 0, 1, ... of them."""
+        begins: list[float] = []
+        ends: list[float] = []
+        for begin, end in sorted((self._since(begin), self._since(end)) for begin, end in pairs):
+            if ends and begin <= ends[-1]:
+                ends[-1] = max(ends[-1], end)
+            else:
+                begins.append(begin)
+                ends.append(max(begin, end))
+        lasts = (end - begin for begin, end in zip(begins, ends, strict=True))
+        return begins, ends, list(accumulate(lasts, initial=0.0))
 
     def _since(self, stamp: Stamp) -> float:
         return 0.0 if stamp is None else self._device.seconds_between(self._origin, stamp)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
+from actoffload.tiers.timers import DeviceStopwatch
 from tests import host_bound
 from tests.harness import accounts_of, hinder, simulated
 
@@ -14,10 +15,30 @@ pytestmark = pytest.mark.simulated
 
 def test_a_plan_declines_where_hooks_keep_the_host_from_the_device(device: SimulatedDevice) -> None:
     row = host_bound.run(device, host_bound.LAUNCHES["host-bound"])
-    assert max(row["seconds"][2:6]) > 1.1 * row["keep_s"], "before that was seen"
-    assert row["late"] <= 1.02
+    assert max(row["seconds"][:2]) > 1.1 * row["keep_s"], "the steps that were recorded"
+    assert max(row["seconds"][2:]) <= 1.02 * row["keep_s"], "the first plan knows it"
     assert "declined: " in row["explained"]
     assert "why is a step slower:\n" not in row["explained"]
+
+
+@pytest.mark.parametrize("host_s", [host_bound.HOST_S, host_bound.HOST_S / 5], ids=["the bound", "ahead without hooks"])
+def test_the_first_plan_prices_what_hooks_take_of_the_host(device: SimulatedDevice, host_s: float) -> None:
+    """On an H100 it took a recorded step of 292 ms for keep's 55, and steps were 2 to 5 times as long for 30 steps."""
+    row = host_bound.run_measured(device, host_s, steps=8)
+    assert max(row["seconds"][:2]) > 4 * row["keep_s"], "a recorded step"
+    assert max(row["seconds"][2:]) <= 1.02 * row["keep_s"]
+    assert row["history"] == ["first plan"]
+    assert row["unhooked"] == 6, "as nothing moves"
+
+
+def test_one_step_corrects_a_price_that_the_recorded_step_did_not_show(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its waits for copies had hidden what hooks take, say."""
+    monkeypatch.setattr(DeviceStopwatch, "hooks_s", 0.0)
+    row = host_bound.run(device, 1.3, link=0.5)
+    assert [one > 1.02 * row["keep_s"] for one in row["seconds"][2:]] == [True] * 2 + [False] * 16
+    assert len(row["history"]) == 2
 
 
 def test_a_plan_moves_where_the_host_runs_ahead(device: SimulatedDevice) -> None:
@@ -30,7 +51,8 @@ def test_a_plan_moves_where_the_host_runs_ahead(device: SimulatedDevice) -> None
 
 @pytest.mark.parametrize("host", list(host_bound.LAUNCHES))
 def test_what_the_device_idles_for_hooks_is_what_a_step_is_longer_by(device: SimulatedDevice, host: str) -> None:
-    row = host_bound.run(device, host_bound.LAUNCHES[host])
+    half = host_bound.TENSORS * host_bound.NBYTES // 2  # without a budget a plan declines
+    row = host_bound.run(device, host_bound.LAUNCHES[host], budget=half)
     one = row["watched"][0]
     late_s = one.step_s - one.wait_s - row["keep_s"]
     assert one.hooks_s > 0.1 * row["keep_s"]

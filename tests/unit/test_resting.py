@@ -14,10 +14,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from actoffload import Attachment, attach, no_offload, offload_activations
 from actoffload.autograd.hook_stack import Hooks, top
-from actoffload.autotune.observations import pace_of
-from actoffload.planning.constants import MOST_REST
+from actoffload.autotune.observations import StepsUnderPlan, pace_of
+from actoffload.planning.constants import MOST_REST, REVIEW_STEPS
 from actoffload.planning.observed import Observed
-from actoffload.planning.profile import Profile, Region, Storage
+from actoffload.planning.profile import Profile, Region, RegionSave, Storage
 from actoffload.testing.simulated_device import SimulatedDevice
 from tests import host_bound
 from tests.harness import Chain, assert_same_gradients, batch, gradients, train_step
@@ -334,28 +334,46 @@ def test_steps_of_which_the_host_only_just_keeps_up_are_not_longer_though_the_re
     Now the steps under the plan show that keeping takes no longer than they compute; in the end no hooks run at all.
     """
     late = host_bound.LAUNCHES["host-bound"]
-    found = host_bound.run(device, late, recording_s=0.3e-3, staying_s=20e-6, steps=60)
+    host = host_bound.Host(recording_s=0.3e-3, staying_s=20e-6)
+    found = host_bound.run(device, late, host=host, steps=60)
     assert max(found["seconds"][1:4]) > 2 * found["keep_s"], "a step was recorded"
     assert max(found["seconds"][-20:]) <= 1.01 * found["keep_s"]
     assert found["unhooked"] >= 20
 
 
 def test_waits_are_no_sign_that_the_recorded_step_was_late() -> None:
-    """The device may have computed meanwhile; nor are steps with regions compared, whose times others are made from."""
+    """The device may have computed meanwhile."""
     recorded = Profile(storages=(), forward_s=1.0, backward_s=2.0)
-    assert pace_of(Observed(step_s=2.0), recorded) == 2.0
-    assert pace_of(Observed(step_s=2.9), recorded) is None
-    assert pace_of(Observed(step_s=2.0, backward_wait_s=1.0), recorded) == 2.0
-    assert pace_of(Observed(step_s=3.0, backward_wait_s=1.0), recorded) is None
-    region = Region(place=0, name="block", begin_s=0.0, end_s=1.0)
-    assert pace_of(Observed(step_s=2.0), replace(recorded, regions=(region,))) is None
+    assert pace_of(Observed(step_s=2.0), recorded, 0.01) == 2.0
+    assert pace_of(Observed(step_s=2.9), recorded, 0.01) is None
+    assert pace_of(Observed(step_s=2.0, backward_wait_s=1.0), recorded, 0.01) == 2.0
+    assert pace_of(Observed(step_s=3.0, backward_wait_s=1.0), recorded, 0.01) is None
+
+
+def test_what_the_device_idled_in_hooks_is_not_part_of_keeps_step() -> None:
+    recorded = Profile(storages=(), forward_s=1.0, backward_s=2.0)
+    assert pace_of(Observed(step_s=3.0, idle_s=1.0), recorded, 0.5) == 2.0
+    assert pace_of(Observed(step_s=3.0, idle_s=0.1), recorded, 0.01) == 3.0, "the price of a move alone has changed"
+    assert pace_of(Observed(step_s=3.0, idle_s=0.1), recorded, 0.05) is None
+
+
+def test_one_step_in_which_hooks_take_too_much_is_enough_to_look_at_the_plan() -> None:
+    assert StepsUnderPlan().add(Observed(step_s=1.0, idle_s=0.02), 0.01) is not None
+    steps = StepsUnderPlan()
+    found = [steps.add(Observed(step_s=1.0, idle_s=0.02), float("inf")) for _ in range(REVIEW_STEPS)]
+    assert [one is None for one in found] == [True] * (REVIEW_STEPS - 1) + [False], "under a budget they may"
 
 
 def test_a_step_at_another_pace_is_the_same_step() -> None:
     one = Storage(index=0, nbytes=8, birth_s=1.0, need_s=2.0, last_need_s=3.0)
+    region = Region(place=0, name="block", begin_s=0.0, end_s=1.0, again_s=1.5, recompute_s=0.5, backward_end_s=3.0)
+    region = replace(region, saves=(RegionSave(offset_s=0.25, nbytes=8),))
     profile = Profile(storages=(one, replace(one, index=1, need_s=None)), forward_s=1.0, backward_s=2.0, other_s=1.0)
+    profile = replace(profile, regions=(region,))
     found = profile.lasting(2.0)
     assert (found.step_s, found.forward_s, found.backward_s) == (2.0, 0.5, 1.0)
     assert found.storages[0] == replace(one, birth_s=0.5, need_s=1.0, last_need_s=1.5)
     assert found.storages[1].need_s is None
+    again = replace(region, end_s=0.5, again_s=0.75, recompute_s=0.25, backward_end_s=1.5)
+    assert found.regions == (replace(again, saves=(replace(region.saves[0], offset_s=0.125),)),)
     assert found.baseline_peak_bytes == profile.baseline_peak_bytes

@@ -347,3 +347,37 @@ def test_waits_that_are_over_as_backward_ends_take_no_time_of_the_next_step(
             with offloader:
                 pass
             assert not timed
+
+
+class _Given:
+    """A device whose events happen at given seconds, each as it is made."""
+
+    def __init__(self, *seconds: float) -> None:
+        self.left = list(seconds)
+
+    def current_stream(self, index: int) -> str:
+        return "compute"
+
+    def capturing(self, index: int) -> bool:
+        return False
+
+    def timestamp(self, stream: str) -> float:
+        return self.left.pop(0)
+
+    def seconds_between(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+def test_what_a_device_idles_in_hooks_is_no_part_of_a_recorded_step() -> None:
+    """A stamp within a hook comes at its begin. A wait for a copy that a hook enqueued counts once, and as a wait."""
+    watch = DeviceStopwatch(_Given(10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 18.0, 20.0), lambda: 0)  # type: ignore[arg-type]
+    watch.begin()
+    with watch.hook():
+        within = watch.stamp()
+    between = watch.stamp()
+    with watch.hook():
+        watch.waited(15.0, 17.0, 0)
+        late = watch.stamp()
+    end = watch.stamp()
+    assert [watch.seconds(stamp) for stamp in (within, between, late, end)] == [1.0, 2.0, 2.0, 4.0]
+    assert watch.hooks_s == 2.0 + 4.0 - 2.0
