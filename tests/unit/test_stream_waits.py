@@ -370,7 +370,7 @@ class _Given:
 
 def test_what_a_device_idles_in_hooks_is_no_part_of_a_recorded_step() -> None:
     """A stamp within a hook comes at its begin. A wait for a copy that a hook enqueued counts once, and as a wait."""
-    watch = DeviceStopwatch(_Given(10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 18.0, 20.0), lambda: 0)  # type: ignore[arg-type]
+    watch = DeviceStopwatch(_Given(10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 18.0, 20.0, 22.0), lambda: 0)  # type: ignore[arg-type]
     watch.begin()
     with watch.hook():
         within = watch.stamp()
@@ -379,5 +379,5 @@ def test_what_a_device_idles_in_hooks_is_no_part_of_a_recorded_step() -> None:
         watch.waited(15.0, 17.0, 0)
         late = watch.stamp()
     end = watch.stamp()
-    assert [watch.seconds(stamp) for stamp in (within, between, late, end)] == [1.0, 2.0, 2.0, 4.0]
-    assert watch.hooks_s == 2.0 + 4.0 - 2.0
+    assert [watch.seconds(stamp) for stamp in (within, between, late, end)] == [1.0, 2.0, 3.0, 5.0]
+    assert watch.hooks_s == 2.0 + 5.0 - 2.0
