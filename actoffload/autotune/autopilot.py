@@ -188,7 +188,7 @@ class Autopilot:
             if not self._profiler.active:
                 self._recording.begin()
         else:
-            self._profiler.forget()
+            self._profiler.forget(timed=self._shared.watches_host)
 
     def _is_recorded(self, shape: Shape) -> bool:
         """Whether the step that begins is recorded."""
@@ -465,7 +465,7 @@ class Autopilot:
         """Compare the last steps with the plan; have another one recorded if they differ."""
         assert shape.plan is not None, "there is a plan to look at"
         assert shape.profile is not None, "a plan was made from a profile"
-        seen = shape.steps.add(observed, idle_share := loss(self.limits))
+        seen = shape.steps.add(observed, idle_share := max(NOTICEABLE, loss(self.limits)))
         if seen is None or shape.stage is not Stage.FOLLOWED:
             return
         late_s = seen.step_s - (shape.plan.predicted_step_s or seen.step_s)

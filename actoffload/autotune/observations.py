@@ -41,10 +41,10 @@ class Watch(Generic[S]):
     """
 
     def __init__(self, store: ActivationStore) -> None:
-        self._shared, self._tiers = store.shared, store.tiers
+        self._shared, self._tiers, self._stopwatch = store.shared, store.tiers, store.profiler.stopwatch
         self._before: tuple[float, Accounts, int, Event | None] | None = None
         self._now: Event | None = None
-        self._open: deque[tuple[S, Plan, Observed, Event, Event]] = deque(maxlen=2 * REVIEW_STEPS)
+        self._open: deque[tuple[S, Plan, Observed, Event, Event, int]] = deque(maxlen=2 * REVIEW_STEPS)
 
     @property
     def began(self) -> bool:
@@ -89,19 +89,32 @@ class Watch(Generic[S]):
         began = self._before[3]
         if began is None or self._now is None:
             return False
-        self._open.append((steps_of, plan, observed, began, self._now))
+        watched, self._stopwatch.running = self._stopwatch.number * self._stopwatch.running, False
+        self._open.append((steps_of, plan, observed, began, self._now, watched))
         return True
 
     def ended(self) -> Iterator[tuple[S, Plan, Observed]]:
         """The steps that the device has ended by now, in order, with their lengths on the device."""
         while self._open:
-            steps_of, plan, observed, began, ended = self._open[0]
+            steps_of, plan, observed, began, ended, watched = self._open[0]
             step_s = self._tiers.seconds_between(began, ended)
             if step_s is None:
                 return  # a device ends steps in order, so the later ones have not ended either
             self._open.popleft()
             if step_s > 0:
-                yield steps_of, plan, replace(observed, step_s=step_s)
+                idle_s = self._idled(observed.idle_s, watched)
+                yield steps_of, plan, replace(observed, step_s=step_s, idle_s=idle_s)
+
+    def _idled(self, idle_s: float, watched: int) -> float:
+        """For how long the device idled in a step because of hooks; ``idle_s``: if the host was the bound throughout.
+
+        Then each hook made the step longer by its time. If the device had work left as the last hook ended, the host
+        had got ahead of it, and it has idled in the hooks alone, as events show.
+        """
+        watch = self._stopwatch
+        if watched != watch.number:  # it was not watched, or another step is timed by now
+            return idle_s
+        return max(watch.hooks_s, idle_s - watch.lead_s)
 
     @property
     def _moved_so_far(self) -> int:

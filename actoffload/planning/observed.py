@@ -17,7 +17,7 @@ class Observed:
         backward_wait_s: waits of backward.
         peak_bytes: the most activation bytes on the device; None if it was not measured.
         hooks_s: host time of hooks that moved tensors, without waits; 0 if it was not measured.
-        idle_s: the part of ``hooks_s`` for which an accelerator idled, because it had caught up with the host.
+        idle_s: for how long an accelerator idled in these hooks, because it had caught up with the host.
     """
 
     step_s: float

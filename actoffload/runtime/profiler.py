@@ -142,10 +142,12 @@ class Profiler:
         self._backward_end = BackwardEnd(self._backward_ended)
         self.forget()
 
-    def forget(self) -> None:
-        """Drop the recording, and record nothing more."""
+    def forget(self, *, timed: bool = False) -> None:
+        """Drop the recording, and record nothing more; ``timed``: time the hooks of the step that begins."""
         self.running.clear()
         self.stopwatch.running = False
+        if timed:
+            self.stopwatch.begin()
         self._saved: list[SavedStorage] = []
         self._number_of: dict[Record, int] = {}
         self._regions: list[RunRegion] = []

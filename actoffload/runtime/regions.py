@@ -279,7 +279,7 @@ class Regions:
     def look_at_memory(self, place: int | None = None, *, born: int = 0) -> None:
         """Look at memory in a recorded step, at the end of a hook: see `RunSoFar.look_at_memory`."""
         if self._profiler.running:
-            with self._profiler.noting():
+            with self._profiler.stopwatch.hook(), self._profiler.noting():
                 self._run.look_at_memory(self.tiers, place, born=born)
 
     def passed(self) -> None:

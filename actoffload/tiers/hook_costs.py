@@ -10,6 +10,8 @@ from .accelerator import Event
 from .copy_streams import CopyStreams
 from .shared import Shared
 
+UNTIMED = contextlib.nullcontext()
+
 
 class HookCosts:
     """Times hooks that move records, on one type of device. The caller holds the store's lock."""
@@ -26,17 +28,14 @@ class HookCosts:
     def watched(self, index: int) -> Iterator[None]:
         """Return a context for a hook on device ``index`` that counts its time, and the device's idle time."""
         accounts, device, stopwatch = self._shared.accounts, self._copies.device, self._copies.stopwatch
-        if stopwatch is not None and stopwatch.running:  # a recorded step is timed by events
-            with stopwatch.hook():
-                yield
-            return
         # A hook that the device did not notice, as it had work left, has put the host back all the same: where the
         # device has caught up by the time of a later hook, it has waited for that one as well.
         if self._last_hook is not None and device.done(self._last_hook):
             accounts.idle_s += self._behind_s
             self._behind_s = 0.0
         since_s, waited_s = now(), accounts.pack_wait_s + accounts.unpack_wait_s
-        yield
+        with UNTIMED if stopwatch is None or not stopwatch.running else stopwatch.hook():
+            yield
         hook_s = now() - since_s - (accounts.pack_wait_s + accounts.unpack_wait_s - waited_s)
         accounts.hooks_s += hook_s
         self._behind_s += hook_s

@@ -43,6 +43,10 @@ class Stopwatch:
     """Whether a step is being timed: waits and hooks count then."""
     hooks_s = 0.0
     """For how long the device idled in the step, because hooks of ours kept its host busy."""
+    lead_s = 0.0
+    """For how long the device had work left as the last hook ended."""
+    number = 0
+    """Of the steps that were timed so far."""
 
     def __init__(self, accounts: Accounts) -> None:
         self._accounts = accounts
@@ -97,6 +101,8 @@ class DeviceStopwatch(Stopwatch):
         """The last stamp of each thread: of two that stamp at once, the one that was made first may be noted last."""
         self._waits: list[tuple[Stamp, Stamp]] = []
         self._hooks: list[tuple[Stamp, Stamp]] = []
+        self._began_s = self._last_s = 0.0
+        """By the host's clock: of the step, and the end of its last hook."""
         self._copies: dict[str, list[tuple[int, Stamp, Stamp]]] = {}
         self._copied: dict[str, tuple[int, float]] = {}
         self._forget_copies()
@@ -109,6 +115,8 @@ class DeviceStopwatch(Stopwatch):
     def begin(self) -> None:
         self._waits, self._hooks, self._lost = [], [], None
         self._forget_copies()
+        self.number += 1
+        self._began_s = self._last_s = now()
         self.running = True
         self._origin = self._last = None
         self._last_of = {}
@@ -138,6 +146,7 @@ class DeviceStopwatch(Stopwatch):
         yield
         if begin is not None:  # else no device was known yet
             self._hooks.append((begin, self.stamp()))
+            self._last_s = now()
 
     def copied(self, way: str, nbytes: int, stream: Stream, before: Stamp) -> None:
         """Note a copy, ``"write"`` or ``"read"``, that was enqueued on a side stream since ``before``."""
@@ -174,6 +183,10 @@ class DeviceStopwatch(Stopwatch):
     def hooks_s(self) -> float:  # type: ignore[override]
         lost = self._lost or self._union(self._waits + self._hooks)
         return lost[2][-1] - self._union(self._waits)[2][-1]
+
+    @property
+    def lead_s(self) -> float:  # type: ignore[override]
+        return max(0.0, self._since(self._hooks[-1][1]) - (self._last_s - self._began_s)) if self._hooks else 0.0
 
     def _union(self, pairs: list[tuple[Stamp, Stamp]]) -> tuple[list[float], list[float], list[float]]:
         """Return the begins and ends of spans that do not overlap, and the seconds in the first 0, 1, ... of them."""
