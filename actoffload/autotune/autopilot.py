@@ -253,7 +253,8 @@ class Autopilot:
             self._run_once(shape, AGAIN, "the step ran out of memory")
         else:
             shape.at_most(most - passed)
-            self._choose(shape, f"the step passed device_memory by {format_size(passed)}")
+            again, shape.passed = shape.passed == shape.once, shape.once
+            self._choose(shape, f"the step passed device_memory by {format_size(passed)}", once_more=not again)
         return True
 
     def _is_another(self, shape: Shape) -> bool:
@@ -311,7 +312,7 @@ class Autopilot:
         shape.base = profile
         return self._agreed is None and self._choose(shape, "first plan")
 
-    def _choose(self, shape: Shape, reason: str) -> bool:
+    def _choose(self, shape: Shape, reason: str, *, once_more: bool = False) -> bool:
         """Whether the next step follows a plan, with all regions run again or with others on paper.
 
         Otherwise all regions run again, everything moves, and the next step is recorded.
@@ -331,7 +332,7 @@ class Autopilot:
         if plan is not None:
             self._know(shape, plan, base)
         sure = self._recording.calm or plan is None
-        # The regions that ran once may be right for the next step too, with less memory for the rest.
+        shape.once = AGAIN if once_more else before  # else those that ran once are not tried with less memory
         if sure and self._tries_others(shape, plan.predicted_step_s or 0.0 if plan else float("inf"), reason):
             return True
         shape.once = before
@@ -350,8 +351,7 @@ class Autopilot:
 
     def _tries_others(self, shape: Shape, than_s: float, reason: str) -> bool:
         """Whether, on paper, a step with other regions run once is shorter than this. Then the next step proves it."""
-        if shape.base is None or self._agreed is not None:
-            return False
+        assert shape.base is not None, "its regions are known, and this rank decides alone"
         base, budget = self._recording.on_links(shape.base), self._budgets.of(shape, self._shapes)
         try:
             once = self.making.propose(shape, base).once

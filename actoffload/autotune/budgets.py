@@ -69,7 +69,7 @@ class Budgets:
             limit = max(0, limit - held)
         self._shared.budget.limit_bytes = limit
         like = self._like(shape, known)
-        self._regions.in_forward, self._regions.count = like.in_forward, like.regions
+        self._regions.in_forward, self._regions.count = like.in_forward, like.regions or self._regions.most
 
     def limits(self, shape: Shape, known: Iterable[Shape]) -> Limits:
         """The limits of a plan for a shape."""

@@ -80,6 +80,7 @@ class Shape:
         rest: how many steps without hooks are left; ``signatures``: of the model's forwards in the last step in which
             they were computed: a forward with another one does not rest.
         may_rest: whether any step may run without hooks.
+        passed: the regions that ran once in the last step that passed ``device_memory``.
         unsettled: how many steps began unsettled while the planner waited for a settled one.
         recorded_at: the number of the step that the plan was made from.
         predicted_s: the length of a step, as predicted when the plan was made.
@@ -99,6 +100,7 @@ class Shape:
         self.beside: Beside | None = None
         self.settled = False
         self.rounding_bytes = 0
+        self.passed: frozenset[int] | None = None
         self.unsettled = 0
         self.rest, self.may_rest = 0, True
         self.signatures: frozenset[Hashable] = frozenset()

@@ -84,6 +84,7 @@ class Regions:
         expected: the number of regions that the first forward must have under the user's plan.
         held: the recomputations that held bytes at the last count; ``running``: those that have not ended.
         in_forward: as `Beside.in_forward`, for the running step; ``count``: the regions of each of its forwards.
+        most: the most regions that a forward had.
     """
 
     any_once: ClassVar[bool] = False
@@ -109,9 +110,8 @@ class Regions:
         self.in_forward: dict[int, int] = {}
         self.count = 0
         self._turn: tuple[Tape[Record], int, int] | None = None
-        """The forward that has come to its turn, how many places it had at its last region's end, bytes taken."""
-        self._most = 0
-        """The most regions that a forward had."""
+        """The forward whose last region has ended, how many places it had then, and the bytes taken for its turn."""
+        self.most = 0
 
     def follow(self, once: frozenset[int]) -> None:
         """Run these regions once from the next forward on."""
@@ -121,7 +121,8 @@ class Regions:
     @property
     def bound(self) -> bool:
         """Whether a plan's steps have a bound for the whole device: the user's, or what checkpointing itself takes."""
-        return self._shared.config.device_memory is not None or self._most > 0
+        config = self._shared.config
+        return config.device_memory is not None or (config.device_budget is None and self.most > 0)
 
     def abort_if_interrupted(self, error: BaseException) -> None:
         """Call the store's method of this name."""
@@ -145,25 +146,26 @@ class Regions:
         with self._shared.lock:
             self.last = tape.regions  # the list itself, which the forward's later regions extend
             tape.regions.append(region.once)
-            self._most = max(self._most, len(tape.regions))
-            self.turn_ends()
-            region.taken_bytes = self.in_forward.get(region.place, 0)
-            self._take(region.taken_bytes)
+            self.most = max(self.most, len(tape.regions))
             if self._profiler.running:
                 self.look_at_memory()
                 self._run.region_begins()
                 region.recorded = self._profiler.region_began(tape, region.place, name, region.once)
+            self.turn_ends()
+            region.taken_bytes = self.in_forward.get(region.place, 0)
+            if region.taken_bytes:
+                self._take(region.taken_bytes)
+                self.look_at_memory()  # again: the room that was made is no longer resident
         return region
 
     def _take(self, nbytes: int) -> None:
         """Count bytes beside saved tensors as resident."""
-        if nbytes:
-            accounts = self._shared.accounts
-            for tier in self.tiers.by_device.values():  # before the program allocates them, in stream order
-                accounts.pack_wait_s += tier.make_room(nbytes)
-            accounts.baseline_bytes += nbytes
-            accounts.add_resident(nbytes)
-            self._run.taken_bytes += nbytes
+        accounts = self._shared.accounts
+        for tier in self.tiers.by_device.values():  # before the program allocates them, in stream order
+            accounts.pack_wait_s += tier.make_room(nbytes)
+        accounts.baseline_bytes += nbytes
+        accounts.add_resident(nbytes)
+        self._run.taken_bytes += nbytes
 
     def _give_back(self, nbytes: int) -> None:
         if nbytes:
@@ -187,7 +189,8 @@ class Regions:
                 self._profiler.region_ended(region.recorded)
             if taken:
                 self._take(taken)  # first: it may wait, which releases the lock
-                self._turn = region.tape, len(region.tape.records), taken
+            self.turn_ends()  # of a region that ended meanwhile, on another thread
+            self._turn = region.tape, len(region.tape.records), taken
             self.look_at_memory(region.place)
             self._run.turn_begins(region.place + 1)
 
@@ -196,6 +199,7 @@ class Regions:
         if self.held:
             self.passed()
         if self._turn is not None and record.tape is self._turn[0] and (record.index or 0) < self._turn[1]:
+            self.look_at_memory()  # while it counts for the turn
             self.turn_ends()
 
     def backward_ended(self) -> None:
@@ -208,6 +212,7 @@ class Regions:
         if self._turn is not None:
             self._give_back(self._turn[2])
             self._turn = None
+            self._run.turn_ends()
 
     def forward_ended(self, tape: Tape[Record]) -> None:
         """Note that a forward has ended.
@@ -217,8 +222,8 @@ class Regions:
         """
         if self.expected is None or not (len(tape) or tape.regions):
             return
-        if self._most < self.expected:
-            self._refuse(str(self._most))
+        if self.most < self.expected:
+            self._refuse(str(self.most))
         self.expected = None
 
     def _refuse(self, found: str) -> None:
@@ -243,12 +248,12 @@ class Regions:
         with shared.lock:
             region.tape.ran_again = True  # so that the next save begins another tape
             self.passed()  # first: room is counted without the recomputations that backward has used up
+            self.look_at_memory()  # while it counts for the turn
             self.turn_ends()
             expected = self._bytes.get(recomputation.key, 0)
             for tier in self.tiers.by_device.values():
                 shared.accounts.unpack_wait_s += tier.make_room(expected)
             self.look_at_memory()
-            self._run.turn_ends()
             if region.recorded is not None:
                 recomputation.held = self._profiler.recomputation_begins(region.recorded, nested=nested)
             self._backward_end.expect()

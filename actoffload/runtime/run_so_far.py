@@ -60,6 +60,7 @@ class RunSoFar:
         self.peak_beside_bytes: int | None = None
         self._forwards_now: dict[int, int] = {}
         self._turn: int | None = None
+        self._turn_now = 0
         self._resets = False
         self._beside_now = self._began_now = self._resident_bytes = self._held_bytes = 0
         self._most_bytes = 0
@@ -119,12 +120,14 @@ class RunSoFar:
         if apart:
             tiers.reset_peak()
         memory = tiers.in_use()
-        self._forwards_now, self._turn = {}, None
+        self._forwards_now, self._turn, self._turn_now = {}, None, 0
+        self._accounts.count_deferred()
+        self.taken_bytes -= sum(self.given_back.drain())
         if memory is not None:
             self._began_now, self._most_bytes = memory
             self._resets = apart and memory[0] == memory[1]  # else nobody can reset the peak: a process's, say
             self._held_bytes = self._accounts.recomputed_bytes
-            self._resident_bytes = self._accounts.resident_bytes - self._held_bytes
+            self._resident_bytes = self._accounts.resident_bytes - self._held_bytes - self.taken_bytes
             self._beside_now = self.passed_bytes = 0
 
     def measure_peak(self, tiers: Tiers, *, wanted: bool) -> None:
@@ -163,8 +166,9 @@ class RunSoFar:
             self._most_bytes = allocated
             if most > allocated:
                 tiers.reset_peak()
-        place = self._turn if place is None else place
-        if place is not None and self._resets:
+        if place is None and self._turn is not None and self._resets:
+            self._turn_now = max(self._turn_now, beside)
+        elif place is not None and self._resets:
             self._forwards_now[place] = max(self._forwards_now.get(place, 0), beside)
         else:
             self._beside_now = max(self._beside_now, beside)
@@ -172,9 +176,8 @@ class RunSoFar:
 
     def region_begins(self) -> None:
         """No turn has begun: another region's forward begins, or backward ends without having reached a region."""
-        if self._turn is not None:
-            self._beside_now = max(self._beside_now, self._forwards_now.pop(self._turn, 0))
-            self._turn = None
+        self._beside_now = max(self._beside_now, self._turn_now)
+        self._turn, self._turn_now = None, 0
 
     def turn_begins(self, regions: int) -> None:
         """From now on the bytes count for the turn after so many regions, unless another region begins."""
@@ -182,7 +185,9 @@ class RunSoFar:
 
     def turn_ends(self) -> None:
         """Backward has reached a region."""
-        self._turn = None
+        if self._turn is not None and self._turn_now:
+            self._forwards_now[self._turn] = max(self._turn_now, self._forwards_now.get(self._turn, 0))
+        self._turn, self._turn_now = None, 0
 
     def backward_ends(self, tiers: Tiers, *, recorded: bool) -> None:
         """Look once more as a backward has ended, and set `beside` if the step was recorded."""

@@ -100,11 +100,11 @@ class ActivationStore:
         with self.shared.lock:
             self._count_dropped()
             self.run.count_optimizer_steps()
-            self.regions.turn_ends()
             self.prefetch.begin_forward()
             for tier in self.tiers.by_device.values():
                 tier.begin_forward()
             if first:
+                self.regions.turn_ends()  # of a forward whose loss was dropped
                 self.shared.accounts.begin_step()
             self.run.forward_begins(self.tiers, first=first)
             if first and (self.profiler.running or self.shared.config.device_memory is not None):
