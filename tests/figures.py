@@ -9,6 +9,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 1 << 30
 H200 = "gpu_nvidia-h200_2026-11-26.json"
+H100, H100_STEPS = "gpu_nvidia-h100_2026-11-27.json", "gpu_steps_nvidia-h100_2026-11-27.json"
 CPU = ("e2e_cpu_2026-11-23_same_memory.json", "e2e_cpu_2026-11-23_models.json")
 MODES = {
     "keep": "keep everything",

@@ -470,7 +470,7 @@ class Autopilot:
             return
         late_s = seen.step_s - (shape.plan.predicted_step_s or seen.step_s)
         self._recording.learn_idle(shape.plan, seen)
-        self._recording.look_at_links(waited=min(late_s, seen.wait_s) > NOTICEABLE * seen.step_s)
+        self._recording.look_at_links(waited=min(late_s, seen.wait_s) > NO_LOSS * seen.step_s)
         reason = surprise(shape.plan, seen, shape.profile, self._recording.on_links(shape.profile), idle_share)
         if not reason:
             self._changes = 0

@@ -281,11 +281,11 @@ class Regions:
             for recomputation in self.running:
                 recomputation.leaving[record.identity.cdata] = record.identity
 
-    def look_at_memory(self, place: int | None = None, *, born: int = 0) -> None:
+    def look_at_memory(self, place: int | None = None, *, born: int = 0, used: int = 0) -> None:
         """Look at memory in a recorded step, at the end of a hook: see `RunSoFar.look_at_memory`."""
         if self._profiler.running:
             with self._profiler.stopwatch.hook(), self._profiler.noting():
-                self._run.look_at_memory(self.tiers, place, born=born)
+                self._run.look_at_memory(self.tiers, place, born=born, used=used)
 
     def passed(self) -> None:
         """Count the bytes that recomputations still hold. The lock is held."""

@@ -138,7 +138,7 @@ class RunSoFar:
             memory = tiers.in_use()
             self._most_bytes = 0 if memory is None else memory[1]  # a lower peak than earlier ones counts as new
 
-    def look_at_memory(self, tiers: Tiers, place: int | None = None, *, born: int = 0) -> None:
+    def look_at_memory(self, tiers: Tiers, place: int | None = None, *, born: int = 0, used: int = 0) -> None:
         """Note the bytes beside saved tensors on the device, now and at a peak since the last look. In few steps only.
 
         After the forward of a region, at ``place``, they count apart, and so do those of the turn, unless the
@@ -148,7 +148,8 @@ class RunSoFar:
         ends this looks, and die at any time. So until this hook the resident bytes were at most those of the last look
         and the ``born`` bytes, which were there before their save. A simulator counts the same deaths no earlier, so
         the rest of the peak was beside saved tensors. Likewise all bytes count that a recomputation has held at either
-        look, as a plan counts them until backward has left the region.
+        look, as a plan counts them until backward has left the region. Bytes that backward has just taken, and that
+        are ``used`` although their record is evicted, count as resident: most plans keep what a loss needs at once.
         """
         memory = tiers.in_use()
         if memory is None:
@@ -157,7 +158,7 @@ class RunSoFar:
         accounts.count_deferred()
         self.taken_bytes -= sum(self.given_back.drain())
         held = accounts.recomputed_bytes
-        resident = accounts.resident_bytes - held - self.taken_bytes
+        resident = accounts.resident_bytes - held - self.taken_bytes + used
         beside = allocated - resident - held
         if most > self._most_bytes:
             beside = max(beside, most - self._resident_bytes - born - max(held, self._held_bytes))

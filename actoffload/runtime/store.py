@@ -341,7 +341,7 @@ class ActivationStore:
             next_round = self._pass(record, round_, tier)
             if record.waiting <= 0:  # `storage` holds the bytes for this unpack, later ones have the weak reference
                 tier.evict(record)
-            self.regions.look_at_memory()
+            self.regions.look_at_memory(used=0 if record.counted else record.nbytes)
             return storage, begin, next_round
 
     @aborts_when_interrupted
