@@ -148,8 +148,9 @@ class RunSoFar:
         ends this looks, and die at any time. So until this hook the resident bytes were at most those of the last look
         and the ``born`` bytes, which were there before their save. A simulator counts the same deaths no earlier, so
         the rest of the peak was beside saved tensors. Likewise all bytes count that a recomputation has held at either
-        look, as a plan counts them until backward has left the region. Bytes that backward has just taken, and that
-        are ``used`` although their record is evicted, count as resident: most plans keep what a loss needs at once.
+        look, as a plan counts them until backward has left the region. At the turn, bytes
+        that backward has just taken and that are ``used``, although their record is evicted, count as resident: most
+        plans keep what a loss needs at once.
         """
         memory = tiers.in_use()
         if memory is None:
@@ -158,7 +159,7 @@ class RunSoFar:
         accounts.count_deferred()
         self.taken_bytes -= sum(self.given_back.drain())
         held = accounts.recomputed_bytes
-        resident = accounts.resident_bytes - held - self.taken_bytes + used
+        resident = accounts.resident_bytes - held - self.taken_bytes + (used if self._turn is not None else 0)
         beside = allocated - resident - held
         if most > self._most_bytes:
             beside = max(beside, most - self._resident_bytes - born - max(held, self._held_bytes))

@@ -242,11 +242,14 @@ class _Loss(nn.Module):
         return nn.functional.cross_entropy(self.logits(x).double(), labels)
 
 
-@pytest.mark.simulated
-def test_the_memory_of_a_loss_leaves_backward_its_room(device: SimulatedDevice) -> None:
-    blocks = 8
+BLOCKS = 8
+"""Checkpointed ones before a `_Loss`."""
+
+
+def _losses() -> tuple[nn.Module, Callable[..., int]]:
+    """Such a model, and a function that takes a step and returns the allocator's peak."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(_Checkpointed(_Block()) for _ in range(blocks)), _Loss()).to(NAME)
+    model = nn.Sequential(*(_Checkpointed(_Block()) for _ in range(BLOCKS)), _Loss()).to(NAME)
     optimizer = torch.optim.Adam(model.parameters(), foreach=False)
 
     def step(offloader: Offloader | None = None) -> int:
@@ -257,6 +260,12 @@ def test_the_memory_of_a_loss_leaves_backward_its_room(device: SimulatedDevice) 
             torch.accelerator.synchronize()
         return max(found)
 
+    return model, step
+
+
+@pytest.mark.simulated
+def test_the_memory_of_a_loss_leaves_backward_its_room(device: SimulatedDevice) -> None:
+    model, step = _losses()
     own = [step() for _ in range(2)][-1]
     _empty(device)
     with _offloader(device_memory=own) as offloader:
@@ -264,8 +273,31 @@ def test_the_memory_of_a_loss_leaves_backward_its_room(device: SimulatedDevice) 
         assert max([step(offloader) for _ in range(12)]) <= own
         shape = autopilot_of(offloader)._shape
         assert shape.base is not None
-        assert list(shape.beside.in_forward) == [blocks], "the loss alone takes more than backward"
+        assert list(shape.beside.in_forward) == [BLOCKS], "the loss alone takes more than backward"
         assert own - shape.beside.nbytes >= shape.base.baseline_peak_bytes, "backward has room for all inputs at once"
+        with offloader:
+            loss = model(_batch(ROWS))
+        run, accounts = offloader.store.run, offloader.store.shared.accounts
+        assert accounts.resident_bytes >= shape.beside.in_forward[BLOCKS], "room for the backward that may come"
+        del loss
+        with offloader:
+            pass
+        assert offloader.statistics().live_records == 0
+        assert (accounts.resident_bytes, accounts.baseline_bytes, run.taken_bytes) == (
+            0,
+            0,
+            sum(run.given_back.drain()),
+        )
+
+
+@pytest.mark.simulated
+def test_a_device_budget_does_not_count_the_memory_of_a_loss(device: SimulatedDevice) -> None:
+    model, step = _losses()
+    with _offloader(device_budget="1GiB") as offloader:
+        offloader.use(model)
+        for _ in range(6):
+            step(offloader)
+        assert autopilot_of(offloader)._shape.in_forward == {}
 
 
 @pytest.mark.simulated
