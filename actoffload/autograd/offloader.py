@@ -466,6 +466,9 @@ class Offloader:
     @property
     def plan(self) -> Plan:
         """The decisions of the last forward, as data. An offloader with ``policy=plan`` follows them."""
+        pilot = self.autopilot
+        if pilot is not None and pilot.plan is not None and pilot.facts().rest:
+            return pilot.plan  # the forward had no hooks, so nothing was decided for each tensor
         return self.store.plan
 
     @property
