@@ -13,6 +13,7 @@ from ..events import now
 from ..planning.constants import (
     LINK_CHANGE,
     NO_LOSS,
+    NOTICEABLE,
     PEAK_CHANGE,
     REVIEW_STEPS,
     STEP_CHANGE,
@@ -103,17 +104,18 @@ class Watch(Generic[S]):
                 return  # a device ends steps in order, so the later ones have not ended either
             self._open.popleft()
             if step_s > 0:
-                idle_s = self._idled(observed.idle_s, watched)
+                idle_s = self._idled(observed.idle_s, watched, step_s)
                 yield steps_of, plan, replace(observed, step_s=step_s, idle_s=idle_s)
 
-    def _idled(self, idle_s: float, watched: int) -> float:
+    def _idled(self, idle_s: float, watched: int, step_s: float) -> float:
         """For how long the device idled in a step because of hooks; ``idle_s``: if the host was the bound throughout.
 
         Then each hook made the step longer by its time. If the device had work left as the last hook ended, the host
         had got ahead of it, and it has idled in the hooks alone, as events show.
         """
         watch = self._stopwatch
-        if watched != watch.number:  # it was not watched, or another step is timed by now
+        # It was not watched, or another step is timed by now; or it is too little for the many calls that events take.
+        if watched != watch.number or idle_s <= NOTICEABLE * step_s:
             return idle_s
         return max(watch.hooks_s, idle_s - watch.lead_s)
 

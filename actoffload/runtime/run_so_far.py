@@ -148,9 +148,8 @@ class RunSoFar:
         ends this looks, and die at any time. So until this hook the resident bytes were at most those of the last look
         and the ``born`` bytes, which were there before their save. A simulator counts the same deaths no earlier, so
         the rest of the peak was beside saved tensors. Likewise all bytes count that a recomputation has held at either
-        look, as a plan counts them until backward has left the region. At the turn, bytes
-        that backward has just taken and that are ``used``, although their record is evicted, count as resident: most
-        plans keep what a loss needs at once.
+        look, as a plan counts them until backward has left the region. At the turn, bytes that backward has just taken
+        and that are ``used``, although their record is evicted, count as resident: most plans keep what a loss needs.
         """
         memory = tiers.in_use()
         if memory is None:

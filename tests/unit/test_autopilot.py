@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from actoffload import Offloader, Plan
 from actoffload.autograd.offloader import _stores
+from actoffload.autotune.budgets import Budgets
 from actoffload.autotune.observations import surprise
 from actoffload.autotune.shapes import AGAIN, Shape, Tried
 from actoffload.errors import BudgetError
@@ -360,6 +361,21 @@ def test_where_no_plan_keeps_the_budget_others_are_chosen_for_less(make_offloade
     _steps(offloader, 1)
     assert set(_once(offloader)) == set(), "nor for these, nor for all again on paper: all moves"
     assert pilot.plan is None, "and the next step is recorded"
+
+
+@pytest.mark.usefixtures("regions")
+def test_regions_with_which_a_step_passed_the_number_are_tried_once_more_with_less(
+    make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offloader = make_offloader(policy="auto", device_budget="1GiB")
+    plan_with(offloader, _Scripted(lambda *_: True, frozenset({1, 3})))
+    _steps(offloader, WARM_UP + 2)
+    assert _once(offloader) == {1, 3}
+    monkeypatch.setattr(Budgets, "passed_bytes", 1000)
+    _steps(offloader, 1)
+    assert _once(offloader) == {1, 3}
+    _steps(offloader, 1)
+    assert _once(offloader) == ALL_AGAIN, "it has passed the number twice"
 
 
 @pytest.mark.usefixtures("regions")

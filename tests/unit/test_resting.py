@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from actoffload import Attachment, attach, no_offload, offload_activations
 from actoffload.autograd.hook_stack import Hooks, top
-from actoffload.autotune.observations import StepsUnderPlan, pace_of
+from actoffload.autotune.observations import StepsUnderPlan, Watch, pace_of, surprise
 from actoffload.planning.constants import MOST_REST, REVIEW_STEPS
 from actoffload.planning.observed import Observed
+from actoffload.planning.plan import Plan
 from actoffload.planning.profile import Profile, Region, RegionSave, Storage
 from actoffload.testing.simulated_device import SimulatedDevice
 from tests import host_bound
@@ -377,3 +379,21 @@ def test_a_step_at_another_pace_is_the_same_step() -> None:
     again = replace(region, end_s=0.5, again_s=0.75, recompute_s=0.25, backward_end_s=1.5)
     assert found.regions == (replace(again, saves=(replace(region.saves[0], offset_s=0.125),)),)
     assert found.baseline_peak_bytes == profile.baseline_peak_bytes
+
+
+def test_a_device_that_had_work_left_at_the_last_hook_has_idled_in_hooks_alone() -> None:
+    def idled(idle_s: float, lead_s: float, watched: int = 1) -> float:
+        watch: Any = SimpleNamespace(_stopwatch=SimpleNamespace(number=1, hooks_s=2.0, lead_s=lead_s))
+        return Watch._idled(watch, idle_s, watched, 100.0)
+
+    assert [idled(5.0, lead_s) for lead_s in (0.0, 1.0, 4.0)] == [5.0, 4.0, 2.0]
+    assert idled(5.0, 4.0, watched=0) == 5.0, "another step is timed"
+    assert idled(1.5, 4.0) == 1.5, "too little to look at events"
+
+
+def test_steps_that_wait_for_longer_than_predicted_are_planned_again_unless_a_budget_lets_them() -> None:
+    plan, recorded = Plan((), planner="auto", predicted_step_s=1.0), Profile(storages=(), forward_s=1.0)
+    seen = Observed(step_s=1.018, forward_wait_s=0.015)
+    assert "as it waits for 0.015 s" in surprise(plan, seen, recorded, recorded, 0.02)
+    assert surprise(plan, seen, recorded, recorded, float("inf")) == ""
+    assert surprise(plan, Observed(step_s=1.018, forward_wait_s=0.005), recorded, recorded, 0.02) == ""

@@ -381,3 +381,5 @@ def test_what_a_device_idles_in_hooks_is_no_part_of_a_recorded_step() -> None:
     end = watch.stamp()
     assert [watch.seconds(stamp) for stamp in (within, between, late, end)] == [1.0, 2.0, 3.0, 5.0]
     assert watch.hooks_s == 2.0 + 5.0 - 2.0
+    watch._last_s = watch._began_s + 7.0
+    assert watch.lead_s == 10.0 - 7.0, "by the device's clock the last hook ended three seconds later"
