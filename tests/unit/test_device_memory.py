@@ -305,7 +305,7 @@ def test_without_a_number_a_loss_makes_no_step_take_more_than_checkpointing(devi
     ours = scaled_llama.run({}, launch_s, checkpointed=True, head=True, steps=5)
     assert ours["once"] > 0
     assert ours["step_s"] < 0.98 * alone["step_s"]
-    assert max(ours["peaks_bytes"][1:]) <= alone["peak_bytes"]
+    assert ours["highest_bytes"] <= alone["peak_bytes"], "in the first step as well, which has no plan"
     number = {"device_memory": int(alone["peak_bytes"])}
     ours = scaled_llama.run(number, launch_s, checkpointed=True, head=True, steps=13)
     assert ours["once"] > 0, "logits that backward has just taken are no memory beside saved tensors"
