@@ -76,7 +76,7 @@ def trl_sft(path: str | None) -> Train:
     config = SFTConfig(tempfile.mkdtemp(), max_length=LENGTH, gradient_checkpointing=False, **quiet)
     trainer = SFTTrainer(llama(), config, train_dataset=data, processing_class=knows)
     if path is not None:
-        hf.attach(trainer, target="nvme", path=path)
+        hf.attach(trainer, target="nvme", path=path, policy="greedy")  # a plan on a slow disk would move nothing
     return trainer.train
 
 

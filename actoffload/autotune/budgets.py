@@ -55,19 +55,14 @@ class Budgets:
         """
         bounds = [self._given, shape.most_bytes]
         if self._config.device_memory is not None:
-            bounds.append(self._left_bytes(shape, known))
+            bounds.append(max(0, self._left_bytes(shape, known) - _held_beside(shape)))
         elif self._config.device_budget is None and shape.once and shape.base is not None:
-            bounds.append(shape.own_bytes)
+            bounds.append(max(0, shape.own_bytes - _held_beside(shape)))
         return min((nbytes for nbytes in bounds if nbytes is not None), default=None)
 
     def bound(self, shape: Shape, known: Iterable[Shape]) -> None:
         """Bound the step of a shape that begins."""
-        limit = self.of(shape, known)
-        if limit is not None and self._given is None and shape.base is not None and shape.once:
-            # The program holds these, and perhaps nothing saves them where a region runs once: none counts as resident.
-            held = sum(one.nbytes for one in shape.base.storages if one.kept == KeepReason.ALIVE.value)
-            limit = max(0, limit - held)
-        self._shared.budget.limit_bytes = limit
+        self._shared.budget.limit_bytes = self.of(shape, known)
         like = self._like(shape, known)
         self._regions.in_forward, self._regions.count = like.in_forward, like.regions or self._regions.most
 
@@ -155,3 +150,14 @@ class Budgets:
             return shape
         larger = (one for one in known if one.beside is not None and one.elements >= shape.elements)
         return min(larger, key=lambda one: one.elements, default=shape)
+
+
+def _held_beside(shape: Shape) -> int:
+    """The bytes that the program holds and that nothing saves where these regions run once.
+
+    The recorded step counted them as resident, and so not beside saved tensors.
+    """
+    if shape.base is None or not shape.once:
+        return 0
+    held = (one for one in shape.base.storages if one.kept == KeepReason.ALIVE.value)
+    return sum(one.nbytes for one in held if one.input_of in shape.once)

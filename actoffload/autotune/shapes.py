@@ -171,8 +171,9 @@ class Shape:
         """
         if not self.once or self.beside is None or not profile.recompute_bytes:
             self.beside, self.settled = beside, settled
-            tensors = len(profile.storages) + sum(len(region.saves) for region in profile.regions)
-            self.rounding_bytes = BLOCK_SIZE * tensors
+            sizes = [storage.nbytes for storage in profile.storages]
+            sizes += [save.nbytes for region in profile.regions for save in region.saves]
+            self.rounding_bytes = sum(-nbytes % BLOCK_SIZE for nbytes in sizes)
 
     @property
     def probe(self) -> int | None:

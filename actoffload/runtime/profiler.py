@@ -230,8 +230,8 @@ class Profiler:
         entry.need = self.stopwatch.stamp()
         entry.let_go = evicts_first and record.waiting <= 0
         run = entry.input_of
-        if run is not None and run.held is None and (alive or record.handles > 1):
-            entry.input_of = None  # the program holds the input, or another node saved it as well: the bytes stay
+        if run is not None and run.held is None and record.handles > 1:
+            entry.input_of = None  # another node saved it as well: the bytes stay
         if alive and not entry.kept:
             entry.kept = KeepReason.ALIVE.value  # moving it would free nothing
         self._reach(entry.tape, entry.need)

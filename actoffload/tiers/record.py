@@ -141,9 +141,14 @@ class Record:
 
     def held_elsewhere(self) -> bool:
         """Whether the program holds the original, so that moving it frees nothing. A handle is being unpacked."""
-        if self.identity is None or self.identity.gone() or self.outgoing is not None:
-            return False  # copies out hold it in parts, so the count proves nothing
+        if self.identity is None or self.identity.gone():
+            return False
         ours = 1  # Python's objects for a storage count as one
+        if self.outgoing is not None:
+            copy = self.outgoing.copies.get(self)
+            if copy is None or copy[1].nbytes < self.nbytes:
+                return False  # copies of its parts hold it, some of them no longer, so the count proves nothing
+            ours += 1  # the source of its copy
         if self.stays:
             ours += self.handles + 1  # the alias of each handle, and the alias that backward is about to get
         return self.identity.held_by() > ours

@@ -179,7 +179,7 @@ INPUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "before a tail that saves nothing": lambda x: _region(_region(x * 2, lambda x: _inner(x) + 1)),
 }
 
-CAREFUL = ("smaller than one that it saves", "saved after", "of two regions", "held by the program")
+CAREFUL = ("smaller than one that it saves", "saved after", "of two regions")
 """Where nobody knows, or its bytes stay, an input counts as saved all the same."""
 
 
@@ -216,7 +216,7 @@ def test_on_paper_a_region_that_runs_once_saves_what_it_does_when_it_is_run_once
         ran, paper = _recorded(offloader, model, x), with_regions(base, once)
         found = [[s.nbytes for s in p.storages if s.index is not None] for p in (paper, ran)]
         if inputs in CAREFUL:
-            assert sum(found[0]) >= sum(found[1]) + sum(x.nbytes for _ in _HELD[:1])
+            assert sum(found[0]) >= sum(found[1])
         else:
             assert found[0] == found[1]
 
