@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from ..errors import BudgetError
 from ..planning.constants import MEMORY_MARGIN, UNSEEN_STEPS
+from ..planning.regions import held_beside
 from ..planning.search import Limits
-from ..policy import KeepReason
 from ..runtime.ranks import several_ranks
 from ..runtime.store import ActivationStore
 from ..sizes import format_size, parse_share
@@ -48,16 +48,18 @@ class Budgets:
             )
             raise BudgetError(limit, alone, detail, option="device_memory", remedy=OTHER_LIBRARIES)
 
-    def of(self, shape: Shape, known: Iterable[Shape]) -> int | None:
-        """The most bytes that a shape's steps may save; None for no bound.
+    def of(self, shape: Shape, known: Iterable[Shape], once: Collection[int] | None = None) -> int | None:
+        """The most bytes that a shape's steps may save with the regions that run ``once``; None for no bound.
 
         Regions that run once may take the memory that the program's own checkpoints would hold, and no more.
         """
+        once = shape.once if once is None else once
+        held = held_beside(shape.base, once) if once and shape.base is not None else 0
         bounds = [self._given, shape.most_bytes]
         if self._config.device_memory is not None:
-            bounds.append(max(0, self._left_bytes(shape, known) - _held_beside(shape)))
-        elif self._config.device_budget is None and shape.once and shape.base is not None:
-            bounds.append(max(0, shape.own_bytes - _held_beside(shape)))
+            bounds.append(max(0, self._left_bytes(shape, known) - held))
+        elif self._config.device_budget is None and once and shape.base is not None:
+            bounds.append(max(0, shape.own_bytes - held))
         return min((nbytes for nbytes in bounds if nbytes is not None), default=None)
 
     def bound(self, shape: Shape, known: Iterable[Shape]) -> None:
@@ -66,12 +68,12 @@ class Budgets:
         like = self._like(shape, known)
         self._regions.in_forward, self._regions.count = like.in_forward, like.regions or self._regions.most
 
-    def limits(self, shape: Shape, known: Iterable[Shape]) -> Limits:
-        """The limits of a plan for a shape."""
+    def limits(self, shape: Shape, known: Iterable[Shape], once: Collection[int] | None = None) -> Limits:
+        """The limits of a plan for a shape with the regions that run ``once``, by default as in its steps now."""
         config = self._config
         tiers = {"host": ("host",), "nvme": ("nvme",)}.get(config.target, ("host", "nvme"))
         return Limits(
-            device_budget=self.of(shape, known),
+            device_budget=self.of(shape, known, once),
             in_forward=self._like(shape, known).in_forward,
             host_budget=sum(pool.capacity_bytes for pool in self._tiers.pools) or None,
             nvme_budget=None if config.nvme_budget is None else config.size("nvme_budget", 0),
@@ -150,14 +152,3 @@ class Budgets:
             return shape
         larger = (one for one in known if one.beside is not None and one.elements >= shape.elements)
         return min(larger, key=lambda one: one.elements, default=shape)
-
-
-def _held_beside(shape: Shape) -> int:
-    """The bytes that the program holds and that nothing saves where these regions run once.
-
-    The recorded step counted them as resident, and so not beside saved tensors.
-    """
-    if shape.base is None or not shape.once:
-        return 0
-    held = (one for one in shape.base.storages if one.kept == KeepReason.ALIVE.value)
-    return sum(one.nbytes for one in held if one.input_of in shape.once)

@@ -20,7 +20,7 @@ from ..planning.simulator import simulate
 from ..runtime.store import ActivationStore
 from ..sizes import format_size
 from .budgets import Budgets
-from .shapes import Shape, Shapes
+from .shapes import AGAIN, Shape, Shapes
 
 T = TypeVar("T")
 
@@ -60,7 +60,8 @@ class Making:
         Raises:
             BudgetError: no choice keeps the budget.
         """
-        found: Proposal = self._timed(self.planner.propose, base, self.limits(shape))
+        limits = self._budgets.limits(shape, self._shapes, once=AGAIN)  # each set has its own, less what it leaves held
+        found: Proposal = self._timed(self.planner.propose, base, limits)
         return found
 
     def least(self, shape: Shape, profile: Profile, budget: int) -> tuple[int, Plan | None]:

@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from ..errors import ConfigError
+from ..policy import KeepReason
 from .profile import RECOMPUTED, ROUNDING, Profile, Region, RegionSave, Storage
 
 
@@ -25,6 +26,15 @@ def choosable(base: Profile) -> list[int]:
     places = {region.place for region in base.regions}
     barred = {r.place for r in base.regions if r.again_s is None or r.backward_end_s is None or r.changed}
     return sorted(places - barred)
+
+
+def held_beside(base: Profile, once: Collection[int]) -> int:
+    """The bytes that the program holds and that nothing saves where these regions run once: their inputs.
+
+    They are resident in ``base``, so no measurement counts them beside its saved tensors.
+    """
+    held = (storage for storage in base.storages if storage.kept == KeepReason.ALIVE.value)
+    return sum(storage.nbytes for storage in held if storage.input_of in once)
 
 
 def with_regions(base: Profile, once: Collection[int]) -> Profile:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -28,7 +28,7 @@ from .constants import (
 )
 from .plan import Plan
 from .profile import Profile
-from .regions import choosable, with_regions
+from .regions import choosable, held_beside, with_regions
 from .simulator import Conditions, Prediction, run
 from .workload import HOST, KEEP, NVME, Choice, Workload
 
@@ -127,8 +127,15 @@ def best(profile: Profile, limits: Limits) -> tuple[Profile, Plan]:
         BudgetError: no choice keeps ``limits.device_budget``.
     """
     limits = bounded(profile, limits)
-    chosen = with_regions(profile, propose(profile, limits).once)
-    return chosen, plan(chosen, limits)
+    once = propose(profile, limits).once
+    chosen = with_regions(profile, once)
+    return chosen, plan(chosen, _less_held(limits, profile, once))
+
+
+def _less_held(limits: Limits, base: Profile, once: Collection[int]) -> Limits:
+    """The limits of the step in which these regions of ``base`` run once."""
+    budget = limits.device_budget
+    return limits if budget is None else replace(limits, device_budget=max(0, budget - held_beside(base, once)))
 
 
 Score = tuple[float, float, int]
@@ -457,7 +464,7 @@ class _Regions:
     def _try(self, once: frozenset[int]) -> Proposal:
         found = self._tried.get(once)
         if found is None:
-            search = Search(with_regions(self._base, once), self._limits)
+            search = Search(with_regions(self._base, once), _less_held(self._limits, self._base, once))
             (over, step_s, moved), search.window, choice = search.glance()
             peak = search.predict(choice).peak_bytes
             found = self._tried[once] = Proposal(

@@ -14,6 +14,7 @@ from actoffload.planning.profile import Link, Profile, Region, RegionSave, Stora
 from actoffload.planning.regions import choosable, with_regions
 from actoffload.planning.search import Limits, Search, best, plan, propose
 from actoffload.planning.simulator import Conditions, simulate
+from actoffload.policy import KeepReason
 from tests.profiles import (
     Accelerator,
     checkpointed,
@@ -204,6 +205,18 @@ def test_with_enough_memory_all_run_once() -> None:
     found = propose(base, Limits(device_budget=everything.baseline_peak_bytes))
     assert found.once == set(range(16))
     assert found.step_s == everything.step_s
+
+
+def test_an_input_that_the_program_holds_takes_room_where_its_region_runs_once() -> None:
+    base = _llama(0.2, layers=3)
+    first, *others = base.storages
+    held = replace(first, kept=KeepReason.ALIVE.value, input_of=0)
+    base = replace(base, storages=(held, *others))
+    budget = simulate(with_regions(base, {0, 1, 2}), Plan(entries=()), Limits()).peak_bytes
+    assert propose(base, Limits(device_budget=budget + held.nbytes)).once == {0, 1, 2}
+    assert propose(base, Limits(device_budget=budget + held.nbytes - 1)).once != {0, 1, 2}
+    alone = replace(base, storages=(replace(held, kept=""), *others))
+    assert propose(alone, Limits(device_budget=budget)).once == {0, 1, 2}
 
 
 def test_regions_that_communicate_wait_for_all_ranks() -> None:
