@@ -75,7 +75,7 @@ def _train(group: Path | None, memory: str, keeps: bool, path: Path) -> tuple[in
     return done.returncode, json.loads(done.stdout) if done.returncode == 0 else {}
 
 
-# Its pages of libraries count as the process's memory, but the system can take them back: no limit kills what keeps all.
+# Pages of its libraries count, but the system can take them back: no limit kills what keeps all.
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a build for CUDA maps more than this test's room")
 @pytest.mark.slow
 def test_a_hard_limit_kills_nothing_that_knows_it(tmp_path: Path) -> None:
