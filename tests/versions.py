@@ -121,8 +121,12 @@ def _run_files(folder: Path, interpreter: str) -> Iterator[dict[str, dict[str, A
     kept = folder / "files.json"
     found: dict[str, dict[str, Any]] = json.loads(kept.read_text()) if kept.exists() else {}
     commit = commit_of(harness.ROOT)
-    clone = os.environ.get("MEGATRON_LM")
-    for suite, path in ({"frameworks": None} | ({"Megatron-LM main": clone} if clone else {})).items():
+    clone, alone = os.environ.get("MEGATRON_LM"), folder / "megatron"
+    if clone:  # its package alone: the clone has a package `tests`, too
+        alone.mkdir(exist_ok=True)
+        (alone / "megatron").unlink(missing_ok=True)
+        (alone / "megatron").symlink_to(Path(clone, "megatron").absolute())
+    for suite, path in ({"frameworks": None} | ({"Megatron-LM main": str(alone)} if clone else {})).items():
         files = found.setdefault(suite, {})
         for file in sorted((harness.ROOT / "tests" / "integration").glob(FRAMEWORKS[suite])):
             if file.stem not in files or _failed(files[file.stem]):
