@@ -9,8 +9,8 @@
 #   make gpu-wheels  what such a machine may lack, into the folder .gpu-wheels, to be carried there with the clone
 #   make options     the class `Options` and the entries of docs/configuration.md, after a change of an option
 #   make docs        the documentation's pages, in build/site (a part of `make test`)
-#   make newest      the tests of frameworks on the newest release of each, in a fresh environment; writes what broke
-#                    (6 GB); with MEGATRON_LM=CLONE, those of Megatron also on a clone of Megatron-LM
+#   make newest      the tests of frameworks on the newest release of each; writes what broke (6 GB; goes on where it was
+#                    stopped in the same week); with MEGATRON_LM=CLONE, those of Megatron also on a clone of Megatron-LM
 #   make versions    tests on several releases of PyTorch and Python, each installed by pip (25 GB, an hour)
 #
 # PYTHON      the interpreter that makes the environment, and that `make gpu` runs

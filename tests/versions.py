@@ -6,9 +6,10 @@
 is not on this machine, or a release that pip does not find, is named in the table. A result file of the same day keeps
 the rows of other pairs.
 
-The release ``newest`` (`make newest`) is the newest of PyTorch and of all frameworks that pip finds to fit together, in
-a fresh environment. Its row has their versions, and which tests of the frameworks failed. Megatron-LM's main branch is
-on no index: where the variable MEGATRON_LM names a clone of it, the tests of Megatron run on that, too.
+The release ``newest`` (`make newest`) is the newest of PyTorch and of all frameworks that pip finds to fit together.
+Its row has their versions, and which tests of the frameworks failed. Megatron-LM's main branch is on no index: where
+the variable MEGATRON_LM names a clone of it, the tests of Megatron run on that, too. This takes hours, file by file, so
+it may be stopped: the next run of the same week takes the same environment, and only the files that have not passed.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from actoffload.tools.environment import commit_of
 from benchmarks import harness
 
 PAIRS = ("2.9:3.11", "2.11:3.12", "2.13:3.13", "2.14:3.11", "2.15:3.11")
@@ -45,6 +48,8 @@ FRAMEWORKS = {"frameworks": "test_*.py", "Megatron-LM main": "test_megatron*.py"
 """Files of tests/integration."""
 FOLDER = harness.ROOT / ".versions"
 INSTALL_S, SUITE_S = 3600, 3600
+WEEK_S = 6 * 86400
+"""After so long the newest releases are others, and are installed anew."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -55,19 +60,20 @@ def main(arguments: Sequence[str]) -> int:
     rows: dict[str, dict[str, Any]] = known.get("rows", {})
     for pair in arguments or PAIRS:
         torch, _, python = pair.partition(":")
-        rows[pair] = run_pair(torch, python)
-        results.write(rows=rows)
+        for row in run_pair(torch, python):
+            rows[pair] = row
+            results.write(rows=rows)  # a run that is stopped leaves what it has found
     columns = ("PyTorch, Python", *SUITES, *FRAMEWORKS)
     results.finish(harness.markdown_table(columns, [_shown(row) for row in rows.values()]))
     return int(any("missing" in row or any(map(_failed, row["suites"].values())) for row in rows.values()))
 
 
-def run_pair(torch: str, python: str) -> dict[str, Any]:
-    """What the suites say in one environment; ``missing`` says why there is none."""
-    row: dict[str, Any] = {"torch": torch, "python": python}
-    environment = FOLDER / f"torch-{torch}-python-{python}"
+def run_pair(torch: str, python: str) -> Iterator[dict[str, Any]]:
+    """What the suites say in one environment, once more after each of them; ``missing`` says why there is none."""
+    row: dict[str, Any] = {"torch": torch, "python": python, "suites": {}}
+    folder = FOLDER / f"torch-{torch}-python-{python}"
     try:
-        interpreter = _environment(environment, torch, python)
+        interpreter = _environment(folder, torch, python)
         asked = "import platform, torch; print(torch.__version__, platform.python_version())"
         row["torch"], row["python"] = _output([interpreter, "-c", asked]).split()
         if torch == NEWEST:
@@ -76,18 +82,22 @@ def run_pair(torch: str, python: str) -> dict[str, Any]:
             row["packages"] = {each["name"]: each["version"] for each in listed if each["name"] in known}
     except (OSError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        return row | {"missing": said[-1] if said else type(error).__name__}
-    if torch != NEWEST:
-        return row | {"suites": {name: _run_suite(environment, interpreter, files) for name, files in SUITES.items()}}
-    clone = os.environ.get("MEGATRON_LM")
-    paths = {"frameworks": None} | ({"Megatron-LM main": clone} if clone else {})
-    return row | {"suites": {name: _run_files(environment, interpreter, name, path) for name, path in paths.items()}}
+        yield row | {"missing": said[-1] if said else type(error).__name__}
+        return
+    if torch == NEWEST:
+        for found in _run_files(folder, interpreter):
+            yield row | {"files": found, "suites": {suite: _sum(found[suite].values()) for suite in found}}
+        return
+    for name, files in SUITES.items():
+        row["suites"][name] = _run_suite(folder, interpreter, files)
+        yield row
 
 
 def _environment(folder: Path, torch: str, python: str) -> str:
     """The interpreter of an environment with this release, which is made unless there is one."""
     interpreter, stamp = str(folder / "bin" / "python"), folder / "installed"
-    if torch == NEWEST or not stamp.exists():  # the newest is another each week
+    kept = stamp.exists() and (torch != NEWEST or time.time() - stamp.stat().st_mtime < WEEK_S)
+    if not kept:
         _output([f"python{python}", "-m", "venv", "--clear", str(folder)])
         pip = [interpreter, "-m", "pip", "install", "--no-compile", "--no-cache-dir"]
         pip += shlex.split(os.environ.get("PIP_ARGS", ""))
@@ -106,15 +116,31 @@ def _output(command: list[str]) -> str:
     return done.stdout
 
 
-def _run_files(folder: Path, interpreter: str, suite: str, path: str | None) -> dict[str, Any]:
-    """The tests of frameworks, file by file: one that hangs, or that ends pytest, costs the results of no other."""
+def _run_files(folder: Path, interpreter: str) -> Iterator[dict[str, dict[str, Any]]]:
+    """All found so far, after each file: one that hangs, or that ends pytest, costs the results of no other."""
+    kept = folder / "files.json"
+    found: dict[str, dict[str, Any]] = json.loads(kept.read_text()) if kept.exists() else {}
+    commit = commit_of(harness.ROOT)
+    clone, alone = os.environ.get("MEGATRON_LM"), folder / "megatron"
+    if clone:  # its package alone: the clone has a package `tests`, too
+        alone.mkdir(exist_ok=True)
+        (alone / "megatron").unlink(missing_ok=True)
+        (alone / "megatron").symlink_to(Path(clone, "megatron").absolute())
+    for suite, path in ({"frameworks": None} | ({"Megatron-LM main": str(alone)} if clone else {})).items():
+        files = found.setdefault(suite, {})
+        for file in sorted((harness.ROOT / "tests" / "integration").glob(FRAMEWORKS[suite])):
+            if file.stem not in files or _failed(files[file.stem]):
+                files[file.stem] = _run_suite(folder, interpreter, [str(file)], path) | {"commit": commit}
+                kept.write_text(json.dumps(found))
+                print(f"{suite}, {file.stem}: {_told(files[file.stem])}", flush=True)
+            yield found
+
+
+def _sum(files: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """One result of many files."""
     total: dict[str, Any] = {"passed": 0, "skipped": 0, "failed": [], "status": 0}
-    for file in sorted((harness.ROOT / "tests" / "integration").glob(FRAMEWORKS[suite])):
-        found = _run_suite(folder, interpreter, [str(file)], path)
-        if "error" in found:
-            found = {"failed": [f"{file.stem}: {found['error']}"], "status": 1}
-        found["status"] %= 5  # 5: all were skipped
-        total = {key: value + found.get(key, 0) for key, value in total.items()}
+    for found in files:
+        total = {key: value + found[key] for key, value in total.items()}
     return total
 
 
@@ -131,15 +157,15 @@ def _run_suite(folder: Path, interpreter: str, files: list[str], path: str | Non
         done = subprocess.run(command, cwd=harness.ROOT, env=variables, timeout=SUITE_S, check=False)
         cases = list(ElementTree.parse(report).iter("testcase"))
     except (OSError, subprocess.TimeoutExpired, ElementTree.ParseError) as error:
-        return {"error": type(error).__name__}
+        return {"passed": 0, "skipped": 0, "failed": [f"{files[-1]}: {type(error).__name__}"], "status": 1}
     kinds = {kind: [c for c in cases if c.find(kind) is not None] for kind in ("skipped", "failure", "error")}
     failed = [f"{case.get('classname')}::{case.get('name')}" for case in kinds["failure"] + kinds["error"]]
     counts = {"passed": len(cases) - len(failed) - len(kinds["skipped"]), "skipped": len(kinds["skipped"])}
-    return counts | {"failed": failed, "status": done.returncode}
+    return counts | {"failed": failed, "status": done.returncode % 5}  # 5: all were skipped
 
 
 def _failed(suite: dict[str, Any]) -> bool:
-    return "error" in suite or suite["status"] != 0
+    return bool(suite["status"])
 
 
 def _shown(row: dict[str, Any]) -> list[str]:
@@ -151,8 +177,6 @@ def _shown(row: dict[str, Any]) -> list[str]:
 
 
 def _told(suite: dict[str, Any]) -> str:
-    if "error" in suite:
-        return f"NO: {suite['error']}"
     failed = f"NO: {len(suite['failed'])} failed, " if _failed(suite) else ""
     return f"{failed}{suite['passed']} passed, {suite['skipped']} skipped"
 

@@ -22,7 +22,7 @@ from .common import make_parser, options, waves
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train."""
     args = make_parser(__doc__, steps=10, batch=8, width=64, size=32).parse_args(arguments)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     torch.manual_seed(0)
     model = UNet2DModel(
         sample_size=args.size,

@@ -24,7 +24,7 @@ from .common import batch, make_parser, options
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train."""
     args = make_parser(__doc__, steps=10, batch=8, layers=4, width=256, seq=256).parse_args(arguments)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     torch.manual_seed(0)
     model = GPT(GPTConfig(layers=args.layers, width=args.width, seq=args.seq, dropout=0.1)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--compile", metavar="BACKEND", help="compile block by block, for example with inductor")
     parser.add_argument("--recompute", action="store_true", help="checkpoint every block")
     args = parser.parse_args(arguments)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if "WORLD_SIZE" in os.environ:
         if device.type != "cpu":
             torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))

@@ -22,7 +22,7 @@ from .common import KINDS, make_parser, options, waves
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train."""
     args = make_parser(__doc__, steps=10, batch=16, size=64).parse_args(arguments)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     torch.manual_seed(0)
     model = resnet18(num_classes=KINDS).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

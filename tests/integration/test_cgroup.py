@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -74,6 +75,8 @@ def _train(group: Path | None, memory: str, keeps: bool, path: Path) -> tuple[in
     return done.returncode, json.loads(done.stdout) if done.returncode == 0 else {}
 
 
+# Pages of its libraries count, but the system can take them back: no limit kills what keeps all.
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a build for CUDA maps more than this test's room")
 @pytest.mark.slow
 def test_a_hard_limit_kills_nothing_that_knows_it(tmp_path: Path) -> None:
     _, plain = _train(None, "", False, tmp_path)

@@ -1,8 +1,6 @@
 """Megatron-LM's main branch, which no index has: its names, its signatures and its HybridModel.
 
-    PYTHONPATH=CLONE_OF_MEGATRON_LM pytest tests/integration/test_megatron_main.py
-
-needs Triton. ``MEGATRON_LM=CLONE make newest`` runs it, and the other tests of Megatron, on a clone.
+Needs Triton. ``MEGATRON_LM=CLONE make newest`` runs it, and the other tests of Megatron, on a clone.
 """
 
 from __future__ import annotations

@@ -1,0 +1,37 @@
+"""`make newest` takes hours: a run that is stopped costs no result, and the next one takes what has not passed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import harness
+from tests import versions
+
+
+def test_a_stopped_run_goes_on_with_what_has_not_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = sorted((harness.ROOT / "tests" / "integration").glob("test_*.py"))
+    broken, asked = {files[0].stem}, list[str]()
+
+    def run_suite(folder: Path, interpreter: str, given: list[str], path: str | None) -> dict[str, Any]:
+        asked.append(name := Path(given[0]).stem)
+        return {"passed": 1, "skipped": 0, "failed": [name] if name in broken else [], "status": int(name in broken)}
+
+    monkeypatch.setattr(versions, "_run_suite", run_suite)
+    monkeypatch.delenv("MEGATRON_LM", raising=False)
+    for number, _ in enumerate(versions._run_files(tmp_path, "python")):
+        if number == 1:
+            break
+    assert asked == [file.stem for file in files[:2]]
+    asked.clear()
+    broken.clear()
+    *_, found = versions._run_files(tmp_path, "python")
+    assert asked == [file.stem for file in (files[0], *files[2:])]
+    assert versions._sum(found["frameworks"].values()) == {
+        "passed": len(files),
+        "skipped": 0,
+        "failed": [],
+        "status": 0,
+    }
