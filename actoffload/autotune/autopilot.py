@@ -243,16 +243,15 @@ class Autopilot:
         limit = self._budgets.of(shape, self._shapes) if ran_out or passed else None
         if not ran_out and not limit:
             return False
-        kept = 0 if shape.profile is None else shape.profile.baseline_peak_bytes  # if no hooks measured a peak
-        peak = observed.peak_bytes or kept
+        peak = observed.peak_bytes or (0 if shape.profile is None else shape.profile.baseline_peak_bytes)
         most = peak if limit is None else min(peak, limit)
         shape.tried.clear()  # these plans were made for a larger budget
+        if ran_out and most:
+            self._budgets.at_most(shape, TIGHTER * most)
         if ran_out:
-            if most:
-                shape.at_most(TIGHTER * most)
             self._run_once(shape, AGAIN, "the step ran out of memory")
         else:
-            shape.at_most(most - passed)
+            self._budgets.at_most(shape, most - passed)
             again, shape.passed = shape.passed == shape.once, shape.once
             self._choose(shape, f"the step passed device_memory by {format_size(passed)}", once_more=not again)
         return True
@@ -347,12 +346,13 @@ class Autopilot:
 
     def _know(self, shape: Shape, plan: Plan, profile: Profile, measured_s: float | None = None) -> None:
         """Remember the length of a step with these regions, under this plan."""
-        shape.know(Tried(shape.once, plan, profile, self._budgets.of(shape, self._shapes), shape.beside, measured_s))
+        budget = self._budgets.of(shape, self._shapes, AGAIN)  # whatever runs once, so that budgets compare
+        shape.know(Tried(shape.once, plan, profile, budget, shape.beside, measured_s))
 
     def _tries_others(self, shape: Shape, than_s: float, reason: str) -> bool:
         """Whether, on paper, a step with other regions run once is shorter than this. Then the next step proves it."""
         assert shape.base is not None, "its regions are known, and this rank decides alone"
-        base, budget = self._recording.on_links(shape.base), self._budgets.of(shape, self._shapes)
+        base, budget = self._recording.on_links(shape.base), self._budgets.of(shape, self._shapes, AGAIN)
         try:
             once = self.making.propose(shape, base).once
         except BudgetError:
@@ -387,7 +387,7 @@ class Autopilot:
         try:
             plan = self.making.plan(shape, profile)
         except BudgetError:
-            shape.at_most(TIGHTER * (self._budgets.of(shape, self._shapes) or 0))
+            self._budgets.at_most(shape, TIGHTER * (self._budgets.of(shape, self._shapes) or 0))
             self._choose(shape, "no plan keeps the budget")
             return
         best = min(shape.tried, key=lambda tried: tried.step_s, default=None)
@@ -520,7 +520,7 @@ class Autopilot:
             plan = self.making.plan(shape, profile)
         except BudgetError:
             if shape.once and self._agreed is None:
-                shape.at_most(TIGHTER * (self._budgets.of(shape, self._shapes) or 0))
+                self._budgets.at_most(shape, TIGHTER * (self._budgets.of(shape, self._shapes) or 0))
                 self._choose(shape, "no plan keeps the budget")
                 return
             plan = old  # no plan keeps the budget better

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 
 from ..errors import BudgetError
 from ..planning.constants import MEMORY_MARGIN, UNSEEN_STEPS
-from ..planning.regions import held_beside
+from ..planning.regions import more_beside
 from ..planning.search import Limits
 from ..runtime.ranks import several_ranks
 from ..runtime.store import ActivationStore
@@ -54,13 +54,28 @@ class Budgets:
         Regions that run once may take the memory that the program's own checkpoints would hold, and no more.
         """
         once = shape.once if once is None else once
-        held = held_beside(shape.base, once) if once and shape.base is not None else 0
-        bounds = [self._given, shape.most_bytes]
+        bounds = [shape.most_bytes]
         if self._config.device_memory is not None:
-            bounds.append(max(0, self._left_bytes(shape, known) - held))
-        elif self._config.device_budget is None and once and shape.base is not None:
-            bounds.append(max(0, shape.own_bytes - held))
-        return min((nbytes for nbytes in bounds if nbytes is not None), default=None)
+            bounds.append(self._left_bytes(shape, known))
+        elif self._of_the_device and once and shape.base is not None:
+            bounds.append(shape.own_bytes)
+        less = self._more_beside(shape, once)
+        bounds = [None if nbytes is None else max(0, nbytes - less) for nbytes in bounds]
+        return min((nbytes for nbytes in (self._given, *bounds) if nbytes is not None), default=None)
+
+    def at_most(self, shape: Shape, nbytes: float) -> None:
+        """Lower the bound of the bytes that a shape's steps may save, with the regions that run once now."""
+        shape.at_most(nbytes + self._more_beside(shape, shape.once))
+
+    @property
+    def _of_the_device(self) -> bool:
+        """Whether the bounds are parts of a number for the whole device, which no ``device_budget`` is."""
+        return self._config.device_memory is not None or self._config.device_budget is None
+
+    def _more_beside(self, shape: Shape, once: Collection[int]) -> int:
+        if shape.base is None or not self._of_the_device or once == shape.beside_of:
+            return 0
+        return more_beside(shape.base, once)
 
     def bound(self, shape: Shape, known: Iterable[Shape]) -> None:
         """Bound the step of a shape that begins."""
@@ -81,6 +96,7 @@ class Budgets:
             max_slowdown=config.max_slowdown,
             tiers=("host",) if self._tiers.spool is None else tiers,
             agreed=not several_ranks(),
+            whole_device=self._of_the_device,
         )
 
     @property

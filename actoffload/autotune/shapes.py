@@ -75,8 +75,9 @@ class Shape:
         stage: the purpose of the next step; ``why``: why it is recorded, although there is a plan.
         moving: the compute seconds of a step that moved everything, and the bytes that it moved both ways.
         most_bytes: a bound of saved bytes beside the options' own; None if there is none.
-        beside: the memory beside saved tensors in a recorded step, None before there is one; ``settled``: optimizer
-            states and gradients were part of it; ``rounding_bytes``: what an allocator may add to its saved tensors.
+        beside: the memory beside saved tensors in a recorded step, None before there is one; ``beside_of``: the regions
+            that ran once in it; ``settled``: optimizer states and gradients were part of it; ``rounding_bytes``: what
+            an allocator may add to its saved tensors.
         rest: how many steps without hooks are left; ``signatures``: of the model's forwards in the last step in which
             they were computed: a forward with another one does not rest.
         may_rest: whether any step may run without hooks.
@@ -98,6 +99,7 @@ class Shape:
         self.moving = 0.0, 0
         self.most_bytes: int | None = None
         self.beside: Beside | None = None
+        self.beside_of: frozenset[int] = frozenset()
         self.settled = False
         self.rounding_bytes = 0
         self.passed: frozenset[int] | None = None
@@ -170,7 +172,7 @@ class Shape:
         a whole recomputation free. So the numbers of the step in which all regions ran again stay right.
         """
         if not self.once or self.beside is None or not profile.recompute_bytes:
-            self.beside, self.settled = beside, settled
+            self.beside, self.beside_of, self.settled = beside, self.once, settled
             sizes = [storage.nbytes for storage in profile.storages]
             sizes += [save.nbytes for region in profile.regions for save in region.saves]
             self.rounding_bytes = sum(-nbytes % BLOCK_SIZE for nbytes in sizes)

@@ -28,7 +28,7 @@ from .constants import (
 )
 from .plan import Plan
 from .profile import Profile
-from .regions import choosable, held_beside, with_regions
+from .regions import choosable, more_beside, with_regions
 from .simulator import Conditions, Prediction, run
 from .workload import HOST, KEEP, NVME, Choice, Workload
 
@@ -42,11 +42,13 @@ class Limits(Conditions):
             (`NO_LOSS`), or with a ``device_budget`` any length.
         tiers: where storages may go: ``"host"``, ``"nvme"``.
         agreed: whether all ranks run the same regions once, so that regions in which ranks communicate may be chosen.
+        whole_device: the ``device_budget`` is the part of a number for the whole device that saved tensors may take.
     """
 
     max_slowdown: float | None = None
     tiers: tuple[str, ...] = ("host", "nvme")
     agreed: bool = False
+    whole_device: bool = False
 
     def __post_init__(self) -> None:
         Conditions.__post_init__(self)  # super() does not work in a dataclass with slots
@@ -129,13 +131,15 @@ def best(profile: Profile, limits: Limits) -> tuple[Profile, Plan]:
     limits = bounded(profile, limits)
     once = propose(profile, limits).once
     chosen = with_regions(profile, once)
-    return chosen, plan(chosen, _less_held(limits, profile, once))
+    return chosen, plan(chosen, _of_regions(limits, profile, once))
 
 
-def _less_held(limits: Limits, base: Profile, once: Collection[int]) -> Limits:
+def _of_regions(limits: Limits, base: Profile, once: Collection[int]) -> Limits:
     """The limits of the step in which these regions of ``base`` run once."""
     budget = limits.device_budget
-    return limits if budget is None else replace(limits, device_budget=max(0, budget - held_beside(base, once)))
+    if budget is None or not limits.whole_device:
+        return limits
+    return replace(limits, device_budget=max(0, budget - more_beside(base, once)))
 
 
 Score = tuple[float, float, int]
@@ -464,7 +468,7 @@ class _Regions:
     def _try(self, once: frozenset[int]) -> Proposal:
         found = self._tried.get(once)
         if found is None:
-            search = Search(with_regions(self._base, once), _less_held(self._limits, self._base, once))
+            search = Search(with_regions(self._base, once), _of_regions(self._limits, self._base, once))
             (over, step_s, moved), search.window, choice = search.glance()
             peak = search.predict(choice).peak_bytes
             found = self._tried[once] = Proposal(

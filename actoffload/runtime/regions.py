@@ -252,9 +252,8 @@ class Regions:
             self.turn_ends()
             expected = self._bytes.get(recomputation.key, 0)
             for tier in self.tiers.by_device.values():
-                # Backward may have used the logits while they were being copied. Without a plan nothing else releases
-                # them before the backward ends, and the region would take its memory beside them.
-                tier.release_dead()
+                if self.bound:
+                    tier.release_before_region()
                 shared.accounts.unpack_wait_s += tier.make_room(expected)
             self.look_at_memory()
             if region.recorded is not None:

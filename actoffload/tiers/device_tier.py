@@ -475,6 +475,12 @@ class DeviceTier(Tier):
             self._drop_unused()
             self.window.release_if(self._is_dead)
 
+    def release_before_region(self) -> None:
+        # Backward may have used the logits while they were being copied. A plan releases them at a position; before
+        # there is a plan, nothing else does before the backward ends.
+        if self.shared.config.policy == "auto" and not self.window.expected_bytes:
+            self.release_dead()
+
     def _is_dead(self, owner: object) -> bool:
         record = owner.record if isinstance(owner, Part) else owner
         return isinstance(record, Record) and record.state is State.RELEASED

@@ -146,8 +146,8 @@ class Record:
         ours = 1  # Python's objects for a storage count as one
         if self.outgoing is not None:
             copy = self.outgoing.copies.get(self)
-            if copy is None or copy[1].nbytes < self.nbytes:
-                return False  # copies of its parts hold it, some of them no longer, so the count proves nothing
+            if copy is None or self.data is None or copy[1].nbytes < self.data.nbytes():
+                return False  # copies of other parts may hold it, so the count proves nothing
             ours += 1  # the source of its copy
         if self.stays:
             ours += self.handles + 1  # the alias of each handle, and the alias that backward is about to get

@@ -168,6 +168,9 @@ class Tier(ABC):
     def release_dead(self) -> None:  # noqa: B027
         """Release the device memory of records that have died, in stream order."""
 
+    def release_before_region(self) -> None:  # noqa: B027
+        """As `release_dead`, before a checkpointed region runs again and takes its memory."""
+
     def begin_forward(self) -> None:
         """A forward begins, which may save nothing large."""
         self.release_dead()

@@ -330,6 +330,16 @@ def test_an_input_that_the_program_holds_counts_where_its_region_runs_once(
 
 
 @pytest.mark.simulated
+def test_no_step_passes_the_number_as_nearly_all_regions_run_once(device: SimulatedDevice) -> None:
+    """Where no region runs again, no room for one is left free. In virtual time."""
+    launch_s = scaled_llama.LAUNCHES["host ahead"]
+    limit = 3 * int(scaled_llama.run(None, launch_s, checkpointed=True, layers=6)["peak_bytes"])
+    ours = scaled_llama.run({"device_memory": limit}, launch_s, checkpointed=True, layers=6, steps=15)
+    assert ours["once"] >= 5
+    assert ours["highest_bytes"] <= limit
+
+
+@pytest.mark.simulated
 def test_states_that_pass_the_number_alone_are_an_error_before_the_second_forward(device: SimulatedDevice) -> None:
     _empty(device)  # an earlier test's exception may hold a model until now
     peaks, model = _train(1, None, rows=(8,))

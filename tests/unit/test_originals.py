@@ -297,6 +297,21 @@ def test_what_the_program_holds_is_not_read_back_and_does_not_count_as_gone(make
     assert_empty(offloader)
 
 
+@pytest.mark.simulated
+def test_copies_of_other_parts_of_a_storage_do_not_hold_it_elsewhere(device: SimulatedDevice) -> None:
+    """All of them are on their way to the host as backward takes the originals."""
+    x = torch.randn(768, 64).to(NAME).requires_grad_()
+    with simulated(policy="auto") as offloader:
+        for _ in range(5):
+            with offloader:
+                one, two, three = (x * 2.0).chunk(3, 0)
+                loss = (one * two * three).sum()
+                del one, two, three
+            loss.backward()
+        assert offloader.profile is not None
+        assert "held elsewhere" not in {storage.kept for storage in offloader.profile.storages}
+
+
 def test_what_is_let_go_before_backward_is_gone_and_comes_back(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(**ALL)
     x = _input()

@@ -11,7 +11,7 @@ import pytest
 from actoffload.errors import BudgetError, ConfigError
 from actoffload.planning.plan import Plan
 from actoffload.planning.profile import Link, Profile, Region, RegionSave, Storage
-from actoffload.planning.regions import choosable, with_regions
+from actoffload.planning.regions import choosable, more_beside, with_regions
 from actoffload.planning.search import Limits, Search, best, plan, propose
 from actoffload.planning.simulator import Conditions, simulate
 from actoffload.policy import KeepReason
@@ -207,16 +207,18 @@ def test_with_enough_memory_all_run_once() -> None:
     assert found.step_s == everything.step_s
 
 
-def test_an_input_that_the_program_holds_takes_room_where_its_region_runs_once() -> None:
+def test_a_number_for_the_whole_device_has_less_room_where_regions_run_once() -> None:
+    """For an input that the program holds, and where no region runs again, for all that one saves."""
     base = _llama(0.2, layers=3)
-    first, *others = base.storages
-    held = replace(first, kept=KeepReason.ALIVE.value, input_of=0)
-    base = replace(base, storages=(held, *others))
-    budget = simulate(with_regions(base, {0, 1, 2}), Plan(entries=()), Limits()).peak_bytes
-    assert propose(base, Limits(device_budget=budget + held.nbytes)).once == {0, 1, 2}
-    assert propose(base, Limits(device_budget=budget + held.nbytes - 1)).once != {0, 1, 2}
-    alone = replace(base, storages=(replace(held, kept=""), *others))
-    assert propose(alone, Limits(device_budget=budget)).once == {0, 1, 2}
+    held = replace(base.storages[0], kept=KeepReason.ALIVE.value, input_of=0)
+    base, places = replace(base, storages=(held, *base.storages[1:])), {0, 1, 2}
+    saves = sum(save.nbytes for save in base.regions[0].saves)
+    assert [more_beside(base, once) for once in ({0}, {1}, places)] == [held.nbytes, 0, held.nbytes + saves]
+    peak = simulate(with_regions(base, places), Plan(entries=()), Limits()).peak_bytes
+    assert propose(base, Limits(device_budget=peak)).once == places
+    more = peak + held.nbytes + saves
+    assert propose(base, Limits(device_budget=more, whole_device=True)).once == places
+    assert propose(base, Limits(device_budget=more - 1, whole_device=True)).once != places
 
 
 def test_regions_that_communicate_wait_for_all_ranks() -> None:
