@@ -12,8 +12,7 @@ import os
 import queue
 import shutil
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count as numbers
@@ -25,7 +24,7 @@ import numpy as np
 import typer
 
 from ..config import default_paths
-from ..errors import ActOffloadError, ChecksumError, ConfigError, SpoolFullError, SpoolPathError
+from ..errors import ChecksumError, ConfigError, EngineUnavailableError, SpoolFullError
 from ..memory.process_memory import map_private
 from ..sizes import format_size, parse_size
 from ..storage.engines import ENGINES
@@ -37,7 +36,6 @@ from .console import JsonOption, PathOption, print_json, print_rows, progress_ba
 Direction = Literal["write", "read", "mixed"]
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 DISK_ENGINES = tuple(name for name in ENGINES if name != "memory")
-"""The engines that work on a disk, in the order of ``ENGINES``."""
 NEARLY = 0.97
 """A setting that reaches this share of the best one does as well."""
 REGION_BYTES, BLOCK_BYTES, SECONDS, ROUNDS = 128 << 20, 8 << 20, 0.3, 2
@@ -46,38 +44,15 @@ SIZES = ("256KiB", "1MiB", format_size(BLOCK_BYTES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """A way to use the disk. ``depth``: transfers at the same time, in each directory; None: the engine's choice."""
+class Rates:
+    """Median bytes a second of an engine with one block size and ``depth`` transfers at once in each directory.
+
+    ``direct``: transfers bypass the page cache. ``mixed``: bytes written and read together.
+    """
 
     engine: str
     block_bytes: int
-    depth: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One timed run of one direction; of ``"mixed"``, bytes written and read together."""
-
-    setting: Setting
-    direction: Direction
-    bytes_per_s: float
-    direct: bool
-    """Whether the transfers bypassed the page cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A setting that could not be measured."""
-
-    setting: Setting
-    problem: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """The medians of one setting, bytes a second."""
-
-    setting: Setting
+    depth: int
     direct: bool
     write: float
     read: float
@@ -110,53 +85,35 @@ def command(
 
     S bytes that a step of T seconds saves hide if S / (T/2) is at most the slowest of write, read and mixed.
     """
-    settings = settings_of(engine or DISK_ENGINES, size or SIZES, depth or [None])
+    for name in engine or ():
+        if name not in ENGINES:
+            raise ConfigError("engine", name, f"choose one of {', '.join(ENGINES)}")
+    blocks = [parse_size("size", text) for text in size or SIZES]
     paths, region_bytes = strings(path) or list(default_paths()), parse_size("region", region)
-    results = measure_all(paths, settings, region_bytes=region_bytes, seconds=seconds, rounds=rounds)
-    samples: list[Sample] = []
-    failures: list[Failure] = []
-    each = len(DIRECTIONS) * rounds
-    with progress_bar(quiet=as_json) as progress, closing(results):
-        bar = progress.add_task("opening", total=len(settings) * each)
-        for one in results:
-            name = f"{one.setting.engine} {format_size(one.setting.block_bytes)}"
-            if isinstance(one, Failure):
-                failures.append(one)
+    depths: Sequence[int | None] = depth or (None,)
+    settings = list(dict.fromkeys(product(engine or DISK_ENGINES, depths, blocks)))
+    rates: list[Rates] = []
+    problems: dict[str, str] = {}
+    with progress_bar(quiet=as_json) as progress:
+        bar = progress.add_task("opening", total=len(settings))
+        for name, at_once, block in settings:
+            try:
+                rig = Rig(paths, name, at_once, block, region_bytes)
+            except EngineUnavailableError as error:
+                problems[name] = str(error)
             else:
-                samples.append(one)
-            progress.update(bar, advance=each if isinstance(one, Failure) else 1, description=name)
-    rates = rates_of(samples)
+                with rig:
+                    rates.append(rig.rates(seconds, rounds))
+            progress.update(bar, advance=1, description=f"{name} {format_size(block)}")
     best = best_of(rates)
     if as_json:
         rows = [asdict(one) | {"sustained": one.sustained} for one in rates]
-        found = {"samples": [asdict(one) for one in samples], "failures": [asdict(one) for one in failures]}
         training = best and {"step_s": 1.0, "hidden_bytes": best.sustained / 2}
-        print_json({**found, "rates": rows, "best": best and rows[rates.index(best)], "training": training})
+        found = {"rates": rows, "failures": problems, "best": best and rows[rates.index(best)]}
+        print_json(found | {"training": training})
     else:
-        show(rates, failures, best)
+        show(rates, problems, best)
     raise typer.Exit(0 if best is not None else 1)
-
-
-def settings_of(engines: Sequence[str], sizes: Sequence[str], depths: Sequence[int | None]) -> list[Setting]:
-    """Return every combination, each once."""
-    for name in engines:
-        if name not in ENGINES:
-            raise ConfigError("engine", name, f"choose one of {', '.join(ENGINES)}")
-    blocks = [parse_size("size", text) for text in sizes]
-    return list(
-        dict.fromkeys(Setting(engine=e, block_bytes=b, depth=d) for e, d, b in product(engines, depths, blocks))
-    )
-
-
-def rates_of(samples: Iterable[Sample]) -> list[Rates]:
-    """Return the medians of each setting, in the order in which settings first appear."""
-    direct: dict[Setting, bool] = {}
-    found: dict[tuple[Setting, Direction], list[float]] = {}
-    for one in samples:
-        direct[one.setting] = one.direct
-        found.setdefault((one.setting, one.direction), []).append(one.bytes_per_s)
-    middle = {key: median(rates) for key, rates in found.items()}
-    return [Rates(setting=one, direct=direct[one], **{way: middle[one, way] for way in DIRECTIONS}) for one in direct]
 
 
 def best_of(rates: Sequence[Rates]) -> Rates | None:
@@ -167,28 +124,28 @@ def best_of(rates: Sequence[Rates]) -> Rates | None:
     usable = [one for one in rates if one.direct] or rates
     top = max((one.sustained for one in usable), default=0.0)
     good = (one for one in usable if one.sustained >= NEARLY * top)
-    return min(good, key=lambda one: (one.setting.depth or 1) * one.setting.block_bytes, default=None)
+    return min(good, key=lambda one: one.depth * one.block_bytes, default=None)
 
 
-def show(rates: Sequence[Rates], failures: Sequence[Failure], best: Rates | None) -> None:
+def show(rates: Sequence[Rates], problems: dict[str, str], best: Rates | None) -> None:
     """Print the table, the engines that could not run with the reasons, and the advice."""
     rows = []
     for one in rates:
-        name = one.setting.engine if one.direct else f"{one.setting.engine} (page cache)"
-        numbers = (f"{rate / 1e9:.2f}" for rate in (one.write, one.read, one.mixed, one.sustained))
-        rows.append((name, format_size(one.setting.block_bytes), str(one.setting.depth), *numbers))
+        figures = (f"{rate / 1e9:.2f}" for rate in (one.write, one.read, one.mixed, one.sustained))
+        name = one.engine if one.direct else f"{one.engine} (page cache)"
+        rows.append((name, format_size(one.block_bytes), str(one.depth), *figures))
     if rows:
         print_rows(rows, "engine", "block", "at once", *DIRECTIONS, "both ways", title="GB/s")
-    lines = dict.fromkeys(f"{one.setting.engine} was not measured: {one.problem}" for one in failures)
+    lines = [f"{name} was not measured: {problem}" for name, problem in problems.items()]
     for line in (*lines, *(() if best is None else advice(best))):
         typer.echo(line)
 
 
 def advice(best: Rates) -> list[str]:
     """Return sentences on the best setting, and on the bytes that a step hides with it."""
-    setting, rate = best.setting, f"{best.sustained / 1e9:.2f} GB/s"
+    rate = f"{best.sustained / 1e9:.2f} GB/s"
     lines = [
-        f"Best: {setting.engine}, blocks of {format_size(setting.block_bytes)}, {setting.depth} at once: "
+        f"Best: {best.engine}, blocks of {format_size(best.block_bytes)}, {best.depth} at once: "
         f"{rate} both ways (the slowest of write, read and mixed).",
         f"A step of 1 s hides {format_size(best.sustained / 2)} written and read back: "
         f"half of the step at {rate}, as far as the disk goes.",
@@ -199,35 +156,6 @@ def advice(best: Rates) -> list[str]:
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
-
-
-def measure_all(
-    paths: Sequence[str], settings: Iterable[Setting], *, region_bytes: int, seconds: float, rounds: int
-) -> Generator[Sample | Failure]:
-    """Measure every setting in every direction, in turns (A B A B) if there are several rounds.
-
-    Yields:
-        Each sample when it is taken. A setting whose engine cannot run here gives one `Failure`, in the first round.
-
-    Raises:
-        ConfigError: a block size cannot work.
-        StorageError: a directory cannot hold a spool, has too little room, or failed.
-    """
-    able = list(settings)
-    for number in range(rounds):
-        for setting in list(able):
-            try:
-                rig = Rig(paths, setting.engine, setting.depth, setting.block_bytes, region_bytes)
-            except (ConfigError, SpoolPathError, SpoolFullError):
-                raise
-            except (ActOffloadError, OSError) as error:
-                if number:
-                    raise  # the engine worked in an earlier round, so the disk has failed
-                able.remove(setting)
-                yield Failure(setting, str(error))
-                continue
-            with rig:
-                yield from (rig.measure(direction, seconds) for direction in DIRECTIONS)
 
 
 class Rig:
@@ -284,8 +212,19 @@ class Rig:
         """A path that opens the first directory's file in another process, while the rig is open (Linux)."""
         return f"/proc/{os.getpid()}/fd/{self.spool.files[0].fd}"
 
-    def measure(self, direction: Direction, seconds: float) -> Sample:
-        """Time one direction; reading and mixed go over the blocks written before.
+    def rates(self, seconds: float, rounds: int) -> Rates:
+        """Take ``rounds`` samples of each direction, in turns, and return their medians.
+
+        Raises:
+            StorageError: a transfer failed.
+        """
+        samples = [{way: self.measure(way, seconds) for way in DIRECTIONS} for _ in range(rounds)]
+        middle = {way: median(sample[way] for sample in samples) for way in DIRECTIONS}
+        about, block = self.capabilities, self._block_bytes
+        return Rates(engine=about.name, block_bytes=block, depth=about.threads, direct=about.direct, **middle)
+
+    def measure(self, direction: Direction, seconds: float) -> float:
+        """Return the bytes a second of one direction; reading and mixed go over the blocks written before.
 
         An engine that works through the page cache makes one pass at most; its writes are forced to the disk within
         the time, and the blocks that it reads are dropped from the cache before.
@@ -294,9 +233,7 @@ class Rig:
             StorageError: a transfer failed.
         """
         moved, elapsed_s = self._run(direction, seconds)
-        about = self.capabilities
-        setting = Setting(engine=about.name, block_bytes=self._block_bytes, depth=about.threads)
-        return Sample(setting=setting, direction=direction, bytes_per_s=moved / elapsed_s, direct=about.direct)
+        return moved / elapsed_s
 
     def close(self) -> None:
         """Stop, and give the disk space back. Idempotent."""

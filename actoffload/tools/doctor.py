@@ -21,7 +21,7 @@ from ..sizes import format_size
 from ..storage.engines.gds import why_compat
 from ..storage.spool import Spool
 from ..storage.spool_files import filesystem_type
-from .bench import BLOCK_BYTES, DIRECTIONS, REGION_BYTES, ROUNDS, SECONDS, Rig, rates_of
+from .bench import BLOCK_BYTES, DIRECTIONS, REGION_BYTES, ROUNDS, SECONDS, Rig
 from .console import JsonOption, PathOption, check_paths, print_json, print_rows, strings
 from .environment import find_device
 
@@ -96,7 +96,7 @@ def examine_path(path: str) -> dict[str, Any]:
     }
     try:
         with Rig([path], "auto", None, BLOCK_BYTES, REGION_BYTES) as rig:
-            (rates,) = rates_of([rig.measure(way, SECONDS) for _ in range(ROUNDS) for way in DIRECTIONS])
+            rates = rig.rates(SECONDS, ROUNDS)
             facts |= {
                 "engine": rig.spool.engine_name,
                 "engine_reason": rig.spool.engine_reason,
