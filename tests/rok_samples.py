@@ -30,7 +30,6 @@ def sample(series: str, peak: int = 100, step_s: float = 1.0, case: Case = CASE,
         "ratios": KEEP_RATIOS if series == "keep" else [step_s, step_s],
         "peak_bytes": [peak, peak],
         "counted_peak_bytes": peak,
-        "process_peak_bytes": 10 * peak,
         "identical": True,
     }
     return base | more

@@ -118,11 +118,13 @@ def _against(keep: Point | None, point: Point) -> Point:
     """Return a point with its verdict, and with the throughput that its turns show: keep's, over the ratio."""
     if keep is None or keep.ratio is None or keep.tflops is None or point.ratio is None:
         return point
-    top, ratio = keep.tflops.median, point.ratio
+    said = "A/A noise" if point.variant.series == "keep" else verdict(point.ratio, keep.ratio)
+    return replace(point, tflops=_over(keep.tflops.median, point.ratio), verdict=said)
+
+
+def _over(top: float, times: Spread) -> Spread:
     # The longest step has the lowest throughput, so the ends change places.
-    tflops = Spread(top / ratio.median, top / ratio.high, top / ratio.low)
-    said = "A/A noise" if point.variant.series == "keep" else verdict(ratio, keep.ratio)
-    return replace(point, tflops=tflops, verdict=said)
+    return Spread(top / times.median, top / times.high, top / times.low)
 
 
 def _point(case: Case, variant: Variant, samples: Sequence[Sample]) -> Point:
@@ -130,21 +132,15 @@ def _point(case: Case, variant: Variant, samples: Sequence[Sample]) -> Point:
     point = Point(case=case, variant=variant, device_budget=budget)
     bad = [sample for sample in samples if "error" in sample]
     if bad:  # a point that fails now and then is a failed one
-        oom, below_floor = any(s.get("oom") for s in bad), any(s.get("below_floor") for s in bad)
-        return replace(point, oom=oom, below_floor=below_floor, error=bad[0]["error"])
+        return replace(point, oom=any(s.get("oom") for s in bad), error=bad[0]["error"])
     step_s = Spread.of([s for sample in samples for s in sample["step_s"]])
-    teraflop = samples[0]["flops"] / 1e12
-    peaks = [peak for sample in samples for peak in sample["peak_bytes"]]
-    process = [s["process_peak_bytes"] for s in samples if s["process_peak_bytes"] is not None]
     ratios = [ratio for sample in samples for ratio in sample["ratios"]]
     compared = [sample["identical"] for sample in samples if sample["identical"] is not None]
     return replace(
         point,
-        peak_bytes=round(median(peaks)),
-        worst_peak_bytes=max(peaks),
-        process_peak_bytes=round(median(process)) if process else None,
+        peak_bytes=round(median(peak for sample in samples for peak in sample["peak_bytes"])),
         step_s=step_s,
-        tflops=Spread(teraflop / step_s.median, teraflop / step_s.high, teraflop / step_s.low),
+        tflops=_over(samples[0]["flops"] / 1e12, step_s),
         ratio=Spread.of(ratios) if ratios else None,
         identical=all(compared) if compared else None,
     )
@@ -182,8 +178,8 @@ class RokRun:
         different = [name for name, how in self._measured_with.items() if old["measured_with"].get(name) != how]
         if different:
             raise ConfigError("out", str(file), f"was measured with another {', '.join(different)}; name a new file")
-        # Running out of memory and a budget below the floor are results, so these rounds are not taken again.
-        failed = {_job(s) for s in old["samples"] if "error" in s and not s.get("oom") and not s.get("below_floor")}
+        # A lack of room is a result, so these rounds are not taken again.
+        failed = {_job(s) for s in old["samples"] if "error" in s and not s.get("oom")}
         self.payload["samples"] = [s for s in old["samples"] if _job(s) not in failed]
 
     def missing(self) -> list[Job]:
@@ -262,7 +258,7 @@ def predict(spec: dict[str, Any]) -> dict[str, Any]:
         peaks[variant.series] = found.peak_bytes
         ratio = found.step_s / plain.step_s
         sample |= {"step_s": [found.step_s], "peak_bytes": [found.peak_bytes], "ratios": [ratio]}
-        sample |= {"device_budget": budget, "process_peak_bytes": None, "identical": None}
+        sample |= {"device_budget": budget, "identical": None}
     return {"samples": samples}
 
 
@@ -318,20 +314,17 @@ class Measured:
     steps: Annotated[int | None, typer.Option(min=1, help="Default: the preset's.")] = None
     repeats: Annotated[int | None, typer.Option(min=1, help="Default: the preset's.")] = None
 
-    @property
-    def own(self) -> bool:
-        """Whether the model is the user's own."""
-        return self.model is not None and is_own(self.model)
-
     def run(self, out: Path | None, path: list[str] | None) -> RokRun:
         """Return the run for these options."""
-        name = self.preset or (OWN if self.own else "cpu")
+        own = self.model is not None and is_own(self.model)
+        name = self.preset or (OWN if own else "cpu")
         if name not in PRESETS:
             raise ConfigError("preset", name, f"choose one of {', '.join(map(repr, PRESETS))}")
         chosen = PRESETS[name]
-        chosen = replace(chosen, steps=self.steps or chosen.steps, repeats=self.repeats or chosen.repeats)
+        cases = self._own_cases() if own else self._cases(chosen.cases)
+        chosen = replace(chosen, cases=cases, steps=self.steps or chosen.steps, repeats=self.repeats or chosen.repeats)
         command = f"actoffload rok --preset {name} --steps {chosen.steps} --repeats {chosen.repeats}"
-        file = f"rok_{Path(self.model).stem if self.model and self.own else name}"
+        file = f"rok_{Path(self.model).stem if self.model and own else name}"
         environment = describe_environment()
         launch: Launch = partial(run_worker, WORKER, limit_s=LIMIT_S)
         if self.gpu is not None:
@@ -339,23 +332,22 @@ class Measured:
             rates = f"{machine.write_bytes_per_s / 1e9:.0f} GB/s out, {machine.read_bytes_per_s / 1e9:.0f} back"
             speed = f"{machine.flops_per_s / 1e12:.0f} TFLOP/s"
             environment["gpu"] = f"{self.gpu}, {speed}; {machine.drives} SSDs, {rates}"
-            chosen = replace(chosen, gpu=self.gpu, device=PREDICTED, series=SERIES, threads=None)
             # A prediction has no noise and no plan that has to settle.
-            chosen = replace(chosen, warm_up=0, steps=1, repeats=1)
+            once: dict[str, Any] = {"warm_up": 0, "steps": 1, "repeats": 1, "threads": None}
+            chosen = replace(chosen, gpu=self.gpu, device=PREDICTED, series=SERIES, **once)
             command, file = f"actoffload rok --preset {name} --gpu {self.gpu}", f"{file}_{self.gpu}"
-        chosen = replace(chosen, cases=self._cases(chosen))
         about = {"command": command, "environment": environment}
         return RokRun(chosen, out or Path(f"{file}.json"), about, launch, path)
 
-    def _cases(self, preset: Preset) -> tuple[Case, ...]:
-        """Return a user's own model in each batch, or the preset's cases of a model and of some batches."""
-        if self.model is not None and self.own:
-            from .models import import_function
+    def _own_cases(self) -> tuple[Case, ...]:
+        from .models import import_function
 
-            import_function("model", self.model)  # an error there ends the command, not every round
-            return tuple(Case(model=self.model, batch=size) for size in self.batch or OWN_BATCHES)
-        cases = preset.cases
-        for name, wanted in (("model", [self.model] if self.model else None), ("batch", self.batch)):
+        import_function("model", str(self.model))  # an error there ends the command, not every round
+        return tuple(Case(model=str(self.model), batch=size) for size in self.batch or OWN_BATCHES)
+
+    def _cases(self, cases: tuple[Case, ...]) -> tuple[Case, ...]:
+        """Return the preset's cases of the model and of the batches."""
+        for name, wanted in (("model", self.model and [self.model]), ("batch", self.batch)):
             if wanted:
                 cases = tuple(case for case in cases if getattr(case, name) in wanted)
             if not cases:
@@ -408,18 +400,17 @@ def take_rounds(run: RokRun, *, quiet: bool) -> None:
 
 
 def finish(payload: dict[str, Any], file: Path, dark: bool, as_json: bool) -> int:
-    """Draw and compare; return 1 if losses or gradients differ or a point failed.
-
-    Running out of memory and a budget below the floor are no failures.
-    """
+    """Draw and compare; return 1 if losses or gradients differ, or a point failed otherwise than by a lack of room."""
     points, machine = points_of(payload["samples"]), payload["environment"]
     share = max((s.get("others_cpu_share") or 0.0 for s in payload["samples"]), default=0.0)
-    title = f"{machine.get('gpu') or machine.get('cpu')}, torch {machine.get('torch')}"
-    if payload["measured_with"].get("device") == PREDICTED:
-        title, share = f"PREDICTED from shapes, nothing was run\n{machine['gpu']}", 0.0
-    elif payload["measured_with"].get("device") == SIMULATED:
-        title, share = f"SIMULATED GPU, virtual time; torch {machine.get('torch')}", 0.0
-    share = share if share > BUSY_SHARE else 0.0
+    device, torch = payload["measured_with"].get("device"), f"torch {machine.get('torch')}"
+    title = f"{machine.get('gpu') or machine.get('cpu')}, {torch}"
+    if device == PREDICTED:
+        title = f"PREDICTED from shapes, nothing was run\n{machine['gpu']}"
+    elif device == SIMULATED:
+        title = f"SIMULATED GPU, virtual time; {torch}"
+    if share <= BUSY_SHARE or device in (PREDICTED, SIMULATED):
+        share = 0.0
     busy = f"the machine was busy: others took up to {share:.0%} of the processors" if share else ""
     pictures = [file.with_name(f"{file.stem}{'_dark' * dark}{ending}") for ending in (".png", ".svg")]
     drawn = f"written beside {file.name}: {', '.join(picture.name for picture in pictures)}"
@@ -443,7 +434,7 @@ def show(points: Sequence[Point], busy: str) -> None:
         mine = [point for point in points if point.case == case]
         mine.sort(key=lambda point: (SERIES.index(point.variant.series), point.peak_bytes))
         rows = [(point.variant.label, *_cells(point)) for point in mine]
-        print_rows(rows, "series", "peak", "process", "step", "× keep", "verdict", title=case.name)
+        print_rows(rows, "series", "peak", "step", "× keep", "verdict", title=case.name)
     console.print("peak: saved activations; × keep: within the same turn (middle half)", style="dim", markup=False)
     if busy:
         console.print(f"WARNING: {busy}; trust verdicts, not single figures.", style="bold yellow", markup=False)
@@ -457,11 +448,10 @@ def show(points: Sequence[Point], busy: str) -> None:
 def _cells(point: Point) -> tuple[str, ...]:
     """Return a point's numbers as text and its verdict, or the reason why there are none."""
     if point.step_s is None:
-        return ("-", "-", "-", "-", "out of memory" if point.oom else point.error)
+        return ("-", "-", "-", point.error)
     ratio = point.ratio
     return (
         format_size(point.peak_bytes),
-        "-" if point.process_peak_bytes is None else format_size(point.process_peak_bytes),
         f"{point.step_s.median:.3g} s",
         "-" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})",
         "BITS DIFFER" if point.identical is False else point.verdict,

@@ -99,9 +99,6 @@ class Point:
     device_budget: int | None = None
     peak_bytes: int = 0
     """Peak of saved activations on the device in a step: its median over the timed steps."""
-    worst_peak_bytes: int = 0
-    process_peak_bytes: int | None = None
-    """Peak resident memory of the process in a step; None on an accelerator."""
     step_s: Spread | None = None
     tflops: Spread | None = None
     """Throughput, 10¹² FLOP/s: keep's at its median step, over the ratio; without a ratio that of the steps."""
@@ -111,8 +108,7 @@ class Point:
     identical: bool | None = None
     """Whether losses and gradients equal keep's bit for bit; None if nothing was compared."""
     oom: bool = False
-    below_floor: bool = False
-    """Whether its budget is below the floor of every plan."""
+    """Whether there was no room: in memory, or under a budget below the floor of every plan."""
     error: str = ""
 
     @property
@@ -122,8 +118,8 @@ class Point:
 
     @property
     def failed(self) -> bool:
-        """Whether it went wrong otherwise than by running out of memory or by a budget below the floor."""
-        return bool(self.error) and not self.oom and not self.below_floor
+        """Whether it went wrong otherwise than by a lack of room."""
+        return bool(self.error) and not self.oom
 
     def as_dict(self) -> dict[str, Any]:
         """Return one row, ready for JSON."""

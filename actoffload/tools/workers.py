@@ -184,13 +184,13 @@ def spread(found: Sequence[float]) -> str:
 
 
 def failure(error: BaseException) -> dict[str, Any]:
-    """Return an error as a result."""
+    """Return an error as a result; ``oom``: there was no room, in memory or under a budget."""
     line = next(iter(without_errno(str(error)).splitlines()), type(error).__name__)
-    text, below_floor = f"{type(error).__name__}: {error}", isinstance(error, BudgetError)
-    # A `BudgetError` is no lack of memory, even if its text names one.
-    if not below_floor and any(part in text for part in _NO_MEMORY):
-        return {"error": f"out of memory: {line}", "oom": True}
-    return {"error": f"{type(error).__name__}: {line}", "oom": False, "below_floor": below_floor}
+    text = f"{type(error).__name__}: {line}"
+    if isinstance(error, BudgetError):  # whatever its text names, memory was not the limit
+        return {"error": text, "oom": True}
+    memory = any(part in f"{type(error).__name__}: {error}" for part in _NO_MEMORY)
+    return {"error": f"out of memory: {line}" if memory else text, "oom": memory}
 
 
 def _failure(status: int, errors: str) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def test_a_run_is_resumed_and_only_failures_are_taken_again(tmp_path: Path) -> N
     rounds.close()
     assert len(load_results(file)["samples"]) == len(PRESET.variants) == 6
     assert not list(tmp_path.glob("*.partial"))
-    second = Launcher(keep={"error": "out of memory", "oom": True}, hybrid={"error": "floor", "below_floor": True})
+    second = Launcher(keep={"error": "out of memory", "oom": True}, hybrid={"error": "floor", "oom": True})
     assert len(list(make_run(file, second).run())) == 4
     assert second.asked == [2, 2, 4, 4], "the failed one again"
     assert make_run(file, second).missing() == [], "no room, and no room under the budget, are results"
@@ -122,7 +122,6 @@ def test_the_worker_measures_the_same_training_in_every_series(tmp_path: Path) -
     assert max(offload["peak_bytes"]) <= min(keep["peak_bytes"])
     assert hybrid["device_budget"] == keep["counted_peak_bytes"] * 6 // 10
     assert max(hybrid["peak_bytes"]) <= 1.02 * hybrid["device_budget"]
-    assert keep["process_peak_bytes"] > 2 * block
 
 
 def test_a_bit_that_differs_is_seen_by_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +135,7 @@ def test_a_bit_that_differs_is_seen_by_the_worker(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(rok_worker, "Round", Wrong)
     variants = Variant(series="keep"), Variant(series="recompute")
-    keep, recompute = rok_worker.measure(worker_spec(*variants, warm_up=0, steps=0))["samples"]
+    keep, recompute = rok_worker.measure(worker_spec(*variants, warm_up=0, steps=1))["samples"]
     assert (keep["identical"], recompute["identical"]) == (True, False)
 
 
@@ -165,7 +164,7 @@ def test_the_worker_turns_failures_into_results(capsys: pytest.CaptureFixture[st
     assert failure(RuntimeError(text))["oom"] is True
     assert failure(torch.OutOfMemoryError("CUDA out of memory"))["oom"] is True
     assert failure(ActOffloadError("x"))["oom"] is False
-    assert failure(BudgetError(1, 2, "floor"))["below_floor"] is True
+    assert failure(BudgetError(1, 2, "out of memory"))["error"].startswith("BudgetError: ")
 
 
 def test_models_need_sizes_that_fit_and_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +306,7 @@ def test_redraw_fails_when_bits_differ_or_a_point_failed(tmp_path: Path) -> None
     different = [sample("keep"), sample("offload", identical=False)]
     assert "BITS DIFFER" in invoke("--redraw", str(write(tmp_path / "a.json", different)), status=1)
     invoke("--redraw", str(write(tmp_path / "b.json", all_points())), status=1)
-    floor = [sample("keep"), failed("hybrid", "BudgetError: the floor is 5") | {"below_floor": True}]
+    floor = [sample("keep"), failed("hybrid", "BudgetError: the floor is 5", oom=True)]
     invoke("--redraw", str(write(tmp_path / "c.json", floor)))
 
 
