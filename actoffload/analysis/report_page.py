@@ -25,7 +25,6 @@ from .traced_run import (
     SAVED,
     Moment,
     Run,
-    difference,
     format_number,
     verdict_of,
 )
@@ -47,15 +46,12 @@ Rows = list[tuple[str, ...]]
 
 
 class Section(NamedTuple):
-    """A table of the report, on the page and in a terminal."""
+    """A table of the report under a heading, its meaning, and the reason (``nothing``) why there may be no rows."""
 
     title: str
     meaning: str
-    """A sentence or two for a reader."""
     nothing: str
-    """The reason why there are no rows."""
     table: Rows
-    """Under a heading."""
 
     @property
     def filled(self) -> bool:
@@ -85,11 +81,10 @@ def write_page(runs: Sequence[Run], path: Path) -> None:
         | {"bands": _bands(run, length_s)}
         for run in runs
     ]
-    memories = [run.memory() for run in runs]  # once: a trace may have many moments
-    for name, kinds in (("whole", KINDS), ("alone", (SAVED, AWAY))):
-        top = max(sum(moment.by_kind[kind] for kind in kinds) for memory in memories for moment in memory)
-        for one, run, memory in zip(shown, runs, memories, strict=True):
-            one[name] = _chart(run, memory, kinds, max(1.0, 1.08 * top), length_s)
+    memories = [run.memory() for run in runs]
+    top = max(sum(moment.by_kind.values()) for memory in memories for moment in memory)
+    for one, run, memory in zip(shown, runs, memories, strict=True):
+        one["chart"] = _chart(run, memory, max(1.0, 1.08 * top), length_s)
     text = page.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8")).render(
         title=verdict_of(*runs) if len(runs) > 1 else f"{runs[0].name}: {runs[0].summary()}",
         runs=shown,
@@ -119,14 +114,10 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
 
 
 def comparison(runs: Sequence[Run]) -> Rows:
-    """Return each of the runs' numbers under a heading, with a column for each run, and for two the difference."""
+    """Return the runs' numbers under a heading, with a column for each run."""
     numbers = [run.numbers() for run in runs]
-    rows: Rows = [("", *(run.name for run in runs), *(("difference",) if runs[1:] else ()))]
-    for name, label in LABELS.items():
-        values = [each[name] for each in numbers]
-        last = (difference(name, *values),) if values[1:] else ()
-        rows.append((label, *(format_number(name, value) for value in values), *last))
-    return rows
+    rows: Rows = [("", *(run.name for run in runs))]
+    return rows + [(label, *(format_number(name, each[name]) for each in numbers)) for name, label in LABELS.items()]
 
 
 def sections(run: Run) -> list[Section]:
@@ -158,7 +149,7 @@ def sections(run: Run) -> list[Section]:
     ]
 
 
-def _chart(run: Run, memory: list[Moment], kinds: Sequence[str], top: float, length_s: float) -> dict[str, Any]:
+def _chart(run: Run, memory: list[Moment], top: float, length_s: float) -> dict[str, Any]:
     """Return the parts of a chart of memory over the step that is shown. Sizes are shares of its width and height."""
     ends = [*(moment.time_s for moment in memory[1:]), run.end_s - run.begin_s]
     unit, name = (GIB, "GiB") if top >= GIB else (MIB, "MiB")
@@ -167,23 +158,15 @@ def _chart(run: Run, memory: list[Moment], kinds: Sequence[str], top: float, len
     for phase in run.phases():
         text = phase.name if phase.duration_s > NAMED * length_s else ""
         labels.append(("phase", "left", phase.begin_s / length_s, text))
-    return {
-        "kinds": [kind for kind in kinds if any(moment.by_kind[kind] for moment in memory)],
-        "labels": labels,
-        "moments": [
-            (
-                (end_s - moment.time_s) / length_s,
-                _figures(moment, kinds),
-                [(kind, moment.by_kind[kind] / top) for kind in kinds if moment.by_kind[kind]],
-            )
-            for moment, end_s in zip(memory, ends, strict=True)
-        ],
-    }
-
-
-def _figures(moment: Moment, kinds: Sequence[str]) -> str:
-    lines = [f"{kind}: {format_size(moment.by_kind[kind])}" for kind in reversed(kinds) if moment.by_kind[kind]]
-    return "\n".join([format_time(moment.time_s), *lines, *moment.blocks])
+    moments = []
+    for moment, end_s in zip(memory, ends, strict=True):
+        parts = [(kind, nbytes) for kind, nbytes in moment.by_kind.items() if nbytes]
+        lines = [f"{kind}: {format_size(nbytes)}" for kind, nbytes in reversed(parts)]
+        figures = "\n".join([format_time(moment.time_s), *lines])
+        width = (end_s - moment.time_s) / length_s
+        moments.append((width, figures, [(kind, nbytes / top) for kind, nbytes in parts]))
+    kinds = [kind for kind in KINDS if any(moment.by_kind[kind] for moment in memory)]
+    return {"kinds": kinds, "labels": labels, "moments": moments}
 
 
 def _ticks(top: float, most: int = 5) -> list[float]:

@@ -24,8 +24,6 @@ those that are away above them. Before training: parameters, on the CPU with the
 forward. Kept free: memory that the allocator keeps, beside what is in use."""
 MOVED, NOT_AWAY, SAVED_SUM = "moved", "still there", "saved in a step"
 MOST_WAITS = 10
-MOST_BLOCKS = 3
-"""The most blocks that are named for one moment."""
 MOST_MOMENTS = 400
 """The most moments of the step that is shown; of several that lie together, the one with the most memory."""
 LABELS = {
@@ -43,18 +41,10 @@ LABELS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """Memory from a moment of the step on, in seconds from its begin, and bytes.
-
-    Attributes:
-        by_kind: bytes for each of `KINDS`.
-        blocks: the blocks that saved the most bytes in memory, each with its size as text.
-        total: the measured sum.
-        without: the sum with nothing moved.
-    """
+    """Bytes from a moment of the step on: for each of `KINDS`, as measured in all, and that if nothing had moved."""
 
     time_s: float
     by_kind: dict[str, float]
-    blocks: list[str]
     total: float
     without: float
 
@@ -63,10 +53,8 @@ class Moment:
 class LinkUse:
     """One direction of a link: its bytes in the run, and bytes per second over the time with a transfer (``can_do``).
 
-    Attributes:
-        used: the part of each phase of the step that is shown in which a transfer was under way. Writes have forward
-            to move their bytes, and reads have backward, so that nothing waits. A rate would be no share: that of a
-            phase may lie above the run's, ``can_do``.
+    ``used``: the part of each phase of the step that is shown in which a transfer was under way. A rate would be no
+    share: that of a phase may lie above the run's.
     """
 
     name: str
@@ -77,7 +65,7 @@ class LinkUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitsFor:
-    """All waits of a run for the tensors of one module, for one reason (`Span.reason`)."""
+    """All waits of a run for the tensors of one module, for one `Span.reason`."""
 
     module: str
     reason: str
@@ -93,8 +81,8 @@ class Run:
     Attributes:
         count: the number of its steps.
         step_s: their median, without the steps before the last plan; ``lengths_s``: the length of each of them.
-        shown: the number of the step that is shown, from 0: the step of median length.
-        begin_s: the begin of that step on the host or the device; ``end_s``: its end on both.
+        shown: the number of the step of median length, from 0.
+        begin_s: its begin on the host or the device; ``end_s``: its end on both.
     """
 
     trace: TraceFile
@@ -156,10 +144,8 @@ class Run:
             counters[name].at(time_s)["bytes"] if name in counters and counters[name].times_s else 0.0
             for name in ("memory total", "memory with nothing moved", "kept free")
         )
-        saved = {name: nbytes for name, nbytes in values.items() if name.startswith("saved") and nbytes}
-        known = {name: values.get(name, 0.0) for name in ("optimizer state", "gradients")} | {
-            SAVED: sum(saved.values())
-        }
+        known = {name: values.get(name, 0.0) for name in ("optimizer state", "gradients")}
+        known[SAVED] = sum(nbytes for name, nbytes in values.items() if name.startswith("saved"))
         left = max(0.0, total - sum(known.values()))
         before, away = values.get("parameters", 0.0), without - total
         if "process memory" not in counters:  # the total is the process's, of which the free memory is a part
@@ -169,13 +155,8 @@ class Run:
             before = max(before, self.known("statistics").get("process_before_bytes", 0.0))
         known |= {"before training": min(left, before), "temporaries": max(0.0, left - before)}
         known |= {"kept free": max(0.0, free), AWAY: max(0.0, away)}
-        return Moment(
-            time_s=time_s - self.begin_s,
-            by_kind={kind: known[kind] for kind in KINDS},
-            blocks=_largest(saved),
-            total=total,
-            without=without,
-        )
+        by_kind = {kind: known[kind] for kind in KINDS}
+        return Moment(time_s=time_s - self.begin_s, by_kind=by_kind, total=total, without=without)
 
     def links(self) -> list[LinkUse]:
         """Return the directions of links that moved bytes in the run."""
@@ -219,16 +200,10 @@ class Run:
         groups: dict[tuple[str, str], list[Span]] = {}
         for wait in (wait for wait in self.trace.waits if wait.duration_s):
             groups.setdefault((wait.module or "(no module)", wait.reason), []).append(wait)
-        found = [
-            WaitsFor(
-                module=module,
-                reason=reason,
-                total_s=sum(wait.duration_s for wait in waits),
-                count=len(waits),
-                nbytes=max(wait.nbytes for wait in waits),
-            )
-            for (module, reason), waits in groups.items()
-        ]
+        found = []
+        for (module, reason), waits in groups.items():
+            total_s, nbytes = sum(wait.duration_s for wait in waits), max(wait.nbytes for wait in waits)
+            found.append(WaitsFor(module=module, reason=reason, total_s=total_s, count=len(waits), nbytes=nbytes))
         return sorted(found, key=lambda waits: -waits.total_s)[:MOST_WAITS]
 
     def saved(self) -> dict[str, int]:
@@ -379,15 +354,6 @@ def verdict_of(before: Run, after: Run) -> str:
     return f"{after.name}: {', '.join(parts)}; {step}"
 
 
-def difference(name: str, before: float, after: float) -> str:
-    """Return the change of a number as text."""
-    if name == "steps" or before == after:
-        return "-"
-    sign = "-" if after < before else "+"
-    share = f" ({sign}{abs(after - before) / before:.0%})" if before else ""
-    return f"{sign}{format_number(name, abs(after - before))}{share}"
-
-
 def format_number(name: str, value: float | None) -> str:
     """Return a number of `Run.numbers` as text."""
     if value is None:
@@ -395,9 +361,3 @@ def format_number(name: str, value: float | None) -> str:
     if name.endswith("_bytes"):
         return format_size(value)
     return format_time(value) if name.endswith("_s") else f"{value:g}"
-
-
-def _largest(saved: Mapping[str, float]) -> list[str]:
-    largest = sorted(saved.items(), key=lambda item: -item[1])
-    told = [f"{name.removeprefix('saved by ')} {format_size(nbytes)}" for name, nbytes in largest[:MOST_BLOCKS]]
-    return [*told, *(["…"] if largest[MOST_BLOCKS:] else [])]

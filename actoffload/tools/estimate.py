@@ -1,4 +1,4 @@
-"""``actoffload estimate``: the needs of offloading a model, on paper: memory, links, drives, cost."""
+"""``actoffload estimate``: the needs of offloading a model, on paper: memory, links, drives."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def command(
     check: Annotated[bool, typer.Option("--check", help="Set published figures beside ours and leave.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Say on paper what offloading needs: memory, bandwidth, the share that hides, the SSDs' life on rated TBW, cost.
+    """Say on paper what offloading needs: memory, bandwidth, the share that hides, the SSDs' life on rated TBW.
 
     FUNCTION returns a model and make_batch(size), which returns the model's arguments for that many samples.
     """
@@ -114,9 +114,8 @@ class Answer:
         self.split = replace(start.split, **split)
         gpu = question.gpu or start.gpu
         # A published utilisation was reached on the preset's own GPU, and proves nothing for another one.
-        if gpu == start.gpu and start.utilisation is not None:
-            machine = {"utilisation": start.utilisation} | machine
-        self.hardware = hardware_of(gpu, question.drive, **machine)
+        mfu = start.utilisation if gpu == start.gpu else None
+        self.hardware = hardware_of(gpu, question.drive, mfu=mfu, **machine)
         self.activations = activations_of(question, self.split)  # takes long: after everything that may be refused
         self.result = estimate(self.activations, self.split, self.hardware, step_s=question.step_s)
 
@@ -288,12 +287,12 @@ def _machine_rows(hardware: Hardware, result: Estimate) -> list[tuple[str, str]]
     ]
     if hardware.target == "host":
         return [*rows, ("host memory in use", f"{format_size(result.away_bytes)} of it at once")]
-    rows += [
+    return [
+        *rows,
         ("drives", f"{hardware.drives} × {hardware.drive.name}, rated {format_decimal(rated)} written"),
         ("written", f"{format_decimal(result.written_bytes_per_day)} a day"),
         ("life on rated TBW", format_duration(result.rated_life_s)),
     ]
-    return rows if result.ssd_price_usd is None else [*rows, ("price", f"${result.ssd_price_usd:,.0f}")]
 
 
 def list_presets() -> list[dict[str, Any]]:

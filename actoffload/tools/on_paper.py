@@ -1,4 +1,4 @@
-"""The needs and costs of offloading, on paper: memory, bandwidth, the share that hides, an SSD's life, dollars.
+"""The needs of offloading, on paper: memory, bandwidth, the share that hides, an SSD's life.
 
 The model is SSDTrain's (arXiv 2408.10013, its section on modelling): a step of ``t`` seconds that saves ``S`` bytes on
 a GPU writes them in one half and reads them in the other, so it needs ``S / (t/2)`` each way; a drive lives
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.resources import files
@@ -32,7 +32,7 @@ SPLIT, MACHINE = "Split; default: the model preset's", "Machine, per GPU; defaul
 T = TypeVar("T")
 
 
-def _parsed(flag: str, unit: str, convert: Callable[[str], float], help: str = "As measured.") -> Any:
+def _parsed(flag: str, unit: str, convert: Callable[[str], float], help: str) -> Any:
     """Return an option of the machine; ``convert`` makes a number of its text."""
 
     def parse(text: str) -> float:
@@ -71,7 +71,6 @@ class Drive:
     write_bytes_per_s: float
     """Sequential write. Makers of consumer drives state it for the SLC cache; a full cache writes slower."""
     read_bytes_per_s: float
-    price_usd: float | None = None
     nand: bool = True
     """Flash, which writes slower once its cache is full."""
     source: str = ""
@@ -118,47 +117,39 @@ class Hardware:
     """One GPU's share of a machine. Rates in FLOP/s and bytes a second, one way."""
 
     name: str
-    peak_flops: Annotated[float, _parsed("--peak-tflops", "TFLOP/S", lambda text: 1e12 * float(text), "Dense.")]
-    """Dense peak in the type that the model computes in."""
-    utilisation: Annotated[float, typer.Option(help="MFU, 0 to 1.", rich_help_panel=MACHINE)]
-    """Share of the peak that a whole step achieves, bubbles, communication and optimizer included."""
-    link_bytes_per_s: Annotated[float, _parsed("--link", "GB/S", _giga)]
-    """Between device and host."""
+    flops_per_s: Annotated[
+        float, _parsed("--tflops", "TFLOP/S", lambda text: 1e12 * float(text), "That a whole step reaches.")
+    ]
+    link_bytes_per_s: Annotated[float, _parsed("--link", "GB/S", _giga, "To host memory and back, each.")]
     memory_bytes: Annotated[int, _parsed("--memory", "SIZE", partial(parse_size, "memory"), 'Of the GPU: "24GiB".')]
     drive: Drive
     target: Annotated[str, typer.Option(help="Where bytes go: nvme or host.", rich_help_panel=MACHINE)] = "nvme"
     drives: Annotated[int, typer.Option(min=1, help="SSDs per GPU. Default: 4.", rich_help_panel=MACHINE)] = 4
     """SSDTrain's paper assumes four."""
-    ssd_write_bytes_per_s: Annotated[float | None, _parsed("--ssd-write", "GB/S", _giga)] = None
-    """Host to SSDs, all of this GPU's together, as measured. Default: the drives' rated rates added up."""
-    ssd_read_bytes_per_s: Annotated[float | None, _parsed("--ssd-read", "GB/S", _giga)] = None
-    """SSDs to host, likewise."""
+    disk_bytes_per_s: Annotated[
+        float | None,
+        _parsed("--disk", "GB/S", _giga, "Of all SSDs together, both ways, as `bench` measures it. Default: as rated."),
+    ] = None
     source: str = ""
     """The origin of the numbers."""
 
     def __post_init__(self) -> None:
-        _check(self, "peak_flops", "utilisation", "link_bytes_per_s", "memory_bytes", "drives")
-        _check(self, "ssd_write_bytes_per_s", "ssd_read_bytes_per_s")
+        _check(self, "flops_per_s", "link_bytes_per_s", "memory_bytes", "drives", "disk_bytes_per_s")
         if self.target not in ("nvme", "host"):
             raise ConfigError("target", self.target, "choose one of 'nvme', 'host'")
-        if self.utilisation > 1:
-            raise ConfigError("utilisation", self.utilisation, "is a share of the peak, above 0 and at most 1")
-
-    @property
-    def flops_per_s(self) -> float:
-        """FLOP/s that a step reaches."""
-        return self.peak_flops * self.utilisation
 
     @property
     def write_bytes_per_s(self) -> float:
         """Away from the device: the link, or the drives if they are slower."""
-        drives = self.ssd_write_bytes_per_s or self.drive.write_bytes_per_s * self.drives
-        return min(self.link_bytes_per_s, drives if self.target == "nvme" else math.inf)
+        return self._through(self.drive.write_bytes_per_s)
 
     @property
     def read_bytes_per_s(self) -> float:
         """Back to the device, likewise."""
-        drives = self.ssd_read_bytes_per_s or self.drive.read_bytes_per_s * self.drives
+        return self._through(self.drive.read_bytes_per_s)
+
+    def _through(self, rated: float) -> float:
+        drives = self.disk_bytes_per_s or rated * self.drives
         return min(self.link_bytes_per_s, drives if self.target == "nvme" else math.inf)
 
 
@@ -190,18 +181,20 @@ PUBLISHED: list[dict[str, Any]] = [row | {"source": SOURCES[row["source"]]} for 
 """Published figures of model presets: attributes of `Estimate`, in units of ``unit``."""
 
 
-def preset(option: str, name: str, known: dict[str, T]) -> T:
+def preset(option: str, name: str, known: Mapping[str, T]) -> T:
     """Return the preset of that name."""
     if name not in known:
         raise ConfigError(option, name, f"no such preset; there are {', '.join(known)}")
     return known[name]
 
 
-def hardware_of(gpu: str, drive: str = "980pro-1tb", **changes: Any) -> Hardware:
-    """Return the machine of a GPU preset and a drive preset, with some fields changed."""
-    row = preset("gpu", gpu, GPUS)
+def hardware_of(gpu: str, drive: str = "980pro-1tb", *, mfu: float | None = None, **changes: Any) -> Hardware:
+    """Return the machine of a GPU preset and a drive preset, with another utilisation or some fields changed."""
+    row: dict[str, Any] = {**preset("gpu", gpu, GPUS)}
+    flops_per_s, usual = row.pop("peak_flops"), row.pop("utilisation")
     source = SOURCES[row["source"]].partition("; the link" if "link_bytes_per_s" in changes else "\n")[0]
-    return Hardware(**{"name": gpu, "drive": preset("drive", drive, DRIVES), **row, "source": source, **changes})
+    fixed = {"name": gpu, "drive": preset("drive", drive, DRIVES), "flops_per_s": flops_per_s * (mfu or usual)}
+    return Hardware(**{**row, **fixed, "source": source, **changes})
 
 
 # -- the estimate -----------------------------------------------------------------------------------------------------
@@ -237,54 +230,60 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryNeed:
-    """Bytes on the fullest GPU at its peak. Temporary buffers of operators are not in it."""
+    """Bytes on the fullest GPU at its peak, without temporary buffers of operators.
+
+    Attributes:
+        capacity_bytes: the GPU's memory for tensors.
+        states_bytes: parameters, gradients and optimizer states.
+        kept: with everything kept.
+        hidden: after moving the share that hides, so that the step is not longer.
+        moved: after moving everything.
+    """
 
     capacity_bytes: float
-    """The GPU's memory for tensors."""
     parameter_bytes: float
     gradient_bytes: float
     optimizer_bytes: float
     kept: Fit
-    """With everything kept."""
     hidden: Fit
-    """After moving the share that hides, so that the step is not longer."""
     moved: Fit
-    """After moving everything."""
 
     @property
     def states_bytes(self) -> float:
-        """Parameters, gradients and optimizer states."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The answer, per GPU. Bytes, seconds, bytes a second and US dollars; None if a price is not known."""
+    """The answer, per GPU. Bytes, seconds, bytes a second.
+
+    Attributes:
+        activation_bytes_per_step: S: a stage's layers save it in tensors that can move, over all micro-batches.
+        activation_bytes_in_flight: the peak of the fullest stage with everything kept; ``small_bytes`` of it are in
+            tensors too small to move.
+        required_bytes_per_s: S / (t/2), to write and, in the other half of the step, to read.
+        share_hidden: the share of S that moves without making the step longer, at most 1; ``moved_bytes_per_step`` in
+            bytes. At most ``away_bytes`` of it are away at once. The rest is kept.
+        rated_life_s: of all of the GPU's drives, on rated TBW.
+        notes: for a reader to know before quoting a number.
+    """
 
     activation_bytes_per_step: float
-    """S: bytes that a stage's layers save in tensors that can move, over all micro-batches."""
     activation_bytes_in_flight: float
-    """The peak of the fullest stage with everything kept; ``small_bytes`` of it are in tensors too small to move."""
     small_bytes: float
     ends_bytes: float
     step_flops: float
     step_s: float
     required_bytes_per_s: float
-    """S / (t/2), to write and, in the other half of the step, to read."""
     write_bytes_per_s: float
     read_bytes_per_s: float
     share_hidden: float
-    """The share of S that moves without making the step longer, at most 1."""
     moved_bytes_per_step: float
-    """That share in bytes; the rest is kept. At most ``away_bytes`` of it are away at once."""
     away_bytes: float
     written_bytes_per_day: float
     rated_life_s: float
-    """Of all of the GPU's drives, on rated TBW."""
-    ssd_price_usd: float | None
     memory: MemoryNeed
     notes: tuple[str, ...] = ()
-    """For a reader to know before quoting a number."""
 
     def as_dict(self) -> dict[str, object]:
         """Return every field, ready for JSON (an endless life is None there)."""
@@ -314,9 +313,9 @@ def estimate(
     per_step = per_microbatch * split.micro_batches
     required = per_step / (seconds / 2)
     share = min(1.0, min(hardware.write_bytes_per_s, hardware.read_bytes_per_s) / max(1.0, required))
-    moved, drive = share * per_step, hardware.drive
+    moved = share * per_step
     written = moved if hardware.target == "nvme" else 0.0
-    life_s = drive.rated_written_bytes * hardware.drives * seconds / written if written else math.inf
+    life_s = hardware.drive.rated_written_bytes * hardware.drives * seconds / written if written else math.inf
     in_flight = per_microbatch * split.microbatches_in_flight
     small = activations.small_bytes / split.pipeline * split.microbatches_in_flight
     return Estimate(
@@ -334,7 +333,6 @@ def estimate(
         away_bytes=share * in_flight,
         written_bytes_per_day=written_per_day(written, seconds),
         rated_life_s=life_s,
-        ssd_price_usd=None if drive.price_usd is None or not written else drive.price_usd * hardware.drives,
         memory=_memory_of(activations, split, hardware, in_flight=in_flight, small=small, share=share),
         notes=tuple(_notes(activations, hardware, share, share * in_flight, life_s)),
     )
@@ -344,12 +342,12 @@ def _memory_of(
     activations: Activations, split: Parallelism, hardware: Hardware, *, in_flight: float, small: float, share: float
 ) -> MemoryNeed:
     """Return the bytes on the fullest GPU: the first stage of a pipeline, which does not compute the loss."""
+    states = {}
     # Each stage of ZeRO also splits everything that the stages before it split.
-    shards = [split.pipeline * (split.data if split.zero >= stage else 1) for stage in (3, 2, 1)]
-    parts = (activations.parameter_bytes, activations.gradient_bytes, activations.optimizer_bytes)
-    parameters, gradients, optimizer = (nbytes / ranks for nbytes, ranks in zip(parts, shards, strict=True))
+    for stage, name in ((3, "parameter_bytes"), (2, "gradient_bytes"), (1, "optimizer_bytes")):
+        states[name] = getattr(activations, name) / split.pipeline / (split.data if split.zero >= stage else 1)
     capacity = hardware.memory_bytes - RESERVED_BYTES
-    free = max(0.0, capacity - parameters - gradients - optimizer)
+    free = max(0.0, capacity - sum(states.values()))
     rest = small + (activations.ends_bytes if split.pipeline == 1 else 0.0)
 
     def peak(moves: float) -> Fit:
@@ -357,15 +355,7 @@ def _memory_of(
         saved = rest + (1 - moves) * in_flight + in_transit
         return Fit(saved, int(free * activations.micro_batch / max(1.0, saved)))
 
-    return MemoryNeed(
-        capacity_bytes=capacity,
-        parameter_bytes=parameters,
-        gradient_bytes=gradients,
-        optimizer_bytes=optimizer,
-        kept=peak(0.0),
-        hidden=peak(share),
-        moved=peak(1.0),
-    )
+    return MemoryNeed(capacity_bytes=capacity, **states, kept=peak(0.0), hidden=peak(share), moved=peak(1.0))
 
 
 def _notes(activations: Activations, hardware: Hardware, share: float, spool: float, life_s: float) -> list[str]:
@@ -375,7 +365,7 @@ def _notes(activations: Activations, hardware: Hardware, share: float, spool: fl
         notes.append(f"WEAR: the drives reach their rated writes in {life} of training: try --target host first.")
     if share < 1.0:
         notes.append(f"{share:.0%} hides; moving more would make the step longer, so the rest is kept.")
-    if hardware.target == "nvme" and hardware.drive.nand and hardware.ssd_write_bytes_per_s is None:
+    if hardware.target == "nvme" and hardware.drive.nand and hardware.disk_bytes_per_s is None:
         notes.append("The drives' rated write rate is for a fresh cache; a measured, sustained one may be much lower.")
     if hardware.target == "nvme" and spool > hardware.drive.capacity_bytes * hardware.drives:
         notes.append("What is in flight does not fit on the drives: more drives, or fewer micro-batches in flight.")

@@ -21,7 +21,7 @@ SOME = Activations(label="some", blocks=(100e6, 100e6, 100e6, 100e6), flops=1e12
 
 
 def machine(**changes: Any) -> Hardware:
-    values: dict[str, Any] = {"name": "toy", "peak_flops": 1e14, "utilisation": 0.5, "drive": DRIVE}
+    values: dict[str, Any] = {"name": "toy", "flops_per_s": 5e13, "drive": DRIVE}
     values |= {"link_bytes_per_s": 10e9, "memory_bytes": 80 * GIB}
     return Hardware(**(values | changes))
 
@@ -46,10 +46,11 @@ def test_the_share_that_hides_is_the_lesser_of_write_and_read() -> None:
     need = free.required_bytes_per_s
     assert need == free.activation_bytes_per_step / (free.step_s / 2)
     for changes, share in (
-        ({"ssd_write_bytes_per_s": need / 4}, 0.25),
-        ({"ssd_read_bytes_per_s": need / 5}, 0.2),
+        ({"disk_bytes_per_s": need / 4}, 0.25),
+        ({"drive": replace(DRIVE, write_bytes_per_s=need / 4), "drives": 1}, 0.25),
+        ({"drive": replace(DRIVE, read_bytes_per_s=need / 5), "drives": 1}, 0.2),
         ({"link_bytes_per_s": need / 2}, 0.5),
-        ({"link_bytes_per_s": need / 2, "ssd_write_bytes_per_s": need / 4}, 0.25),
+        ({"link_bytes_per_s": need / 2, "disk_bytes_per_s": need / 4}, 0.25),
         ({}, 1.0),
     ):
         fast = {"drives": 1000, "link_bytes_per_s": 2 * need}
@@ -58,14 +59,6 @@ def test_the_share_that_hides_is_the_lesser_of_write_and_read() -> None:
         assert result.moved_bytes_per_step == pytest.approx(share * result.activation_bytes_per_step)
         assert result.written_bytes_per_day == pytest.approx(result.moved_bytes_per_step / result.step_s * DAY_S)
         assert any("hides" in note for note in result.notes) == (result.share_hidden < 1)
-
-
-def test_cost_and_a_measured_step() -> None:
-    result = estimate(SOME, ONE, machine(), step_s=2.0)
-    assert result.step_s == 2.0
-    assert result.ssd_price_usd == 360.0
-    unknown = estimate(SOME, ONE, machine(drive=replace(DRIVE, price_usd=None)))
-    assert unknown.ssd_price_usd is None
 
 
 def test_what_is_too_small_stays() -> None:
@@ -88,7 +81,7 @@ def test_memory_of_a_gpu_at_its_peak() -> None:
     assert (memory.kept.saved_bytes, memory.moved.saved_bytes) == (9 * GIB + 1e6, 3 * GIB + 1e6)
     assert memory.hidden == memory.moved
     assert (memory.kept.micro_batch, memory.moved.micro_batch) == (2, 7)
-    slow = {"ssd_write_bytes_per_s": free.required_bytes_per_s / 2}
+    slow = {"disk_bytes_per_s": free.required_bytes_per_s / 2}
     half = estimate(some, ONE, machine(memory_bytes=13 * GIB, **slow)).memory
     assert half.hidden.saved_bytes == pytest.approx(7 * GIB + 1e6)
     assert [peak.micro_batch for peak in (half.kept, half.hidden, half.moved)] == [0, 0, 0]
@@ -116,7 +109,7 @@ def test_states_are_split_over_stages_and_by_zero_over_data_parallel_ranks() -> 
         (lambda: Parallelism(zero=4), "zero=4: is a stage, 0 to 3"),
         (lambda: Parallelism(pipeline=0), "pipeline=0"),
         (lambda: estimate(SOME, Parallelism(pipeline=3), machine()), "pipeline=3: it must divide layers=4"),
-        (lambda: machine(peak_flops=math.inf), "peak_flops=inf"),
+        (lambda: machine(flops_per_s=math.inf), "flops_per_s=inf"),
         (lambda: machine(drives=0), "drives=0"),
     ],
 )
