@@ -158,7 +158,7 @@ def test_the_worker_turns_failures_into_results(capsys: pytest.CaptureFixture[st
     spec = worker_spec(Variant(series="keep"), case=asdict(replace(CASE, model="abacus")))
     assert rok_worker.main(json.dumps(spec)) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert "model='abacus': choose one of 'gpt-small', 'gpt'" in result["error"]
+    assert "'abacus': give FILE.py:FUNCTION, a config.json, or a model type of Transformers" in result["error"]
     assert result["oom"] is False
     text = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 5 bytes"
     assert failure(RuntimeError(text))["oom"] is True
