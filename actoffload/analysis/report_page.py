@@ -127,11 +127,10 @@ def sections(run: Run) -> list[Section]:
     stayed: Rows = [("", "in a step", "why")]
     stayed += [(name, format_size(nbytes), meanings.get(name, "")) for name, nbytes in run.saved().items()]
     static = "Parameters, buffers and inputs live anyway, and are not among them."
-    links: Rows = [("link", "moved", "can do", "forward", "backward")]
+    links: Rows = [("link", "moved", "can do", "in use")]
     for link in run.links():
-        used = (f"{share:.0%}" for share in link.used.values())
-        links.append((link.name, format_size(link.nbytes), f"{link.can_do / 1e9:.3g} GB/s", *used))
-    used_is = "Bytes of the whole run, and the part of each phase of the step shown with a transfer under way."
+        links.append((link.name, format_size(link.nbytes), f"{link.can_do / 1e9:.3g} GB/s", f"{link.used:.0%}"))
+    used_is = "Bytes of the whole run, and the part of the step shown with a transfer under way."
     waits: Rows = [("module", "for", "waited", "times", "tensor")]
     for wait in run.dearest_waits():
         waits.append((wait.module, wait.reason, format_time(wait.total_s), str(wait.count), format_size(wait.nbytes)))
@@ -182,8 +181,7 @@ def _bands(run: Run, length_s: float) -> list[tuple[str, str, list[tuple[float, 
     waits, transfers = run.of_step(run.trace.waits), run.of_step(run.trace.transfers)
     labels = {"wait": f"waits: {format_time(sum(wait.duration_s for wait in waits))} in this step"}
     for link in run.links():
-        used = " and ".join(f"{share:.0%} of {phase}" for phase, share in link.used.items())
-        labels[link.name] = f"{link.name}: {link.can_do / 1e9:.3g} GB/s, under way in {used}"
+        labels[link.name] = f"{link.name}: {link.can_do / 1e9:.3g} GB/s, in use for {link.used:.0%} of the step"
     bands: dict[str, list[tuple[float, float, str]]] = {name: [] for name in (*LINKS, "wait")}
     named = [(one.link, one.name, one) for one in transfers]
     named += [("wait", f"for {one.reason}: {one.module or 'a tensor'}", one) for one in waits]

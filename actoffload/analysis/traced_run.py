@@ -53,12 +53,11 @@ class Moment:
 class LinkUse:
     """One direction of a link: its bytes in the run, and bytes per second over the time with a transfer (``can_do``).
 
-    ``used``: the part of each phase of the step that is shown in which a transfer was under way. A rate would be no
-    share: that of a phase may lie above the run's.
+    ``used``: the part of the step that is shown in which a transfer was under way.
     """
 
     name: str
-    used: dict[str, float]
+    used: float
     can_do: float
     nbytes: int
 
@@ -163,24 +162,10 @@ class Run:
         found = []
         for name in LINKS:
             moved = sorted((one for one in self.trace.transfers if one.link == name), key=lambda one: one.begin_s)
-            nbytes, busy_s = sum(one.nbytes for one in moved), _busy_s(moved, [(0.0, math.inf)])
+            nbytes, busy_s = sum(one.nbytes for one in moved), _busy_s(moved, 0.0, math.inf)
             if nbytes and busy_s:
-                used = {}
-                for phase in ("forward", "backward"):
-                    when = self._when(phase)
-                    used[phase] = _busy_s(moved, when) / (sum(end_s - begin_s for begin_s, end_s in when) or 1.0)
+                used = _busy_s(moved, self.begin_s, self.end_s) / (self.end_s - self.begin_s)
                 found.append(LinkUse(name=name, used=used, can_do=nbytes / busy_s, nbytes=nbytes))
-        return found
-
-    def _when(self, name: str) -> list[tuple[float, float]]:
-        """Return the step's phases of one name, by the device's times if there are any. Overlap counts once."""
-        found: list[tuple[float, float]] = []
-        on_device = any(phase.on_device for phase in self.trace.phases)
-        for phase in sorted(self.trace.phases, key=lambda phase: phase.begin_s):
-            if phase.name == name and phase.on_device == on_device:
-                begin_s = max(phase.begin_s, self.begin_s, found[-1][1] if found else 0.0)
-                end_s = min(phase.end_s, self.end_s)
-                found += [(begin_s, end_s)] if end_s > begin_s else []
         return found
 
     def phases(self) -> list[Span]:
@@ -302,13 +287,12 @@ class Run:
         }
 
 
-def _busy_s(transfers: Sequence[Span], stretches: Sequence[tuple[float, float]]) -> float:
-    """Return the part of the stretches in which at least one of the transfers, in the order of begins, is under way."""
+def _busy_s(transfers: Sequence[Span], begin_s: float, end_s: float) -> float:
+    """Return the time in which at least one of the transfers, in the order of begins, is under way."""
     busy_s = 0.0
-    for begin_s, end_s in stretches:
-        for one in transfers:
-            busy_s += max(0.0, min(one.end_s, end_s) - max(one.begin_s, begin_s))
-            begin_s = max(begin_s, min(one.end_s, end_s))  # so that time that transfers share counts once
+    for one in transfers:
+        busy_s += max(0.0, min(one.end_s, end_s) - max(one.begin_s, begin_s))
+        begin_s = max(begin_s, min(one.end_s, end_s))  # so that time that transfers share counts once
     return busy_s
 
 

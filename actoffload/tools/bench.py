@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import errno
 import os
-import queue
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
-from itertools import count as numbers
-from itertools import product
+from itertools import count, product
 from statistics import median
 from typing import Annotated, Any, Literal, get_args
 
@@ -29,7 +26,7 @@ from ..memory.process_memory import map_private
 from ..sizes import format_size, parse_size
 from ..storage.engines import ENGINES
 from ..storage.engines.base import EngineCapabilities
-from ..storage.spool import Extent, Spool, Transfer
+from ..storage.spool import Spool, Transfer
 from ..storage.spool_files import MAX_BLOCK_BYTES
 from .console import JsonOption, PathOption, print_json, print_rows, progress_bar, strings
 
@@ -165,7 +162,6 @@ class Rig:
         paths: directories; blocks go to them in turns.
         engine: one of ``ENGINES``, or ``"auto"``.
         depth: transfers at the same time, in each directory; None: the engine's own choice.
-        block_bytes: bytes of a transfer.
         region_bytes: disk space, in all directories together. Its blocks are dealt out to slots in turns.
 
     Raises:
@@ -188,14 +184,14 @@ class Rig:
         try:
             extents = [self.spool.allocate(block_bytes) for _ in range(region // block_bytes * len(paths))]
             # Twice as many slots as transfers that run, so that an engine always finds the next one waiting.
-            count = min(2 * self.capabilities.threads * len(paths), len(extents))
+            slots = min(2 * self.capabilities.threads * len(paths), len(extents))
             self._random = np.frombuffer(os.urandom(block_bytes), np.uint8)
-            memory = np.frombuffer(map_private(count * block_bytes), np.uint8)  # as the host pool's
-            self._memory = memory.reshape(count, block_bytes)
+            memory = np.frombuffer(map_private(slots * block_bytes), np.uint8)  # as the host pool's
+            self._memory = memory.reshape(slots, block_bytes)
             self._memory[:] = self._random
             begin = self._memory.ctypes.data
             # Memory of one block each, and the extents that it goes through.
-            self._slots = [(begin + i * block_bytes, extents[i::count]) for i in range(count)]
+            self._slots = [(begin + i * block_bytes, extents[i::slots]) for i in range(slots)]
             self._run("write", None)  # the first write to reserved room is slower than any later one
             self._check_content()
         except BaseException:
@@ -213,11 +209,7 @@ class Rig:
         return f"/proc/{os.getpid()}/fd/{self.spool.files[0].fd}"
 
     def rates(self, seconds: float, rounds: int) -> Rates:
-        """Take ``rounds`` samples of each direction, in turns, and return their medians.
-
-        Raises:
-            StorageError: a transfer failed.
-        """
+        """Take ``rounds`` samples of each direction, in turns, and return their medians."""
         samples = [{way: self.measure(way, seconds) for way in DIRECTIONS} for _ in range(rounds)]
         middle = {way: median(sample[way] for sample in samples) for way in DIRECTIONS}
         about, block = self.capabilities, self._block_bytes
@@ -228,9 +220,6 @@ class Rig:
 
         An engine that works through the page cache makes one pass at most; its writes are forced to the disk within
         the time, and the blocks that it reads are dropped from the cache before.
-
-        Raises:
-            StorageError: a transfer failed.
         """
         moved, elapsed_s = self._run(direction, seconds)
         return moved / elapsed_s
@@ -263,56 +252,43 @@ class Rig:
 
     def _move(self, direction: Direction, deadline_s: float | None, *, one_pass: bool) -> int:
         """Keep every slot under way until the deadline, or for one pass over its extents; return the blocks moved."""
-        free: queue.SimpleQueue[tuple[int, Iterator[tuple[Extent, bool]]]] = queue.SimpleQueue()
-        errors: list[BaseException] = []
-
-        def done(slot: tuple[int, Iterator[tuple[Extent, bool]]], transfer: Transfer) -> None:
-            if transfer.error is not None:
-                errors.append(transfer.error)
-            free.put(slot)
-
-        # Every other slot of a mixed run begins with a read, so that both directions are always under way.
-        for number, (address, extents) in enumerate(self._slots):
-            free.put((address, _order(extents, direction, number % 2, one_pass=one_pass)))
-        moved, active = 0, len(self._slots)
-        while active:
-            slot = address, order = free.get()
-            # Slots retire one by one, so that no transfer uses the memory any more when this returns or raises.
-            late = deadline_s is not None and time.perf_counter() >= deadline_s
-            following = None if errors or late else next(order, None)
-            if following is None:
-                active -= 1
-                continue
-            extent, writes = following
-            start = self.spool.write if writes else self.spool.read
-            start(extent, address, self._block_bytes, on_done=partial(done, slot))
-            moved += 1
-        if errors:
-            raise errors[0]
+        running: dict[int, Transfer] = {}
+        moved, slots = 0, len(self._slots)
+        for step in range(slots * len(self._slots[0][1])) if one_pass else count():
+            turn, number = divmod(step, slots)
+            before, (address, extents) = running.get(number), self._slots[number]
+            if before is not None:
+                before.wait()
+            failed = before is not None and before.error is not None
+            if failed or (deadline_s is not None and time.perf_counter() >= deadline_s):
+                break
+            if not one_pass or turn < len(extents):
+                # Neighbours of a mixed run write and read in turn, so that both directions are always under way.
+                writes = direction == "write" or (direction == "mixed" and (turn + number) % 2 == 0)
+                start = self.spool.write if writes else self.spool.read
+                running[number] = start(extents[turn % len(extents)], address, self._block_bytes)
+                moved += 1
+        # All end first, so that no transfer uses the memory any more when this returns or raises.
+        for transfer in running.values():
+            transfer.wait()
+        _raise_first(running.values())
         return moved
 
     def _check_content(self) -> None:
         """Read a block of each slot back: an engine that is fast because it moves nothing must not win."""
         self._memory[:] = 0
-        for transfer in [self.spool.read(extents[-1], address, self._block_bytes) for address, extents in self._slots]:
+        reads = [self.spool.read(extents[-1], address, self._block_bytes) for address, extents in self._slots]
+        for transfer in reads:
             transfer.wait()
-            if transfer.error is not None:
-                raise transfer.error
+        _raise_first(reads)
         if not all(np.array_equal(block, self._random) for block in self._memory):
             raise ChecksumError(errno.EBADMSG, "what was read back is not what was written", self.spool.files[0].path)
 
 
-def _order(
-    extents: Sequence[Extent], direction: Direction, parity: int, *, one_pass: bool
-) -> Iterator[tuple[Extent, bool]]:
-    """Yield the extents that a slot goes through, one after the other, and whether to write each."""
-    length = len(extents)
-    for turn in range(length) if one_pass else numbers():
-        if direction != "mixed":
-            yield extents[turn % length], direction == "write"
-            continue
-        reads = (turn + parity) % 2  # a block that was written a while ago
-        yield extents[(turn + reads * length) // 2 % length], not reads
+def _raise_first(transfers: Iterable[Transfer]) -> None:
+    for transfer in transfers:
+        if transfer.error is not None:
+            raise transfer.error
 
 
 def _check(paths: Sequence[str], block: int, region: int) -> None:

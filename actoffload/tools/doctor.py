@@ -110,10 +110,7 @@ def examine_path(path: str) -> dict[str, Any]:
 
 
 def verdict(device: dict[str, Any], path: dict[str, Any]) -> str:
-    """Return the bytes that a path hides, and the next command.
-
-    Half of a step is there to write and the other half to read, at the slowest of the disk's rates and the link's.
-    """
+    """Return the bytes that a path hides at the slowest of the disk's rates and the link's, and the next command."""
     where = path["path"]
     if "problem" in path:
         return f"{where} cannot hold saved tensors; next: actoffload doctor --path DIR, on a local disk"
@@ -142,23 +139,15 @@ def device() -> dict[str, Any]:
     import torch
 
     kind = find_device()
-    facts: dict[str, Any] = {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cpu_threads": torch.get_num_threads(),
-        "type": kind,
-        "name": "CPU",
-        "pinned_memory": False,
-    }
+    facts: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version(), "type": kind}
     if kind == "cpu":
-        return facts
+        return facts | {"name": "CPU", "pinned_memory": False}
     module = getattr(torch, kind)
-    facts["count"] = torch.accelerator.device_count()
     facts["name"] = str(module.get_device_name()) if hasattr(module, "get_device_name") else kind
     try:
         return facts | {"pinned_memory": True} | _link(kind)
     except RuntimeError as error:
-        return facts | {"problem": str(error).splitlines()[0]}
+        return facts | {"pinned_memory": False, "problem": str(error).splitlines()[0]}
 
 
 def _link(kind: str) -> dict[str, float]:

@@ -20,12 +20,10 @@ import typer
 
 from ..errors import ConfigError
 from ..sizes import parse_size
-from ..storage.endurance import DAY_S, format_duration, written_per_day
+from ..storage.endurance import YEAR_S, format_duration, written_per_day
 
 RESERVED_BYTES = 1 << 30
 """GPU memory besides tensors: the CUDA context and libraries' workspaces (a round figure, recalled)."""
-SHORT_LIFE_S = 365 * DAY_S
-"""Drives that training wears out sooner than this deserve a warning."""
 LAYERS_IN_TRANSIT = 2
 """Layers on the device at once when all move: one is in use, one is being copied."""
 SPLIT, MACHINE = "Split; default: the model preset's", "Machine, per GPU; default: the preset's"
@@ -62,14 +60,12 @@ def _check(owner: object, *names: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Drive:
-    """One SSD as its maker rates it. Sizes in bytes (makers' terabytes are 10¹² bytes), rates in bytes a second."""
+    """One SSD as its maker rates it: TBW × 10¹² bytes; bytes a second in sequence, to write into an empty SLC cache."""
 
     name: str
     capacity_bytes: int
     rated_written_bytes: int
-    """Rated endurance: TBW × 10¹²."""
     write_bytes_per_s: float
-    """Sequential write. Makers of consumer drives state it for the SLC cache; a full cache writes slower."""
     read_bytes_per_s: float
     nand: bool = True
     """Flash, which writes slower once its cache is full."""
@@ -78,18 +74,16 @@ class Drive:
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """How a step is split over GPUs. Fields with an option are flags of ``actoffload estimate``."""
+    """How a step is split over GPUs. ``sequence_parallel``: norms and dropout, too (Korthikanti et al. 2022)."""
 
     tensor: Annotated[int, _count()] = 1
     sequence_parallel: Annotated[bool, typer.Option(rich_help_panel=SPLIT)] = False
-    """Norms and dropout are split over the tensor-parallel ranks too (Korthikanti et al. 2022)."""
     pipeline: Annotated[int, _count()] = 1
     interleave: int = 1
     """Model chunks of a pipeline stage."""
     data: Annotated[int, _count()] = 1
     micro_batches: Annotated[int, _count("Of a step and data-parallel rank.")] = 1
     zero: Annotated[int, typer.Option(help="Stage of ZeRO over --data ranks; FSDP is 3.", rich_help_panel=SPLIT)] = 0
-    """1 splits optimizer states over the data-parallel ranks, 2 gradients too, 3 parameters too."""
 
     def __post_init__(self) -> None:
         _check(self, "tensor", "pipeline", "interleave", "data", "micro_batches")
@@ -105,8 +99,7 @@ class Parallelism:
     def microbatches_in_flight(self) -> float:
         """Micro-batches that the first stage holds at once under 1F1B, in whole stages' worth.
 
-        ``p``, and ``p·(1 + (p-1)/(p·v))`` with ``v`` chunks per stage (Korthikanti et al. 2022, section 4.2.3); never
-        more than there are.
+        ``p``, and ``p·(1 + (p-1)/(p·v))`` with ``v`` chunks per stage (Korthikanti et al. 2022, section 4.2.3).
         """
         chunks = (self.pipeline - 1) / (self.pipeline * self.interleave) if self.interleave > 1 else 0.0
         return min(self.micro_batches, self.pipeline * (1 + chunks))
@@ -125,13 +118,11 @@ class Hardware:
     drive: Drive
     target: Annotated[str, typer.Option(help="Where bytes go: nvme or host.", rich_help_panel=MACHINE)] = "nvme"
     drives: Annotated[int, typer.Option(min=1, help="SSDs per GPU. Default: 4.", rich_help_panel=MACHINE)] = 4
-    """SSDTrain's paper assumes four."""
     disk_bytes_per_s: Annotated[
         float | None,
         _parsed("--disk", "GB/S", _giga, "Of all SSDs together, both ways, as `bench` measures it. Default: as rated."),
     ] = None
     source: str = ""
-    """The origin of the numbers."""
 
     def __post_init__(self) -> None:
         _check(self, "flops_per_s", "link_bytes_per_s", "memory_bytes", "drives", "disk_bytes_per_s")
@@ -158,7 +149,7 @@ class Hardware:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPreset:
-    """A model, its micro-batch, its split, the GPU that it ran on or that suits it, and published MFU if there is."""
+    """A model, its micro-batch and split, the GPU that it ran on or that suits it, and the published MFU if any."""
 
     kind: str
     config: dict[str, Any]
@@ -202,18 +193,21 @@ def hardware_of(gpu: str, drive: str = "980pro-1tb", *, mfu: float | None = None
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
-    """Bytes of one micro-batch of a model on one GPU if it had all layers, and the whole model's FLOPs for it."""
+    """Bytes of one micro-batch of a model on one GPU if it had all layers, and the whole model's FLOPs for it.
+
+    Attributes:
+        blocks: saved bytes of each layer.
+        small_bytes: of all layers in tensors that are too small to move.
+        ends_bytes: of embedding, last norm and loss. Their backward follows at once, so they stay.
+        flops: forward and backward.
+    """
 
     label: str
     micro_batch: int = 1
     blocks: tuple[float, ...]
-    """Saved bytes of each layer."""
     small_bytes: float = 0.0
-    """Of all layers in tensors that are too small to move."""
     ends_bytes: float = 0.0
-    """Saved by the rest of the model: embedding, last norm and loss. Backward follows at once, so they stay."""
     flops: float
-    """Forward and backward."""
     parameter_bytes: float = 0.0
     gradient_bytes: float = 0.0
     optimizer_bytes: float = 0.0
@@ -230,15 +224,7 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryNeed:
-    """Bytes on the fullest GPU at its peak, without temporary buffers of operators.
-
-    Attributes:
-        capacity_bytes: the GPU's memory for tensors.
-        states_bytes: parameters, gradients and optimizer states.
-        kept: with everything kept.
-        hidden: after moving the share that hides, so that the step is not longer.
-        moved: after moving everything.
-    """
+    """Bytes on the fullest GPU at its peak, without temporaries: with all kept, what hides moved, and all moved."""
 
     capacity_bytes: float
     parameter_bytes: float
@@ -250,6 +236,7 @@ class MemoryNeed:
 
     @property
     def states_bytes(self) -> float:
+        """Parameters, gradients and optimizer states."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
@@ -293,13 +280,9 @@ class Estimate:
 def estimate(
     activations: Activations, split: Parallelism, hardware: Hardware, *, step_s: float | None = None
 ) -> Estimate:
-    """Estimate the needs of offloading a model's activations, per GPU.
+    """Estimate the needs of offloading a model's activations, per GPU; the stages of a pipeline are taken as equal.
 
-    Args:
-        activations: the model and its micro-batch on one tensor-parallel rank.
-        split: how a step is split over GPUs; the stages of a pipeline are taken as equal.
-        hardware: one GPU's share of a machine.
-        step_s: seconds of a step as measured. Default: the step's FLOPs over the rate that the GPU achieves.
+    ``step_s``: seconds of a step as measured. Default: the step's FLOPs over the rate that the GPU achieves.
     """
     layers = len(activations.blocks)
     if layers % (split.pipeline * split.interleave):
@@ -360,7 +343,7 @@ def _memory_of(
 
 def _notes(activations: Activations, hardware: Hardware, share: float, spool: float, life_s: float) -> list[str]:
     notes = []
-    if life_s < SHORT_LIFE_S:
+    if life_s < YEAR_S:
         life = format_duration(life_s)
         notes.append(f"WEAR: the drives reach their rated writes in {life} of training: try --target host first.")
     if share < 1.0:
@@ -368,7 +351,7 @@ def _notes(activations: Activations, hardware: Hardware, share: float, spool: fl
     if hardware.target == "nvme" and hardware.drive.nand and hardware.disk_bytes_per_s is None:
         notes.append("The drives' rated write rate is for a fresh cache; a measured, sustained one may be much lower.")
     if hardware.target == "nvme" and spool > hardware.drive.capacity_bytes * hardware.drives:
-        notes.append("What is in flight does not fit on the drives: more drives, or fewer micro-batches in flight.")
+        notes.append("The drives are too small for the bytes in flight: more drives, or fewer micro-batches in flight.")
     if activations.source:
         notes.append(f"Bytes by {activations.source}.")
     sources = (hardware.source, *([hardware.drive.source] if hardware.target == "nvme" else []))

@@ -1,7 +1,7 @@
 """``actoffload rok``: throughput over activation memory for keep, recompute, offload and the planner's hybrid.
 
-Each round of a case runs in a process of its own (`rok_worker`), and is written to the results file at once. x is the
-peak of saved activations in bytes, y the throughput in algorithmic TFLOP/s (recomputation is not counted).
+Each case runs in a process of its own (`rok_worker`), and is written to the results file at once. x is the peak of
+saved activations in bytes, y the throughput in algorithmic TFLOP/s (recomputation is not counted).
 """
 
 from __future__ import annotations
@@ -36,12 +36,11 @@ from .workers import FAILURES, failure, run_worker
 
 SIMULATED, PREDICTED = "sim", "predicted"
 """The type of the simulated device of `actoffload.testing.simulated_device`; and, in place of a device, no run."""
-OWN = "own"
+OWN, OWN_BATCHES = "own", (1, 2, 4)
 """The preset of a user's own model."""
-OWN_BATCHES = (1, 2, 4)
 WORKER, VERSION = "actoffload.tools.rok_worker", 2
 LIMIT_S = 3600.0
-"""The longest time of a round."""
+"""The longest time of a case."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
 NO_BLOCKS = "there are no blocks to recompute: layers of one class in a ModuleList or Sequential"
@@ -50,34 +49,30 @@ OFFLOAD_READS_AHEAD = 1 << 20
 module ahead). Its default, a quarter of the bytes that a forward saves, is a whole block of four: recompute's peak."""
 
 Sample = Mapping[str, Any]
-Job = tuple[Case, int]
-"""A round of a case."""
 Launch = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """Cases, and how they are measured.
+    """Cases, and how they are measured. ``keep`` is the first series, and takes both ends of each turn.
 
-    ``keep`` is the first series, and takes the first and the last step of each turn.
+    Attributes:
+        levels: budgets of the hybrid; it always runs without one, too.
+        warm_up: steps of each variant before the timed ones, enough for a plan to settle.
+        steps: timed turns.
+        threads: CPU threads of PyTorch; None for its own choice.
+        device: ``"cpu"`` or the accelerator's type; empty for the accelerator if there is one.
+        gpu: the GPU of `estimate` that steps are predicted for; empty if they are run.
     """
 
     cases: tuple[Case, ...]
     series: tuple[str, ...] = SERIES
     levels: tuple[str, ...] = ("recompute", "0.4")
-    """Budgets of the hybrid; it always runs without one, too."""
     warm_up: int = 4
-    """Steps of each variant before the timed ones, enough for a plan to settle."""
     steps: int = 10
-    """Timed turns of each round."""
-    repeats: int = 2
-    """Rounds, each in a process of its own."""
     threads: int | None = None
-    """CPU threads of PyTorch; None for its own choice."""
     device: str = ""
-    """``"cpu"`` or the accelerator's type; empty for the accelerator if there is one."""
     gpu: str = ""
-    """The GPU of `estimate` that steps are predicted for; empty if they are run."""
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -146,7 +141,7 @@ def _point(case: Case, variant: Variant, samples: Sequence[Sample]) -> Point:
     )
 
 
-# -- rounds -----------------------------------------------------------------------------------------------------------
+# -- cases ------------------------------------------------------------------------------------------------------------
 
 
 class RokRun:
@@ -154,9 +149,9 @@ class RokRun:
 
     Args:
         preset: the cases, and how they are measured.
-        file: the results (JSON); rounds in it are not taken again, unless something in them failed.
+        file: the results (JSON); cases in it are not measured again, unless something in them failed.
         about: ``environment`` and ``command`` of the results.
-        launch: takes a round and returns its result; a failure is a result, too.
+        launch: measures a case and returns its result; a failure is a result, too.
         path: directories of the spool; not written to the results.
     """
 
@@ -178,38 +173,29 @@ class RokRun:
         different = [name for name, how in self._measured_with.items() if old["measured_with"].get(name) != how]
         if different:
             raise ConfigError("out", str(file), f"was measured with another {', '.join(different)}; name a new file")
-        # A lack of room is a result, so these rounds are not taken again.
-        failed = {_job(s) for s in old["samples"] if "error" in s and not s.get("oom")}
-        self.payload["samples"] = [s for s in old["samples"] if _job(s) not in failed]
+        # A lack of room is a result, so these cases are not measured again.
+        failed = [s["case"] for s in old["samples"] if "error" in s and not s.get("oom")]
+        self.payload["samples"] = [s for s in old["samples"] if s["case"] not in failed]
 
-    def missing(self) -> list[Job]:
-        """Return the rounds that the results do not hold yet."""
-        there = {_job(sample) for sample in self.payload["samples"]}
-        jobs = [(case, repeat) for case in self._preset.cases for repeat in range(self._preset.repeats)]
-        return [job for job in jobs if job not in there]
+    def missing(self) -> list[Case]:
+        """Return the cases that the results do not hold yet."""
+        there = {Case(**sample["case"]) for sample in self.payload["samples"]}
+        return [case for case in self._preset.cases if case not in there]
 
-    def run(self) -> Generator[tuple[Job, list[dict[str, Any]]]]:
-        """Take each missing round; yield it with its samples, one for each variant, when they are in the file.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        for case, repeat in self.missing():
+    def run(self) -> Generator[tuple[Case, list[dict[str, Any]]]]:
+        """Measure each missing case; yield it with its samples, one for each variant, when they are in the file."""
+        for case in self.missing():
             result = self._launch(self._measured_with | {"case": asdict(case), "path": self._path})
-            share = result.pop("others_cpu_share", None)
-            head = {"case": asdict(case), "repeat": repeat, "commit": self.payload["environment"].get("commit")}
-            # A round that failed as a whole failed in each variant.
+            head = {"case": asdict(case), "commit": self.payload["environment"].get("commit")}
+            head["others_cpu_share"] = result.pop("others_cpu_share", None)
+            # A case that failed as a whole failed in each variant.
             found = result.get("samples", [result | variant for variant in self._measured_with["variants"]])
-            samples = [head | {"others_cpu_share": share} | sample for sample in found]
+            samples = [head | sample for sample in found]
             self.payload["samples"] += samples
             self.payload["environment"]["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            # After each round, so that an interrupt loses the running one at most.
+            # After each case, so that an interrupt loses the running one at most.
             write_json(self.file, self.payload)
-            yield (case, repeat), samples
-
-
-def _job(sample: Sample) -> Job:
-    return Case(**sample["case"]), int(sample["repeat"])
+            yield case, samples
 
 
 def load_results(file: Path) -> dict[str, Any]:
@@ -219,21 +205,18 @@ def load_results(file: Path) -> dict[str, Any]:
         if data["benchmark"] != "rok" or data["version"] != VERSION:
             raise ValueError("of another kind or version")
         for sample in data["samples"]:
-            _job(sample)
+            Case(**sample["case"])
         data["measured_with"].get("device")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError("results", str(file), f"no results of `actoffload rok` ({error})") from error
     return dict(data)
 
 
-# -- predicted rounds -------------------------------------------------------------------------------------------------
+# -- predicted cases --------------------------------------------------------------------------------------------------
 
 
 def predict(spec: dict[str, Any]) -> dict[str, Any]:
-    """Predict a round on meta tensors, for the GPU that ``gpu`` names; return ``samples``, as a measured round does.
-
-    ``recompute`` runs no block once, ``keep`` and ``offload`` run all once, ``hybrid`` is the best mix for its budget.
-    """
+    """Predict a case on meta tensors, for the GPU that ``gpu`` names; return ``samples``, as a measured case does."""
     import torch
 
     from .models import build, profile_of
@@ -263,21 +246,20 @@ def predict(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def budget_of(level: str, whole: int | None, peaks: Mapping[str, int | None]) -> int | None:
-    """Return the bytes of a hybrid's level: a share of ``whole``, or another series' peak; None without a level.
-
-    Raises:
-        ActOffloadError: that peak is not known.
-    """
+    """Return the bytes of a hybrid's level: a share of ``whole``, or another series' peak; None without a level."""
     if not level:
         return None
-    peak = peaks.get(level) if level in SERIES else whole
+    peak, share = (peaks.get(level), 1.0) if level in SERIES else (whole, float(level))
     if peak is None:
         raise ActOffloadError(f"no budget: the peak for {level} is not known")
-    return peak if level in SERIES else int(float(level) * peak)
+    return int(share * peak)
 
 
 def predict_variant(base: Profile, plain: Profile, series: str, budget: int | None) -> Prediction:
-    """Predict a series: ``base`` runs every block again, and ``plain`` runs all once; ``budget`` is the hybrid's."""
+    """Predict a series. ``base`` runs every block again, as ``recompute`` does; ``plain`` runs all once, as others do.
+
+    The hybrid is the best mix for its ``budget``.
+    """
     if series == "hybrid":
         # Without a budget: lower the peak of a step that recomputes nothing, as far as that costs no time.
         limits = Limits(device_budget=budget, tiers=("nvme",))
@@ -295,7 +277,7 @@ def predict_variant(base: Profile, plain: Profile, series: str, budget: int | No
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The user's choice of cases and of how they are measured; None for the preset's."""
+    """The user's choice; None for the preset's."""
 
     preset: Annotated[
         str | None,
@@ -312,7 +294,6 @@ class Measured:
         typer.Option(min=1, help="Samples of your own model's batches; repeat. Or only the preset's cases of these."),
     ] = None
     steps: Annotated[int | None, typer.Option(min=1, help="Default: the preset's.")] = None
-    repeats: Annotated[int | None, typer.Option(min=1, help="Default: the preset's.")] = None
 
     def run(self, out: Path | None, path: list[str] | None) -> RokRun:
         """Return the run for these options."""
@@ -322,8 +303,8 @@ class Measured:
             raise ConfigError("preset", name, f"choose one of {', '.join(map(repr, PRESETS))}")
         chosen = PRESETS[name]
         cases = self._own_cases() if own else self._cases(chosen.cases)
-        chosen = replace(chosen, cases=cases, steps=self.steps or chosen.steps, repeats=self.repeats or chosen.repeats)
-        command = f"actoffload rok --preset {name} --steps {chosen.steps} --repeats {chosen.repeats}"
+        chosen = replace(chosen, cases=cases, steps=self.steps or chosen.steps)
+        command = f"actoffload rok --preset {name} --steps {chosen.steps}"
         file = f"rok_{Path(self.model).stem if self.model and own else name}"
         environment = describe_environment()
         launch: Launch = partial(run_worker, WORKER, limit_s=LIMIT_S)
@@ -333,7 +314,7 @@ class Measured:
             speed = f"{machine.flops_per_s / 1e12:.0f} TFLOP/s"
             environment["gpu"] = f"{self.gpu}, {speed}; {machine.drives} SSDs, {rates}"
             # A prediction has no noise and no plan that has to settle.
-            once: dict[str, Any] = {"warm_up": 0, "steps": 1, "repeats": 1, "threads": None}
+            once: dict[str, Any] = {"warm_up": 0, "steps": 1, "threads": None}
             chosen = replace(chosen, gpu=self.gpu, device=PREDICTED, series=SERIES, **once)
             command, file = f"actoffload rok --preset {name} --gpu {self.gpu}", f"{file}_{self.gpu}"
         about = {"command": command, "environment": environment}
@@ -342,7 +323,7 @@ class Measured:
     def _own_cases(self) -> tuple[Case, ...]:
         from .models import import_function
 
-        import_function("model", str(self.model))  # an error there ends the command, not every round
+        import_function("model", str(self.model))  # an error there ends the command, not every case
         return tuple(Case(model=str(self.model), batch=size) for size in self.batch or OWN_BATCHES)
 
     def _cases(self, cases: tuple[Case, ...]) -> tuple[Case, ...]:
@@ -367,7 +348,7 @@ def command(
     path: PathOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure the recompute-offload-keep curve: variants take their steps in turns, each round is kept at once.
+    """Measure the recompute-offload-keep curve: variants take their steps in turns, each case is kept at once.
 
     FUNCTION returns a model and make_batch(size), which returns the model's arguments; the model returns its loss.
     """
@@ -375,27 +356,27 @@ def command(
         raise typer.Exit(finish(load_results(redraw), redraw, dark, as_json))
     rok = measured.run(out, strings(path))
     try:
-        take_rounds(rok, quiet=as_json)
+        take(rok, quiet=as_json)
     except KeyboardInterrupt:
-        left = f"{len(rok.missing())} rounds are left; the same command goes on"
+        left = f"{len(rok.missing())} cases are left; the same command goes on"
         drawn = f"; actoffload rok --redraw {rok.file} draws the others" if rok.payload["samples"] else ""
         typer.echo(f"Interrupted. {left}{drawn}.", err=True)
         raise typer.Exit(INTERRUPTED) from None
     raise typer.Exit(finish(rok.payload, rok.file, dark, as_json))
 
 
-def take_rounds(run: RokRun, *, quiet: bool) -> None:
-    """Take all missing rounds behind a progress bar."""
-    names = [f"{case.name}, round {repeat + 1}" for case, repeat in run.missing()] + ["done"]
+def take(run: RokRun, *, quiet: bool) -> None:
+    """Measure all missing cases behind a progress bar."""
+    total = len(run.missing())
     with progress_bar(TimeElapsedColumn(), quiet=quiet) as progress:
         if not quiet:
             there = len(run.payload["samples"])
-            progress.console.print(f"{len(names) - 1} rounds to take, {there} samples there; results in {run.file}")
-        bar = progress.add_task(names[0], total=len(names) - 1)
-        for number, (_, samples) in enumerate(run.run()):
-            progress.update(bar, advance=1, description=names[number + 1])
+            progress.console.print(f"{total} cases to measure, {there} samples there; results in {run.file}")
+        bar = progress.add_task("cases", total=total)
+        for case, samples in run.run():
+            progress.update(bar, advance=1)
             for sample in (sample for sample in samples if "error" in sample):
-                text = f"{names[number]}: {sample['series']} {sample['level']}: {sample['error']}"
+                text = f"{case.name}: {sample['series']} {sample['level']}: {sample['error']}"
                 progress.console.print(text, style="yellow", markup=False)
 
 

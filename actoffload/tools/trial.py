@@ -89,12 +89,7 @@ def command(
 
 
 def predicted(model: str, setup: Setup) -> dict[str, Any]:
-    """Predict the step on each GPU: checkpointed, planned in the same memory and in `MORE` of it, and without either.
-
-    Returns:
-        ``label``, ``regions``, ``states_bytes``, ``checkpointed_bytes`` and ``kept_bytes`` (saved bytes at the peak),
-        and for each GPU a row: seconds with checkpointing, the other steps' ratios to it, and whether each fits.
-    """
+    """Predict the step on each GPU: checkpointed, planned in the same memory and in `MORE` of it, and plain."""
     machines = [hardware_of(name, target=setup.target) for name in setup.gpu or GPUS]  # first: a refusal takes no time
     named: dict[str, Any] = {"model": model} if model in MODELS else {"from_model": model}
     question = Question(sequence=setup.sequence, adapters=setup.adapters, **named)
@@ -164,12 +159,9 @@ def show_predicted(answer: dict[str, Any]) -> None:
 
 
 def measured(model: str, setup: Setup, path: list[str] | None) -> dict[str, Any]:
-    """Train here with checkpointing, alone and with this library, step by step in turn: a round of `rok`.
+    """Train here with checkpointing, alone and with this library, step by step in turn: a case of `rok`.
 
-    Returns:
-        ``label`` and ``device``; the step's ratio to checkpointing's (``ratio``); of both the peak of saved activations
-        in ``peak_bytes``; the ``moved_bytes`` of all steps; and whether losses and gradients are ``identical``. Or
-        ``error``.
+    ``ratio``: of the steps. ``peak_bytes``: of saved activations, of both. ``moved_bytes``: of all steps. Or ``error``.
     """
     adapters: dict[str, Any] = {"adapters": setup.adapters or 0}
     if is_own(model):

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import psutil
@@ -32,11 +31,7 @@ FAILURES = (ActOffloadError, MemoryError, RuntimeError, OSError)
 
 
 def run_worker(module: str, spec: dict[str, Any], *, limit_s: float, cwd: Path | None = None) -> dict[str, Any]:
-    """Run one sample as `stream_worker` does and return the last JSON object that it prints.
-
-    ``others_cpu_share`` in it is the share of all cores, 0 to 1, that other processes (and a hypervisor's other guests)
-    took meanwhile.
-    """
+    """Run one sample as `stream_worker` does and return its last object, with the ``others_cpu_share`` meanwhile."""
     others = OthersShare()
     result: dict[str, Any] = {"error": "status 0: no output", "oom": False}
     for printed in stream_worker(module, spec, limit_s=limit_s, cwd=cwd):
@@ -47,9 +42,9 @@ def run_worker(module: str, spec: dict[str, Any], *, limit_s: float, cwd: Path |
 def stream_worker(
     module: str, spec: dict[str, Any], *, limit_s: float, cwd: Path | None = None, prompts: Prompts | None = None
 ) -> Generator[dict[str, Any]]:
-    """Run a worker in a process of its own and yield the JSON objects that it prints.
+    """Run a worker in a process of its own and yield each JSON object that it prints, last a failure if there was one.
 
-    Lines that are no JSON object are dropped; the standard error of a failed worker is passed on.
+    Other lines are dropped; the standard error of a failed worker is passed on.
 
     Args:
         module: the module to run.
@@ -58,9 +53,6 @@ def stream_worker(
         cwd: its working directory.
         prompts: called after each object: whether the worker gets a line on its standard input, for one more. Then the
             input ends. None: it inherits the standard input.
-
-    Yields:
-        Each object when it is printed; last ``{"error": ..., "oom": ...}`` if the worker failed or was stopped.
     """
     command = [sys.executable, "-m", module, json.dumps(spec)]
     stopped = threading.Event()
@@ -126,22 +118,18 @@ def take_turns(
     """Take the steps of several workers in turns, so that the load of the machine is the same for all of them.
 
     A worker prints an object with ``turn`` when it is warm, and another one for each line that it reads, after a step.
-    When its input ends it prints its result, which has no ``turn``. They start one after the other; then only one works
-    at a time. The order is reversed after each turn: work that a mode leaves to the system does not always slow down
-    the same other mode.
+    When its input ends it prints its result, which has no ``turn``. Only one works at a time. The order is reversed
+    after each turn: work that a mode leaves to the system does not always slow down the same other mode.
 
     Args:
-        module: the module to run.
-        specs: the options of each worker, by name.
-        steps: the steps of each.
+        module: the module to run; ``specs``: the options of each worker, by name; ``steps``: of each.
         limit_s: as for `stream_worker`, for each object.
         cwd: their working directory.
         within_s: after this time they take no further steps, but `LEAST_TURNS` of them.
         on_said: called with the name and each object or failure; an exception from it ends all.
 
     Returns:
-        By name, the result with ``others_cpu_share`` of the whole run as in `run_worker`, or a failure as in
-        `stream_worker`; then the other workers go on.
+        By name, the result with ``others_cpu_share`` of the whole run, or a failure; then the other workers go on.
     """
     others, began_s, more = OthersShare(), time.monotonic(), True
     last: dict[str, dict[str, Any]] = {}
@@ -169,18 +157,8 @@ def take_turns(
 
 
 def turn_ratios(taken: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Return the first's step time over the second's, for each turn.
-
-    Raises:
-        ValueError: one of them took fewer turns.
-    """
+    """Return the first's step time over the second's, for each turn."""
     return [mine / theirs for mine, theirs in zip(taken, others, strict=True)]
-
-
-def spread(found: Sequence[float]) -> str:
-    """Return ratios for a table: their median, least and greatest."""
-    text = f"{median(found):.3f}"
-    return text if len(found) == 1 else f"{text} ({min(found):.2f} to {max(found):.2f})"
 
 
 def failure(error: BaseException) -> dict[str, Any]:
@@ -205,7 +183,7 @@ def _failure(status: int, errors: str) -> dict[str, Any]:
 
 
 class OthersShare:
-    """Measures, from its creation on, the share of the processors that does not work for this process's children."""
+    """Measures, from its creation on, the share of all cores that other processes and a hypervisor's guests take."""
 
     def __init__(self) -> None:
         self._begin = self._now()

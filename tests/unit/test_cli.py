@@ -69,7 +69,6 @@ BAD_OPTIONS = [
     ("plan PROFILE --device-budget much%", "--device-budget 'much%': give a size"),
     ("plan PROFILE --device-budget -4%", "--device-budget '-4%': give a share"),
     ("plan PROFILE --max-slowdown -1", "--max-slowdown -1"),
-    ("plan PROFILE --disk-write 0", "--disk-write"),
     ("rok --preset huge", "--preset 'huge': choose one of 'ssdtrain', 'ssdtrain-batches', 'cpu', 'simulated'"),
     ("rok --gpu abacus", "--gpu 'abacus': no such preset; there are a100-pcie"),
     ("rok --redraw /no/such/file", "no results of `actoffload rok`"),
@@ -179,12 +178,11 @@ def test_a_path_that_loses_bytes_or_cannot_hold_a_spool_is_a_problem(
 # -- the demo ---------------------------------------------------------------------------------------------------------
 
 
-SPEC = {"steps": 2, "layers": 1, "width": 64, "batch": 1, "seq": 8, "seed": 0, "threads": None, "paths": None}
+SPEC = {"steps": 2, "layers": 1, "width": 64, "batch": 1, "seq": 8, "paths": None}
 
 
 def result(losses: Sequence[float], step_s: Sequence[float] = (9.0, 2.0), others: float = 0.0) -> dict[str, Any]:
-    end = {"peak_rss_bytes": 1 << 30, "peak_device_bytes": None}
-    facts = {"device": "cpu", "losses": list(losses), "step_s": list(step_s), "end": end}
+    facts = {"device": "cpu", "losses": list(losses), "step_s": list(step_s), "peak_bytes": 1 << 30}
     return facts | {"others_cpu_share": others}
 
 
@@ -198,10 +196,9 @@ def test_the_demo_is_identical_and_its_counters_agree(tmp_path: Path, capsys: py
     assert report["loss_falls"]
     assert keep["losses_hex"] == nvme["losses_hex"]
     assert len(set(nvme["losses_hex"])) == 4
-    statistics = nvme["end"]["statistics"]
+    statistics = nvme["statistics"]
     assert statistics["nvme_written_bytes"] > 0
     assert 0 < statistics["resident_peak_bytes"] <= statistics["baseline_peak_bytes"]
-    assert nvme["end"]["kernel_written_bytes"] >= statistics["nvme_written_bytes"]
     assert [file.name for file in tmp_path.iterdir()] == ["profile.json"]
     assert answer("plan", str(tmp_path / "profile.json"))["plan"]
     demo.show(report["spec"], report["modes"], report["identical"])

@@ -36,7 +36,7 @@ class Launcher:
 
     def __call__(self, spec: dict[str, Any]) -> dict[str, Any]:
         self.asked.append(spec["case"]["batch"])
-        heads = ("case", "repeat", "others_cpu_share")
+        heads = ("case", "others_cpu_share")
         samples = [sample(v["series"]) | v | self.errors.get(v["series"], {}) for v in spec["variants"]]
         return {
             "samples": [{name: value for name, value in s.items() if name not in heads} for s in samples],
@@ -59,19 +59,19 @@ def worker_spec(*variants: Variant, **changes: Any) -> dict[str, Any]:
 def test_a_run_is_resumed_and_only_failures_are_taken_again(tmp_path: Path) -> None:
     file = tmp_path / "r.json"
     first = Launcher(offload={"error": "boom", "oom": False})
-    rounds = make_run(file, first).run()
-    next(rounds)
-    rounds.close()
+    cases = make_run(file, first).run()
+    next(cases)
+    cases.close()
     assert len(load_results(file)["samples"]) == len(PRESET.variants) == 6
     assert not list(tmp_path.glob("*.partial"))
     second = Launcher(keep={"error": "out of memory", "oom": True}, hybrid={"error": "floor", "oom": True})
-    assert len(list(make_run(file, second).run())) == 4
-    assert second.asked == [2, 2, 4, 4], "the failed one again"
+    assert len(list(make_run(file, second).run())) == 2
+    assert second.asked == [2, 4], "the failed one again"
     assert make_run(file, second).missing() == [], "no room, and no room under the budget, are results"
-    assert len(load_results(file)["samples"]) == 4 * 6
+    assert len(load_results(file)["samples"]) == 2 * 6
 
 
-def test_a_round_that_fails_whole_fails_in_every_variant(tmp_path: Path) -> None:
+def test_a_case_that_fails_whole_fails_in_every_variant(tmp_path: Path) -> None:
     run = make_run(tmp_path / "r.json", lambda spec: {"error": "killed", "oom": True})
     _, samples = next(run.run())
     assert [(s["series"], s["level"], s["error"]) for s in samples] == [
@@ -94,9 +94,9 @@ def test_ctrl_c_ends_the_command_and_says_how_to_go_on(tmp_path: Path, monkeypat
     def interrupted(run: RokRun, *, quiet: bool) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(rok_command, "take_rounds", interrupted)
+    monkeypatch.setattr(rok_command, "take", interrupted)
     file = tmp_path / "r.json"
-    assert "2 rounds are left; the same command goes on." in invoke("--preset", "tiny", "--out", str(file), status=130)
+    assert "2 cases are left; the same command goes on." in invoke("--preset", "tiny", "--out", str(file), status=130)
     write(file, [])
     left = json.loads(file.read_text())
     file.write_text(json.dumps(left | {"measured_with": TINY, "samples": [sample("keep")]}))
@@ -312,26 +312,25 @@ def test_redraw_fails_when_bits_differ_or_a_point_failed(tmp_path: Path) -> None
 
 def test_options_select_from_the_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[RokRun] = []
-    monkeypatch.setattr(rok_command, "take_rounds", lambda run, *, quiet: chosen.append(run))
+    monkeypatch.setattr(rok_command, "take", lambda run, *, quiet: chosen.append(run))
     monkeypatch.setattr(rok_command, "finish", lambda *_: 0)
-    invoke("--out", str(tmp_path / "r.json"), "--model", "bert", "--batch", "4", "--repeats", "3")
-    assert [(case.model, case.batch, repeat) for case, repeat in chosen[0].missing()] == [
-        ("bert", 4, repeat) for repeat in range(3)
-    ]
+    invoke("--out", str(tmp_path / "r.json"), "--model", "bert", "--batch", "4", "--steps", "3")
+    assert [(case.model, case.batch) for case in chosen[0].missing()] == [("bert", 4)]
+    assert chosen[0].payload["measured_with"]["steps"] == 3
 
 
 def test_a_model_of_ones_own_takes_the_place_of_the_presets_cases(
     own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen: list[RokRun] = []
-    monkeypatch.setattr(rok_command, "take_rounds", lambda run, *, quiet: chosen.append(run))
+    monkeypatch.setattr(rok_command, "take", lambda run, *, quiet: chosen.append(run))
     monkeypatch.setattr(rok_command, "finish", lambda *_: 0)
     monkeypatch.chdir(tmp_path)
-    invoke("--model", "mine.py:build", "--batch", "3", "--repeats", "1")
+    invoke("--model", "mine.py:build", "--batch", "3")
     invoke("--model", "mine.py:build", "--preset", "tiny")
     assert [run.file.name for run in chosen] == ["rok_mine.json"] * 2
-    assert [case.name for case, _ in chosen[0].missing()] == ["mine.py:build, batch 3"]
-    assert [case.batch for case, _ in chosen[1].missing()] == [1, 2, 4]
+    assert [case.name for case in chosen[0].missing()] == ["mine.py:build, batch 3"]
+    assert [case.batch for case in chosen[1].missing()] == [1, 2, 4]
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from tests.rok_samples import all_points, failed, sample
 
 def test_rounds_are_one_point_with_the_middle_half_of_their_steps() -> None:
     first = sample("offload", step_s=1.0) | {"step_s": [1.0, 1.0, 1.2, 5.0], "peak_bytes": [100, 100, 100, 900]}
-    second = sample("offload", repeat=1) | {"step_s": [1.0, 1.1], "peak_bytes": [100, 110]}
+    second = sample("offload") | {"step_s": [1.0, 1.1], "peak_bytes": [100, 110]}
     (point,) = points_of([first, second])
     assert point.peak_bytes == 100
     assert point.step_s is not None
@@ -66,7 +66,7 @@ def test_throughput_is_keeps_over_the_ratio_within_turns() -> None:
 
 
 def test_one_bit_of_difference_is_found() -> None:
-    rounds = [sample("offload"), sample("offload", repeat=1, identical=False), sample("keep")]
+    rounds = [sample("offload"), sample("offload", identical=False), sample("keep")]
     assert {p.variant.series: p.identical for p in points_of(rounds)} == {"offload": False, "keep": True}
 
 

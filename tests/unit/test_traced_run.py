@@ -143,7 +143,7 @@ def test_numbers_memory_links_waits_and_what_stayed() -> None:
     host, link = run.links()
     assert (host.name, host.nbytes) == ("host write", MIB), "those of another library are on the link, too"
     assert (link.name, link.nbytes, link.can_do) == ("disk write", 8 * MIB, 8 * MIB)
-    assert link.used == pytest.approx({"forward": 0.5, "backward": 0.5}), "from the middle of one to that of the other"
+    assert link.used == pytest.approx(0.5), "one of two seconds"
     waits = [(wait.module, wait.count, round(wait.total_s, 9)) for wait in run.dearest_waits()]
     assert waits == [("a", 2, 0.5), ("b", 1, 0.1)]
     assert run.kept() == {"input": 7, "policy": 4}
@@ -160,7 +160,7 @@ def test_a_prediction_for_a_micro_batch_stands_beside_what_a_micro_batch_took() 
         assert sections(run)[-1].table[1:] == [(what, "500 ms", format_time(seen_s))]
 
 
-def test_no_link_is_in_use_for_more_than_all_of_a_phase() -> None:
+def test_no_link_is_in_use_for_more_than_all_of_a_step() -> None:
     """Even if transfers lie upon each other. Time that they share counts once."""
     trace = _by_hand().trace
     ours, _ = trace.transfers
@@ -168,7 +168,7 @@ def test_no_link_is_in_use_for_more_than_all_of_a_phase() -> None:
     run = look_at(replace(trace, transfers=tuple(each)))
     (link,) = run.links()
     assert link.can_do == pytest.approx(3 * 8 * MIB / 1.75)
-    assert link.used == pytest.approx({"forward": 0.875, "backward": 0.875})
+    assert link.used == pytest.approx(0.875)
 
 
 def test_the_next_steps_are_the_remedies_of_the_runs_own_report() -> None:
