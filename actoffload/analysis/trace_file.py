@@ -48,7 +48,7 @@ class Span:
 
     @property
     def duration_s(self) -> float:
-        """Its duration."""
+        """From its begin to its end."""
         return self.end_s - self.begin_s
 
     @property

@@ -23,10 +23,7 @@ BUSY_SHARE = 0.15
 
 
 def describe_environment(root: Path = ROOT) -> dict[str, Any]:
-    """Describe the machine, its load, and the software, in plain values. No host name, no path.
-
-    Sizes in bytes; ``cpu_busy_share`` from 0 to 1 over all cores, measured while this process waits.
-    """
+    """Describe the machine, its load while this process waits, and the software. No host name, no path."""
     import torch
 
     from ..autograd import native
@@ -105,11 +102,7 @@ def without_errno(text: str) -> str:
 
 
 def write_json(file: Path, payload: dict[str, Any]) -> None:
-    """Write ``payload`` as JSON in one step, so that a run that is killed leaves the last whole file.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write ``payload`` as JSON in one step, so that a run that is killed leaves the last whole file."""
     text = json.dumps(payload, indent=1) + "\n"
     partial = file.with_name(f"{file.name}.partial")
     partial.write_text(text, encoding="utf-8")

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 COUNTED: dict[str, Any] = {"sequence": 2048, "micro_batch": 1, "gpu": "rtx-4090"}
 """The preset for ``--from-model``."""
-UNITS = {"s": 1.0, "GB": 1e9, "GB/s": 1e9, "GiB": float(1 << 30)}
+UNITS = {"GB": 1e9, "GiB": float(1 << 30)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,8 @@ def command(
             print_rows(map(_cells, rows), *rows[0])
         return
     answer = Answer(question, split, machine)
-    title = f"{question.from_model or question.model} on {answer.hardware.name}, per GPU of {answer.split.gpus}"
+    gpus = answer.split.tensor * answer.split.data
+    title = f"{question.from_model or question.model} on {answer.hardware.name}, per GPU of {gpus}"
     if as_json:
         parts = {name: asdict(getattr(answer, name)) for name in ("activations", "split", "hardware")}
         print_json({**parts, "estimate": answer.result.as_dict()})
@@ -112,10 +113,7 @@ class Answer:
     def __init__(self, question: Question, split: dict[str, Any], machine: dict[str, Any]) -> None:
         start, self.question = question.start, question
         self.split = replace(start.split, **split)
-        gpu = question.gpu or start.gpu
-        # A published utilisation was reached on the preset's own GPU, and proves nothing for another one.
-        mfu = start.utilisation if gpu == start.gpu else None
-        self.hardware = hardware_of(gpu, question.drive, mfu=mfu, **machine)
+        self.hardware = hardware_of(question.gpu or start.gpu, question.drive, **machine)
         self.activations = activations_of(question, self.split)  # takes long: after everything that may be refused
         self.result = estimate(self.activations, self.split, self.hardware, step_s=question.step_s)
 
@@ -251,12 +249,11 @@ def advice(answer: Answer) -> list[str]:
 def _activation_rows(answer: Answer) -> list[tuple[str, str]]:
     split, result = answer.split, answer.result
     tensor = f"tensor {split.tensor}{' + sequence' if split.sequence_parallel else ''}"
-    small = f", {format_size(result.small_bytes)} of it too small to move" if result.small_bytes else ""
+    small = f", and {format_size(result.small_bytes)} in tensors too small to move" if result.small_bytes else ""
     return [
         ("model", answer.activations.label),
-        ("split", f"{tensor}, pipeline {split.pipeline}, data {split.data}, {split.micro_batches} micro-batches"),
-        ("activations of a step", f"{format_size(result.activation_bytes_per_step)} (S)"),
-        ("in flight with all kept", f"{format_size(result.activation_bytes_in_flight)}{small}"),
+        ("split", f"{tensor}, data {split.data}, ZeRO {split.zero}"),
+        ("activations of a step", f"{format_size(result.activation_bytes_per_step)} (S){small}"),
         ("ends (stay)", f"{format_size(result.ends_bytes)} of embedding, last norm and loss"),
         ("step time", f"{result.step_s:.3g} s ({result.step_flops / result.step_s / 1e12:.0f} TFLOP/s)"),
     ]
@@ -286,7 +283,7 @@ def _machine_rows(hardware: Hardware, result: Estimate) -> list[tuple[str, str]]
         ("share that hides", f"{result.share_hidden:.0%}, {format_size(result.moved_bytes_per_step)} a step"),
     ]
     if hardware.target == "host":
-        return [*rows, ("host memory in use", f"{format_size(result.away_bytes)} of it at once")]
+        return rows
     return [
         *rows,
         ("drives", f"{hardware.drives} × {hardware.drive.name}, rated {format_decimal(rated)} written"),

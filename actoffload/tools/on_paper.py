@@ -46,8 +46,8 @@ def _giga(text: str) -> float:
     return 1e9 * float(text)
 
 
-def _count(help: str | None = None) -> Any:
-    return typer.Option(min=1, help=help, rich_help_panel=SPLIT)
+def _count() -> Any:
+    return typer.Option(min=1, rich_help_panel=SPLIT)
 
 
 def _check(owner: object, *names: str) -> None:
@@ -78,31 +78,13 @@ class Parallelism:
 
     tensor: Annotated[int, _count()] = 1
     sequence_parallel: Annotated[bool, typer.Option(rich_help_panel=SPLIT)] = False
-    pipeline: Annotated[int, _count()] = 1
-    interleave: int = 1
-    """Model chunks of a pipeline stage."""
     data: Annotated[int, _count()] = 1
-    micro_batches: Annotated[int, _count("Of a step and data-parallel rank.")] = 1
     zero: Annotated[int, typer.Option(help="Stage of ZeRO over --data ranks; FSDP is 3.", rich_help_panel=SPLIT)] = 0
 
     def __post_init__(self) -> None:
-        _check(self, "tensor", "pipeline", "interleave", "data", "micro_batches")
+        _check(self, "tensor", "data")
         if self.zero not in range(4):
             raise ConfigError("zero", self.zero, "is a stage, 0 to 3")
-
-    @property
-    def gpus(self) -> int:
-        """GPUs of the job."""
-        return self.tensor * self.pipeline * self.data
-
-    @property
-    def microbatches_in_flight(self) -> float:
-        """Micro-batches that the first stage holds at once under 1F1B, in whole stages' worth.
-
-        ``p``, and ``p·(1 + (p-1)/(p·v))`` with ``v`` chunks per stage (Korthikanti et al. 2022, section 4.2.3).
-        """
-        chunks = (self.pipeline - 1) / (self.pipeline * self.interleave) if self.interleave > 1 else 0.0
-        return min(self.micro_batches, self.pipeline * (1 + chunks))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +131,7 @@ class Hardware:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPreset:
-    """A model, its micro-batch and split, the GPU that it ran on or that suits it, and the published MFU if any."""
+    """A model, its micro-batch and split, and the GPU that it ran on or that suits it."""
 
     kind: str
     config: dict[str, Any]
@@ -157,7 +139,6 @@ class ModelPreset:
     micro_batch: int = 1
     split: Parallelism = field(default_factory=Parallelism)
     gpu: str = "h100-sxm"
-    utilisation: float | None = None
     source: str = "transformers"
 
 
@@ -179,12 +160,12 @@ def preset(option: str, name: str, known: Mapping[str, T]) -> T:
     return known[name]
 
 
-def hardware_of(gpu: str, drive: str = "980pro-1tb", *, mfu: float | None = None, **changes: Any) -> Hardware:
-    """Return the machine of a GPU preset and a drive preset, with another utilisation or some fields changed."""
+def hardware_of(gpu: str, drive: str = "980pro-1tb", **changes: Any) -> Hardware:
+    """Return the machine of a GPU preset and a drive preset, with some fields changed."""
     row: dict[str, Any] = {**preset("gpu", gpu, GPUS)}
-    flops_per_s, usual = row.pop("peak_flops"), row.pop("utilisation")
+    flops_per_s = row.pop("peak_flops") * row.pop("utilisation")
     source = SOURCES[row["source"]].partition("; the link" if "link_bytes_per_s" in changes else "\n")[0]
-    fixed = {"name": gpu, "drive": preset("drive", drive, DRIVES), "flops_per_s": flops_per_s * (mfu or usual)}
+    fixed = {"name": gpu, "drive": preset("drive", drive, DRIVES), "flops_per_s": flops_per_s}
     return Hardware(**{**row, **fixed, "source": source, **changes})
 
 
@@ -216,7 +197,7 @@ class Activations:
 
 @dataclass(frozen=True)
 class Fit:
-    """Saved bytes on the fullest GPU at its peak, and samples of the largest micro-batch that fits so; 0 for none."""
+    """Saved bytes on a GPU at its peak, and samples of the largest micro-batch that fits so; 0 for none."""
 
     saved_bytes: float
     micro_batch: int
@@ -224,7 +205,7 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryNeed:
-    """Bytes on the fullest GPU at its peak, without temporaries: with all kept, what hides moved, and all moved."""
+    """Bytes on a GPU at its peak, without temporaries: with all kept, what hides moved, and all moved."""
 
     capacity_bytes: float
     parameter_bytes: float
@@ -245,18 +226,15 @@ class Estimate:
     """The answer, per GPU. Bytes, seconds, bytes a second.
 
     Attributes:
-        activation_bytes_per_step: S: a stage's layers save it in tensors that can move, over all micro-batches.
-        activation_bytes_in_flight: the peak of the fullest stage with everything kept; ``small_bytes`` of it are in
-            tensors too small to move.
+        activation_bytes_per_step: S: layers save it in tensors that can move; ``small_bytes`` more are too small.
         required_bytes_per_s: S / (t/2), to write and, in the other half of the step, to read.
         share_hidden: the share of S that moves without making the step longer, at most 1; ``moved_bytes_per_step`` in
-            bytes. At most ``away_bytes`` of it are away at once. The rest is kept.
+            bytes. The rest is kept.
         rated_life_s: of all of the GPU's drives, on rated TBW.
         notes: for a reader to know before quoting a number.
     """
 
     activation_bytes_per_step: float
-    activation_bytes_in_flight: float
     small_bytes: float
     ends_bytes: float
     step_flops: float
@@ -266,7 +244,6 @@ class Estimate:
     read_bytes_per_s: float
     share_hidden: float
     moved_bytes_per_step: float
-    away_bytes: float
     written_bytes_per_day: float
     rated_life_s: float
     memory: MemoryNeed
@@ -280,31 +257,23 @@ class Estimate:
 def estimate(
     activations: Activations, split: Parallelism, hardware: Hardware, *, step_s: float | None = None
 ) -> Estimate:
-    """Estimate the needs of offloading a model's activations, per GPU; the stages of a pipeline are taken as equal.
+    """Estimate the needs of offloading a model's activations, per GPU.
 
     ``step_s``: seconds of a step as measured. Default: the step's FLOPs over the rate that the GPU achieves.
     """
-    layers = len(activations.blocks)
-    if layers % (split.pipeline * split.interleave):
-        stages = "pipeline × interleave" if split.interleave > 1 else "it"
-        raise ConfigError("pipeline", split.pipeline, f"{stages} must divide layers={layers}")
-    flops = activations.flops * split.micro_batches * split.data / split.gpus
+    flops = activations.flops / split.tensor
     seconds = flops / hardware.flops_per_s if step_s is None else step_s
     if not 0 < seconds < math.inf:
         raise ConfigError("step_s", step_s, "must be a number of seconds above 0")
-    per_microbatch = sum(activations.blocks) / split.pipeline
-    per_step = per_microbatch * split.micro_batches
+    per_step = sum(activations.blocks)
     required = per_step / (seconds / 2)
     share = min(1.0, min(hardware.write_bytes_per_s, hardware.read_bytes_per_s) / max(1.0, required))
     moved = share * per_step
     written = moved if hardware.target == "nvme" else 0.0
     life_s = hardware.drive.rated_written_bytes * hardware.drives * seconds / written if written else math.inf
-    in_flight = per_microbatch * split.microbatches_in_flight
-    small = activations.small_bytes / split.pipeline * split.microbatches_in_flight
     return Estimate(
         activation_bytes_per_step=per_step,
-        activation_bytes_in_flight=in_flight + small,
-        small_bytes=small,
+        small_bytes=activations.small_bytes,
         ends_bytes=activations.ends_bytes,
         step_flops=flops,
         step_s=seconds,
@@ -313,29 +282,25 @@ def estimate(
         read_bytes_per_s=hardware.read_bytes_per_s,
         share_hidden=share,
         moved_bytes_per_step=moved,
-        away_bytes=share * in_flight,
         written_bytes_per_day=written_per_day(written, seconds),
         rated_life_s=life_s,
-        memory=_memory_of(activations, split, hardware, in_flight=in_flight, small=small, share=share),
-        notes=tuple(_notes(activations, hardware, share, share * in_flight, life_s)),
+        memory=_memory_of(activations, split, hardware, share),
+        notes=tuple(_notes(activations, hardware, share, moved, life_s)),
     )
 
 
-def _memory_of(
-    activations: Activations, split: Parallelism, hardware: Hardware, *, in_flight: float, small: float, share: float
-) -> MemoryNeed:
-    """Return the bytes on the fullest GPU: the first stage of a pipeline, which does not compute the loss."""
+def _memory_of(activations: Activations, split: Parallelism, hardware: Hardware, share: float) -> MemoryNeed:
     states = {}
     # Each stage of ZeRO also splits everything that the stages before it split.
     for stage, name in ((3, "parameter_bytes"), (2, "gradient_bytes"), (1, "optimizer_bytes")):
-        states[name] = getattr(activations, name) / split.pipeline / (split.data if split.zero >= stage else 1)
+        states[name] = getattr(activations, name) / (split.data if split.zero >= stage else 1)
     capacity = hardware.memory_bytes - RESERVED_BYTES
     free = max(0.0, capacity - sum(states.values()))
-    rest = small + (activations.ends_bytes if split.pipeline == 1 else 0.0)
+    movable, rest = sum(activations.blocks), activations.small_bytes + activations.ends_bytes
 
     def peak(moves: float) -> Fit:
-        in_transit = min(moves * in_flight, LAYERS_IN_TRANSIT * max(activations.blocks))
-        saved = rest + (1 - moves) * in_flight + in_transit
+        in_transit = min(moves * movable, LAYERS_IN_TRANSIT * max(activations.blocks))
+        saved = rest + (1 - moves) * movable + in_transit
         return Fit(saved, int(free * activations.micro_batch / max(1.0, saved)))
 
     return MemoryNeed(capacity_bytes=capacity, **states, kept=peak(0.0), hidden=peak(share), moved=peak(1.0))
@@ -351,7 +316,7 @@ def _notes(activations: Activations, hardware: Hardware, share: float, spool: fl
     if hardware.target == "nvme" and hardware.drive.nand and hardware.disk_bytes_per_s is None:
         notes.append("The drives' rated write rate is for a fresh cache; a measured, sustained one may be much lower.")
     if hardware.target == "nvme" and spool > hardware.drive.capacity_bytes * hardware.drives:
-        notes.append("The drives are too small for the bytes in flight: more drives, or fewer micro-batches in flight.")
+        notes.append("The drives are too small for the bytes of a step: more drives, or a smaller micro-batch.")
     if activations.source:
         notes.append(f"Bytes by {activations.source}.")
     sources = (hardware.source, *([hardware.drive.source] if hardware.target == "nvme" else []))

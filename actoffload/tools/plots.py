@@ -28,16 +28,10 @@ def draw_rok(points: Sequence[Point], paths: Sequence[Path], title: str, *, dark
     """Draw a panel for each model and size, throughput over activation peak; upper left is better.
 
     A line joins a variant's batches, whose numbers stand beside its points. A band is the A/A noise of keep.
-
-    Args:
-        points: the points of all panels.
-        paths: files; the ending of each is its format.
-        title: the text above the panels.
-        dark: draw on black.
+    The ending of each of ``paths`` is its format.
 
     Raises:
         ImportError: matplotlib is not installed.
-        OSError: a file cannot be written.
     """
     import matplotlib
 

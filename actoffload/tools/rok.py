@@ -82,7 +82,7 @@ class Preset:
 
 
 def _preset(row: dict[str, Any]) -> Preset:
-    """Return a preset of ``presets.toml``: every model in every shape and batch of its grid."""
+    """Return a preset of the table: every model in every shape and batch of its grid."""
     cases = []
     for shape in row["grid"]:
         sizes = {name: size for name, size in shape.items() if name not in ("models", "batches")}

@@ -1,7 +1,7 @@
-"""One round of a case of `rok`, in a process of its own; prints one JSON object.
+"""A case of `rok` in a process of its own; prints one JSON object.
 
-The options come as one JSON argument: ``case`` (the fields of `Case`), ``variants`` (the fields of `Variant`),
-``device``, ``threads``, ``warm_up``, ``steps`` and ``path``; ``within_s``: no further turn begins after this time.
+The options come as one JSON argument: ``case`` and ``variants`` (the fields of `Case` and `Variant`), ``device``,
+``threads``, ``warm_up``, ``steps`` and ``path``; ``within_s``: no further turn begins after this time.
 
 All variants live in this one process and take their steps in turns, so that the load of the machine, the allocator and
 the place of memory are the same for all. Each has modules of its own that share the parameters. The optimizer's
@@ -129,11 +129,7 @@ class Round:
         return [mode.sample() | {"flops": self.flops} for mode in self.modes.values()]
 
     def _begin(self, mode: Mode) -> None:
-        """Make a mode ready: count its peak, checkpoint its blocks or give it an offloader.
-
-        Raises:
-            ActOffloadError: it has no blocks, or its budget is not known.
-        """
+        """Make a mode ready: count its peak, checkpoint its blocks or give it an offloader."""
         series = mode.variant.series
         if series in ("keep", "recompute"):
             self._count(mode)
@@ -228,7 +224,7 @@ class Round:
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
-    """Run one round; ``samples``: one for each variant. Bytes and seconds."""
+    """Measure a case; ``samples``: one for each variant. Bytes and seconds."""
     prepare_process(spec["device"], spec["threads"], SEED)
     cpu_allocator.install()
     use = cpu_allocator.Use()

@@ -76,10 +76,7 @@ def count_saved(model: nn.Module, inputs: Any, *, min_bytes: int = MIN_BYTES) ->
 
 @dataclass
 class CountedStorage:
-    """A storage that autograd saved: the run of a block that saved it first, and the times, in FLOPs.
-
-    ``shared``: it was saved outside that block, too.
-    """
+    """A storage that autograd saved: the run of a block that saved it first (others if ``shared``), times in FLOPs."""
 
     nbytes: int
     block: int | None
@@ -170,7 +167,7 @@ class WatchedStep:
 
 
 class _Handle:
-    """Autograd holds this for a saved tensor, and drops it when backward is done with it."""
+    """Autograd drops it when backward is done with the saved tensor."""
 
     def __init__(self, step: WatchedStep, saved: CountedStorage, tensor: Tensor) -> None:
         self.step, self.saved, self.tensor = step, saved, tensor

@@ -26,12 +26,6 @@ def machine(**changes: Any) -> Hardware:
     return Hardware(**(values | changes))
 
 
-def test_micro_batches_in_flight_are_those_of_1f1b() -> None:
-    assert Parallelism(pipeline=8, micro_batches=64).microbatches_in_flight == 8
-    assert Parallelism(pipeline=8, micro_batches=3).microbatches_in_flight == 3
-    assert Parallelism(pipeline=8, micro_batches=64, interleave=3).microbatches_in_flight == pytest.approx(8 + 7 / 3)
-
-
 def test_ssdtrains_lifetime_on_rated_endurance_is_days() -> None:
     def life(drive: str) -> float:
         some = Activations(label="12.1 GB a step", blocks=(12.1e9,), flops=1.0)
@@ -62,12 +56,10 @@ def test_the_share_that_hides_is_the_lesser_of_write_and_read() -> None:
 
 
 def test_what_is_too_small_stays() -> None:
-    split = Parallelism(pipeline=2, micro_batches=4)
-    some = Activations(label="x", blocks=(100.0, 200.0, 100.0, 200.0), small_bytes=50.0, ends_bytes=7.0, flops=1e12)
-    result = estimate(some, split, machine())
-    assert result.activation_bytes_per_step == 4 * 300
-    assert (result.activation_bytes_in_flight, result.small_bytes) == (2 * (300 + 25), 2 * 25)
-    assert result.ends_bytes == 7.0
+    some = Activations(label="x", blocks=(100.0, 200.0), small_bytes=50.0, ends_bytes=7.0, flops=1e12)
+    result = estimate(some, ONE, machine())
+    assert (result.activation_bytes_per_step, result.small_bytes, result.ends_bytes) == (300.0, 50.0, 7.0)
+    assert result.memory.kept.saved_bytes == 357.0
 
 
 def test_memory_of_a_gpu_at_its_peak() -> None:
@@ -93,22 +85,21 @@ def test_a_model_that_saves_nothing_that_may_move_has_nothing_to_hide() -> None:
     assert result.memory.kept == result.memory.moved
 
 
-def test_states_are_split_over_stages_and_by_zero_over_data_parallel_ranks() -> None:
+def test_states_are_split_by_zero_over_data_parallel_ranks() -> None:
     states: dict[str, Any] = {"parameter_bytes": 64.0, "gradient_bytes": 64.0, "optimizer_bytes": 64.0}
     some = Activations(label="x", blocks=(1.0,) * 2, flops=1e12, **states)
     found = []
     for zero in range(4):
-        memory = estimate(some, Parallelism(pipeline=2, data=8, zero=zero), machine()).memory
+        memory = estimate(some, Parallelism(data=8, zero=zero), machine()).memory
         found.append((memory.parameter_bytes, memory.gradient_bytes, memory.optimizer_bytes))
-    assert found == [(32, 32, 32), (32, 32, 4), (32, 4, 4), (4, 4, 4)]
+    assert found == [(64, 64, 64), (64, 64, 8), (64, 8, 8), (8, 8, 8)]
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: Parallelism(zero=4), "zero=4: is a stage, 0 to 3"),
-        (lambda: Parallelism(pipeline=0), "pipeline=0"),
-        (lambda: estimate(SOME, Parallelism(pipeline=3), machine()), "pipeline=3: it must divide layers=4"),
+        (lambda: Parallelism(data=0), "data=0"),
         (lambda: machine(flops_per_s=math.inf), "flops_per_s=inf"),
         (lambda: machine(drives=0), "drives=0"),
     ],
