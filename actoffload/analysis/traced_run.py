@@ -10,9 +10,7 @@ from statistics import median_low
 from typing import Any
 
 from ..errors import TraceFileError
-from ..policy import STATIC
 from ..sizes import format_size, format_time
-from ..storage.endurance import render_wear
 from ..tell.causes import NEXT
 from ..tools.rok_points import Spread, verdict
 from .trace_file import LINKS, Span, TraceFile
@@ -22,7 +20,6 @@ KINDS = ("before training", "optimizer state", "kept free", "temporaries", "grad
 """The uses of memory, in the order in which a chart stacks them: activations lie as a mountain on the gradients, and
 those that are away above them. Before training: parameters, on the CPU with the process as it was before the first
 forward. Kept free: memory that the allocator keeps, beside what is in use."""
-MOVED, NOT_AWAY, SAVED_SUM = "moved", "still there", "saved in a step"
 MOST_WAITS = 10
 MOST_MOMENTS = 400
 """The most moments of the step that is shown; of several that lie together, the one with the most memory."""
@@ -191,25 +188,6 @@ class Run:
             found.append(WaitsFor(module=module, reason=reason, total_s=total_s, count=len(waits), nbytes=nbytes))
         return sorted(found, key=lambda waits: -waits.total_s)[:MOST_WAITS]
 
-    def saved(self) -> dict[str, int]:
-        """Return the bytes that a step saves by their fate: `MOVED`, or a reason to stay. Their sum is `SAVED_SUM`.
-
-        Parameters, buffers and inputs, which live anyway, are not among them.
-        """
-        statistics, steps = self.known("statistics"), max(1, self.trace.metadata.get("steps_counted") or self.count)
-        whole = int(statistics.get("activation_bytes", 0))
-        kept = {name: nbytes for name, nbytes in self.kept().items() if name not in STATIC}
-        # The last one of each: what moved is counted with its alignment, and some was needed before it had left.
-        moved = max(0, min(int(statistics.get("moved_bytes", 0)), whole - sum(kept.values())))
-        late = max(0, whole - sum(kept.values()) - moved)
-        rows = {MOVED: moved, **kept, NOT_AWAY: late, SAVED_SUM: whole}
-        return {name: nbytes // steps for name, nbytes in rows.items() if nbytes}
-
-    def kept(self) -> dict[str, int]:
-        """Return the bytes of the whole run that stayed, by reason, the most first."""
-        kept = self.known("statistics").get("kept_bytes", {})
-        return dict(sorted(((name, n) for name, n in kept.items() if n), key=lambda item: -item[1]))
-
     @property
     def planned_for(self) -> str:
         """The unit of the plan: a step, or with accumulated gradients a micro-batch of it."""
@@ -228,17 +206,10 @@ class Run:
         seen = {"step_s": step_s, "peak_bytes": self.known("statistics").get("plan_peak_bytes")}
         return [(name, value, seen.get(name)) for name, value in predicted.items() if value is not None]
 
-    def wear(self) -> str:
-        """Return the run's effect on its SSD as text; empty if it wrote nothing to one."""
-        config, spool = self.known("config"), self.known("spool")
-        # The metadata has it only if the run came to its end.
-        elapsed_s = self.trace.metadata.get("elapsed_s") or self.trace.steps()[-1][1]
-        written, drives = sum(moved.nbytes for moved in self._left("disk")), len(spool.get("paths", ())) or 1
-        return " ".join(render_wear(written, elapsed_s, config.get("drive_tbw"), drives=drives))
-
-    def summary(self) -> str:
-        """Return the run in one line, as in `Offloader.report`; of a trace without an end, its steps."""
-        return self.trace.metadata.get("summary") or f"{self.count} steps so far, {format_time(self.step_s)} each"
+    @property
+    def report(self) -> str:
+        """The run's own `Offloader.report`; of a trace without an end, its steps."""
+        return self.trace.metadata.get("report") or f"{self.count} steps so far, {format_time(self.step_s)} each"
 
     def what_limits(self) -> str:
         """Return the limit of the step, as in `Offloader.report`; empty if the trace has no end."""
@@ -277,11 +248,9 @@ class Run:
             **self.numbers(),
             "links": [asdict(link) for link in self.links()],
             "dearest_waits": [asdict(wait) for wait in self.dearest_waits()],
-            "kept_bytes": self.kept(),
-            "saved_in_a_step": self.saved(),
-            "summary": self.summary(),
+            "statistics": self.known("statistics"),
+            "report": self.report,
             "predicted": {name: {"predicted": value, "seen": seen} for name, value, seen in self.predictions()},
-            "wear": self.wear(),
             "what_limits": self.what_limits(),
             "next_steps": self.next_steps,
         }

@@ -37,8 +37,7 @@ from .console import (
     progress_bar,
     strings,
 )
-from .environment import find_device
-from .process import peak_rss_bytes, prepare_process, say, synchronize
+from .environment import find_device, peak_rss_bytes, prepare_process, say, synchronize
 from .rok_points import Spread, verdict
 from .workers import take_turns, turn_ratios
 

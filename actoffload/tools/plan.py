@@ -20,8 +20,7 @@ from ..sizes import parse_share, parse_size
 from ..tell.parts import Analysis, BudgetRow, analyse, budget_table
 from ..tell.plans import render_budgets, render_plan
 from .console import JsonOption, PathOption, grouped, print_json, strings
-from .environment import find_device
-from .process import prepare_process
+from .environment import find_device, prepare_process
 from .rok_points import is_own
 
 RECORDED_STEPS = 3

@@ -33,8 +33,8 @@ from ..errors import ActOffloadError
 from ..memory import cpu_allocator
 from ..testing import simulated_device
 from ..tiers.accelerator import Accelerator
+from .environment import prepare_process, say, sum_of_bits, synchronize
 from .models import Trainee, build
-from .process import prepare_process, say, sum_of_bits, synchronize
 from .rok import NO_BLOCKS, OFFLOAD_READS_AHEAD, SIMULATED, budget_of
 from .rok_points import Case, Variant, is_own
 from .saved_bytes import BACKWARD_FACTOR

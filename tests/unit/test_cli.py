@@ -16,7 +16,7 @@ from actoffload.planning.profile import Profile
 from actoffload.storage.spool import Extent, Spool
 from actoffload.tools import demo, doctor
 from actoffload.tools.bench import DIRECTIONS, REGION_BYTES
-from actoffload.tools.process import block_io
+from actoffload.tools.environment import block_io
 from actoffload.version import __version__
 from tests.commands import answer, invoke
 

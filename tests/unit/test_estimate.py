@@ -41,8 +41,8 @@ def test_the_share_that_hides_is_the_lesser_of_write_and_read() -> None:
     assert need == free.activation_bytes_per_step / (free.step_s / 2)
     for changes, share in (
         ({"disk_bytes_per_s": need / 4}, 0.25),
-        ({"drive": replace(DRIVE, write_bytes_per_s=need / 4), "drives": 1}, 0.25),
-        ({"drive": replace(DRIVE, read_bytes_per_s=need / 5), "drives": 1}, 0.2),
+        ({"drive": replace(DRIVE, write_bytes_per_s=need / 4, read_bytes_per_s=need), "drives": 1}, 0.25),
+        ({"drive": replace(DRIVE, write_bytes_per_s=need, read_bytes_per_s=need / 5), "drives": 1}, 0.2),
         ({"link_bytes_per_s": need / 2}, 0.5),
         ({"link_bytes_per_s": need / 2, "disk_bytes_per_s": need / 4}, 0.25),
         ({}, 1.0),
