@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import count, product
+from itertools import count
 from statistics import median
 from typing import Annotated, Any, Literal, get_args
 
@@ -23,33 +23,24 @@ import typer
 from ..config import default_paths
 from ..errors import ChecksumError, ConfigError, EngineUnavailableError, SpoolFullError
 from ..memory.process_memory import map_private
-from ..sizes import format_size, parse_size
+from ..sizes import format_size
 from ..storage.engines import ENGINES
 from ..storage.engines.base import EngineCapabilities
 from ..storage.spool import Spool, Transfer
-from ..storage.spool_files import MAX_BLOCK_BYTES
 from .console import JsonOption, PathOption, print_json, print_rows, progress_bar, strings
 
 Direction = Literal["write", "read", "mixed"]
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 DISK_ENGINES = tuple(name for name in ENGINES if name != "memory")
-NEARLY = 0.97
-"""A setting that reaches this share of the best one does as well."""
 REGION_BYTES, BLOCK_BYTES, SECONDS, ROUNDS = 128 << 20, 8 << 20, 0.3, 2
-"""The defaults, in `bench` and in `doctor` alike."""
-SIZES = ("256KiB", "1MiB", format_size(BLOCK_BYTES))
+"""In `bench` and in `doctor` alike: the disk space in use, the bytes of a transfer, and the samples of each kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Median bytes a second of an engine with one block size and ``depth`` transfers at once in each directory.
-
-    ``direct``: transfers bypass the page cache. ``mixed``: bytes written and read together.
-    """
+    """Median bytes a second of an engine; ``mixed``: written and read together. ``direct``: past the page cache."""
 
     engine: str
-    block_bytes: int
-    depth: int
     direct: bool
     write: float
     read: float
@@ -67,41 +58,28 @@ def command(
         list[str] | None,
         typer.Option(help=f"{', '.join(ENGINES)}; repeat for several. Default: all that use the disk."),
     ] = None,
-    size: Annotated[
-        list[str] | None, typer.Option(help=f"Block size; repeat for several. Default: {', '.join(SIZES)}.")
-    ] = None,
-    depth: Annotated[
-        list[int] | None, typer.Option(min=1, help="Transfers at once; repeat. Default: the engine's own choice.")
-    ] = None,
     seconds: Annotated[float, typer.Option(min=0.01, help="Of each sample.")] = SECONDS,
-    rounds: Annotated[int, typer.Option(min=1, help="Samples of each kind, taken in turns; medians count.")] = ROUNDS,
-    region: Annotated[str, typer.Option(help="How much of the disk to use meanwhile.")] = format_size(REGION_BYTES),
     as_json: JsonOption = False,
 ) -> None:
-    """Measure a path: write, read and both at once, by engine, block size and depth, and what training could hide.
+    """Measure a path with each engine: write, read and both at once, and what training could hide.
 
     S bytes that a step of T seconds saves hide if S / (T/2) is at most the slowest of write, read and mixed.
     """
     for name in engine or ():
         if name not in ENGINES:
             raise ConfigError("engine", name, f"choose one of {', '.join(ENGINES)}")
-    blocks = [parse_size("size", text) for text in size or SIZES]
-    paths, region_bytes = strings(path) or list(default_paths()), parse_size("region", region)
-    depths: Sequence[int | None] = depth or (None,)
-    settings = list(dict.fromkeys(product(engine or DISK_ENGINES, depths, blocks)))
+    paths, engines = strings(path) or list(default_paths()), list(dict.fromkeys(engine or DISK_ENGINES))
     rates: list[Rates] = []
     problems: dict[str, str] = {}
     with progress_bar(quiet=as_json) as progress:
-        bar = progress.add_task("opening", total=len(settings))
-        for name, at_once, block in settings:
+        for name in progress.track(engines, description="engines"):
             try:
-                rig = Rig(paths, name, at_once, block, region_bytes)
+                rig = Rig(paths, name, None, BLOCK_BYTES, REGION_BYTES)
             except EngineUnavailableError as error:
                 problems[name] = str(error)
-            else:
-                with rig:
-                    rates.append(rig.rates(seconds, rounds))
-            progress.update(bar, advance=1, description=f"{name} {format_size(block)}")
+                continue
+            with rig:
+                rates.append(rig.rates(seconds, ROUNDS))
     best = best_of(rates)
     if as_json:
         rows = [asdict(one) | {"sustained": one.sustained} for one in rates]
@@ -114,14 +92,9 @@ def command(
 
 
 def best_of(rates: Sequence[Rates]) -> Rates | None:
-    """Return the setting that hides most; among settings nearly as good, the one with the least in flight.
-
-    A rate through the page cache is partly memory's, so such a setting is chosen only if no other one works.
-    """
+    """Return the engine that hides most. A rate through the page cache is partly memory's, so it wins only alone."""
     usable = [one for one in rates if one.direct] or rates
-    top = max((one.sustained for one in usable), default=0.0)
-    good = (one for one in usable if one.sustained >= NEARLY * top)
-    return min(good, key=lambda one: one.depth * one.block_bytes, default=None)
+    return max(usable, key=lambda one: one.sustained, default=None)
 
 
 def show(rates: Sequence[Rates], problems: dict[str, str], best: Rates | None) -> None:
@@ -129,21 +102,19 @@ def show(rates: Sequence[Rates], problems: dict[str, str], best: Rates | None) -
     rows = []
     for one in rates:
         figures = (f"{rate / 1e9:.2f}" for rate in (one.write, one.read, one.mixed, one.sustained))
-        name = one.engine if one.direct else f"{one.engine} (page cache)"
-        rows.append((name, format_size(one.block_bytes), str(one.depth), *figures))
+        rows.append((one.engine if one.direct else f"{one.engine} (page cache)", *figures))
     if rows:
-        print_rows(rows, "engine", "block", "at once", *DIRECTIONS, "both ways", title="GB/s")
+        print_rows(rows, "engine", *DIRECTIONS, "both ways", title="GB/s")
     lines = [f"{name} was not measured: {problem}" for name, problem in problems.items()]
     for line in (*lines, *(() if best is None else advice(best))):
         typer.echo(line)
 
 
 def advice(best: Rates) -> list[str]:
-    """Return sentences on the best setting, and on the bytes that a step hides with it."""
+    """Return sentences on the best engine, and on the bytes that a step hides with it."""
     rate = f"{best.sustained / 1e9:.2f} GB/s"
     lines = [
-        f"Best: {best.engine}, blocks of {format_size(best.block_bytes)}, {best.depth} at once: "
-        f"{rate} both ways (the slowest of write, read and mixed).",
+        f"Best: {best.engine}, {rate} both ways (the slowest of write, read and mixed).",
         f"A step of 1 s hides {format_size(best.sustained / 2)} written and read back: "
         f"half of the step at {rate}, as far as the disk goes.",
     ]
@@ -165,7 +136,6 @@ class Rig:
         region_bytes: disk space, in all directories together. Its blocks are dealt out to slots in turns.
 
     Raises:
-        ConfigError: an argument cannot work.
         EngineUnavailableError: the engine cannot run here.
         StorageError: the spool cannot be made, has too little room, or does not give back the bytes written.
     """
@@ -174,7 +144,11 @@ class Rig:
         self, paths: Sequence[str], engine: str, depth: int | None, block_bytes: int, region_bytes: int
     ) -> None:
         self._block_bytes, region = block_bytes, region_bytes // len(paths)
-        _check(paths, block_bytes, region)
+        for path in filter(os.path.isdir, paths):  # the spool refuses other files
+            # To reserve room that the disk lacks would fill the disk for a moment.
+            if (free := shutil.disk_usage(path).free) < region:
+                problem = f"too little room for {format_size(region)} ({format_size(free)} free)"
+                raise SpoolFullError(errno.ENOSPC, f"{path}: {problem}; use another path")
         space: dict[str, Any] = {
             "capacity_bytes": region_bytes,
             "grow_bytes": region_bytes,
@@ -212,8 +186,7 @@ class Rig:
         """Take ``rounds`` samples of each direction, in turns, and return their medians."""
         samples = [{way: self.measure(way, seconds) for way in DIRECTIONS} for _ in range(rounds)]
         middle = {way: median(sample[way] for sample in samples) for way in DIRECTIONS}
-        about, block = self.capabilities, self._block_bytes
-        return Rates(engine=about.name, block_bytes=block, depth=about.threads, direct=about.direct, **middle)
+        return Rates(engine=self.capabilities.name, direct=self.capabilities.direct, **middle)
 
     def measure(self, direction: Direction, seconds: float) -> float:
         """Return the bytes a second of one direction; reading and mixed go over the blocks written before.
@@ -289,15 +262,3 @@ def _raise_first(transfers: Iterable[Transfer]) -> None:
     for transfer in transfers:
         if transfer.error is not None:
             raise transfer.error
-
-
-def _check(paths: Sequence[str], block: int, region: int) -> None:
-    """Refuse blocks that cannot work, and room that the disk lacks: to reserve it would fill the disk for a moment."""
-    if block < 1 or block % MAX_BLOCK_BYTES:
-        raise ConfigError("size", block, f"give a multiple of {MAX_BLOCK_BYTES} bytes, as direct transfers need it")
-    if block > region:
-        raise ConfigError("size", block, f"is larger than the {format_size(region)} that each directory is measured on")
-    for path in filter(os.path.isdir, paths):  # the spool refuses other files
-        if (free := shutil.disk_usage(path).free) < region:
-            problem = f"too little room for {format_size(region)} ({format_size(free)} free)"
-            raise SpoolFullError(errno.ENOSPC, f"{path}: {problem}; use a smaller region or another path")

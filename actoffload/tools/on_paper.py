@@ -63,7 +63,6 @@ class Drive:
     """One SSD as its maker rates it: TBW × 10¹² bytes; bytes a second in sequence, to write into an empty SLC cache."""
 
     name: str
-    capacity_bytes: int
     rated_written_bytes: int
     write_bytes_per_s: float
     read_bytes_per_s: float
@@ -285,7 +284,7 @@ def estimate(
         written_bytes_per_day=written_per_day(written, seconds),
         rated_life_s=life_s,
         memory=_memory_of(activations, split, hardware, share),
-        notes=tuple(_notes(activations, hardware, share, moved, life_s)),
+        notes=tuple(_notes(activations, hardware, share, life_s)),
     )
 
 
@@ -306,7 +305,7 @@ def _memory_of(activations: Activations, split: Parallelism, hardware: Hardware,
     return MemoryNeed(capacity_bytes=capacity, **states, kept=peak(0.0), hidden=peak(share), moved=peak(1.0))
 
 
-def _notes(activations: Activations, hardware: Hardware, share: float, spool: float, life_s: float) -> list[str]:
+def _notes(activations: Activations, hardware: Hardware, share: float, life_s: float) -> list[str]:
     notes = []
     if life_s < YEAR_S:
         life = format_duration(life_s)
@@ -315,8 +314,6 @@ def _notes(activations: Activations, hardware: Hardware, share: float, spool: fl
         notes.append(f"{share:.0%} hides; moving more would make the step longer, so the rest is kept.")
     if hardware.target == "nvme" and hardware.drive.nand and hardware.disk_bytes_per_s is None:
         notes.append("The drives' rated write rate is for a fresh cache; a measured, sustained one may be much lower.")
-    if hardware.target == "nvme" and spool > hardware.drive.capacity_bytes * hardware.drives:
-        notes.append("The drives are too small for the bytes of a step: more drives, or a smaller micro-batch.")
     if activations.source:
         notes.append(f"Bytes by {activations.source}.")
     sources = (hardware.source, *([hardware.drive.source] if hardware.target == "nvme" else []))

@@ -29,7 +29,7 @@ from ..planning.workload import KEEP, NVME, Choice, Workload
 from ..sizes import format_size
 from .console import JsonOption, PathOption, grouped, print_json, print_rows, progress_bar, strings
 from .environment import BUSY_SHARE, describe_environment, find_device, write_json
-from .on_paper import TABLES, hardware_of
+from .on_paper import TABLES, hardware_of, preset
 from .plots import draw_rok
 from .rok_points import SERIES, Case, Point, Spread, Variant, is_own, verdict
 from .workers import FAILURES, failure, run_worker
@@ -38,8 +38,7 @@ SIMULATED, PREDICTED = "sim", "predicted"
 """The type of the simulated device of `actoffload.testing.simulated_device`; and, in place of a device, no run."""
 OWN, OWN_BATCHES = "own", (1, 2, 4)
 """The preset of a user's own model."""
-WORKER, VERSION = "actoffload.tools.rok_worker", 2
-LIMIT_S = 3600.0
+WORKER, VERSION, LIMIT_S = "actoffload.tools.rok_worker", 2, 3600.0
 """The longest time of a case."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
@@ -145,32 +144,26 @@ def _point(case: Case, variant: Variant, samples: Sequence[Sample]) -> Point:
 
 
 class RokRun:
-    """One run, or the continuation of one.
+    """One run, or the continuation of one: cases in ``file`` are not measured again, unless something in them failed.
 
-    Args:
-        preset: the cases, and how they are measured.
-        file: the results (JSON); cases in it are not measured again, unless something in them failed.
-        about: ``environment`` and ``command`` of the results.
-        launch: measures a case and returns its result; a failure is a result, too.
-        path: directories of the spool; not written to the results.
+    ``about``: ``environment`` and ``command`` of the results. ``launch`` measures a case; a failure is a result, too.
+    ``path``: directories of the spool, which the results do not name.
     """
 
     def __init__(
         self, preset: Preset, file: Path, about: dict[str, Any], launch: Launch, path: list[str] | None = None
     ) -> None:
-        self.file, self._preset, self._launch, self._path = file, preset, launch, path
-        self._measured_with: dict[str, Any] = {
-            "device": preset.device or find_device(),
-            **{name: getattr(preset, name) for name in ("threads", "warm_up", "steps")},
-            "variants": [asdict(variant) for variant in preset.variants],
-            **({"gpu": preset.gpu} if preset.gpu else {}),
-        }
+        self.file, self._cases, self._launch, self._path = file, preset.cases, launch, path
+        names = ("threads", "warm_up", "steps", *(["gpu"] if preset.gpu else []))
+        how = {name: getattr(preset, name) for name in names}
+        how |= {"device": preset.device or find_device(), "variants": list(map(asdict, preset.variants))}
+        self._how: dict[str, Any] = how
         self.payload: dict[str, Any] = {"benchmark": "rok", "version": VERSION, **about}
-        self.payload |= {"measured_with": self._measured_with, "samples": []}
+        self.payload |= {"measured_with": how, "samples": []}
         if not file.exists():
             return
         old = load_results(file)
-        different = [name for name, how in self._measured_with.items() if old["measured_with"].get(name) != how]
+        different = [name for name, value in how.items() if old["measured_with"].get(name) != value]
         if different:
             raise ConfigError("out", str(file), f"was measured with another {', '.join(different)}; name a new file")
         # A lack of room is a result, so these cases are not measured again.
@@ -180,19 +173,19 @@ class RokRun:
     def missing(self) -> list[Case]:
         """Return the cases that the results do not hold yet."""
         there = {Case(**sample["case"]) for sample in self.payload["samples"]}
-        return [case for case in self._preset.cases if case not in there]
+        return [case for case in self._cases if case not in there]
 
     def run(self) -> Generator[tuple[Case, list[dict[str, Any]]]]:
         """Measure each missing case; yield it with its samples, one for each variant, when they are in the file."""
+        environment = self.payload["environment"]
         for case in self.missing():
-            result = self._launch(self._measured_with | {"case": asdict(case), "path": self._path})
-            head = {"case": asdict(case), "commit": self.payload["environment"].get("commit")}
+            result = self._launch(self._how | {"case": asdict(case), "path": self._path})
+            head = {"case": asdict(case), "commit": environment.get("commit")}
             head["others_cpu_share"] = result.pop("others_cpu_share", None)
             # A case that failed as a whole failed in each variant.
-            found = result.get("samples", [result | variant for variant in self._measured_with["variants"]])
-            samples = [head | sample for sample in found]
+            samples = [head | one for one in result.get("samples", [result | v for v in self._how["variants"]])]
             self.payload["samples"] += samples
-            self.payload["environment"]["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            environment["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
             # After each case, so that an interrupt loses the running one at most.
             write_json(self.file, self.payload)
             yield case, samples
@@ -201,7 +194,7 @@ class RokRun:
 def load_results(file: Path) -> dict[str, Any]:
     """Return the results in a file."""
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         if data["benchmark"] != "rok" or data["version"] != VERSION:
             raise ValueError("of another kind or version")
         for sample in data["samples"]:
@@ -209,7 +202,7 @@ def load_results(file: Path) -> dict[str, Any]:
         data["measured_with"].get("device")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError("results", str(file), f"no results of `actoffload rok` ({error})") from error
-    return dict(data)
+    return data
 
 
 # -- predicted cases --------------------------------------------------------------------------------------------------
@@ -230,8 +223,7 @@ def predict(spec: dict[str, Any]) -> dict[str, Any]:
     peaks: dict[str, int] = {}
     samples = []
     for variant in (Variant(**one) for one in spec["variants"]):
-        sample: dict[str, Any] = {"series": variant.series, "level": variant.level, "flops": flops}
-        samples.append(sample)
+        samples.append(sample := asdict(variant) | {"flops": flops})
         try:
             budget = budget_of(variant.level, plain.baseline_peak_bytes, peaks)
             found = predict_variant(base, plain, variant.series, budget)
@@ -239,9 +231,8 @@ def predict(spec: dict[str, Any]) -> dict[str, Any]:
             sample |= failure(error)
             continue
         peaks[variant.series] = found.peak_bytes
-        ratio = found.step_s / plain.step_s
-        sample |= {"step_s": [found.step_s], "peak_bytes": [found.peak_bytes], "ratios": [ratio]}
-        sample |= {"device_budget": budget, "identical": None}
+        sample |= {"device_budget": budget, "identical": None, "ratios": [found.step_s / plain.step_s]}
+        sample |= {"step_s": [found.step_s], "peak_bytes": [found.peak_bytes]}
     return {"samples": samples}
 
 
@@ -299,13 +290,10 @@ class Measured:
         """Return the run for these options."""
         own = self.model is not None and is_own(self.model)
         name = self.preset or (OWN if own else "cpu")
-        if name not in PRESETS:
-            raise ConfigError("preset", name, f"choose one of {', '.join(map(repr, PRESETS))}")
-        chosen = PRESETS[name]
-        cases = self._own_cases() if own else self._cases(chosen.cases)
-        chosen = replace(chosen, cases=cases, steps=self.steps or chosen.steps)
+        chosen = preset("preset", name, PRESETS)
+        chosen = replace(chosen, cases=self._cases(chosen.cases, own), steps=self.steps or chosen.steps)
         command = f"actoffload rok --preset {name} --steps {chosen.steps}"
-        file = f"rok_{Path(self.model).stem if self.model and own else name}"
+        file = f"rok_{Path(str(self.model)).stem if own else name}"
         environment = describe_environment()
         launch: Launch = partial(run_worker, WORKER, limit_s=LIMIT_S)
         if self.gpu is not None:
@@ -320,17 +308,15 @@ class Measured:
         about = {"command": command, "environment": environment}
         return RokRun(chosen, out or Path(f"{file}.json"), about, launch, path)
 
-    def _own_cases(self) -> tuple[Case, ...]:
-        from .models import import_function
+    def _cases(self, cases: tuple[Case, ...], own: bool) -> tuple[Case, ...]:
+        """Return the user's own model in its batches, or the preset's cases of the model and of the batches."""
+        if own:
+            from .models import import_function
 
-        import_function("model", str(self.model))  # an error there ends the command, not every case
-        return tuple(Case(model=str(self.model), batch=size) for size in self.batch or OWN_BATCHES)
-
-    def _cases(self, cases: tuple[Case, ...]) -> tuple[Case, ...]:
-        """Return the preset's cases of the model and of the batches."""
+            import_function("model", str(self.model))  # an error there ends the command, not every case
+            return tuple(Case(model=str(self.model), batch=size) for size in self.batch or OWN_BATCHES)
         for name, wanted in (("model", self.model and [self.model]), ("batch", self.batch)):
-            if wanted:
-                cases = tuple(case for case in cases if getattr(case, name) in wanted)
+            cases = tuple(case for case in cases if not wanted or getattr(case, name) in wanted)
             if not cases:
                 remedy = "the preset has no such case; your own is FILE.py:FUNCTION"
                 raise ConfigError(name, wanted and wanted[0], remedy)

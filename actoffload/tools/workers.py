@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import resource
 import signal
 import subprocess
@@ -24,8 +23,6 @@ from .environment import without_errno, without_paths
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 _NO_MEMORY = ("MemoryError", "can't allocate memory", "Cannot allocate memory", "OutOfMemoryError", "out of memory")
 Prompts = Callable[[], bool]
-LEAST_TURNS = 6
-"""Of workers that have a limited time."""
 FAILURES = (ActOffloadError, MemoryError, RuntimeError, OSError)
 """Errors that are a result of a measurement."""
 
@@ -112,7 +109,6 @@ def take_turns(
     *,
     limit_s: float,
     cwd: Path | None = None,
-    within_s: float = math.inf,
     on_said: Callable[[str, dict[str, Any]], object] = lambda name, said: None,
 ) -> dict[str, dict[str, Any]]:
     """Take the steps of several workers in turns, so that the load of the machine is the same for all of them.
@@ -125,13 +121,12 @@ def take_turns(
         module: the module to run; ``specs``: the options of each worker, by name; ``steps``: of each.
         limit_s: as for `stream_worker`, for each object.
         cwd: their working directory.
-        within_s: after this time they take no further steps, but `LEAST_TURNS` of them.
         on_said: called with the name and each object or failure; an exception from it ends all.
 
     Returns:
         By name, the result with ``others_cpu_share`` of the whole run, or a failure; then the other workers go on.
     """
-    others, began_s, more = OthersShare(), time.monotonic(), True
+    others, more = OthersShare(), True
     last: dict[str, dict[str, Any]] = {}
     with contextlib.ExitStack() as stack:
         order = []
@@ -139,12 +134,10 @@ def take_turns(
             worker = stream_worker(module, spec, limit_s=limit_s, cwd=cwd, prompts=lambda: more)
             order.append((name, stack.enter_context(contextlib.closing(worker))))
         for turn in range(steps + 2):  # they start, take their steps and end
-            more = turn <= steps and (turn <= LEAST_TURNS or time.monotonic() - began_s < within_s)
+            more = turn <= steps
             for name, worker in order:
                 last[name] = said = next(worker, last.get(name, {}))
                 on_said(name, said)
-            if not more:
-                break
             if turn:
                 order.reverse()
     share = others.share()
