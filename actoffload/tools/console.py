@@ -14,14 +14,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress, ProgressColumn
 from rich.table import Table
 
 from ..config import OffloadConfig
@@ -135,6 +128,5 @@ def table_of(rows: Iterable[Sequence[str]], *head: str, title: str | None = None
 
 
 def progress_bar(*columns: ProgressColumn, quiet: bool = False) -> Progress:
-    """Return a progress bar on stderr: description, bar, count, ``columns`` and the time that is left."""
-    shown = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *columns, TimeRemainingColumn())
-    return Progress(*shown, console=Console(stderr=True), disable=quiet)
+    """Return a progress bar on stderr, with more columns."""
+    return Progress(*Progress.get_default_columns(), *columns, console=Console(stderr=True), disable=quiet)

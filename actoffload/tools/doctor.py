@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import platform
-import resource
 import tempfile
 import time
 from collections.abc import Sequence
@@ -48,7 +47,11 @@ def examine(paths: Sequence[str] | None) -> dict[str, Any]:
     found_device, found_paths = device(), [examine_path(path) for path in paths or default_paths()]
     return {
         "device": found_device,
-        "memory": memory(),
+        "memory": {
+            "total_bytes": int(psutil.virtual_memory().total),
+            "available_bytes": int(psutil.virtual_memory().available),
+            "cgroup_limit_bytes": cgroup_limit_bytes(),
+        },
         "cpu_allocator": _unless(cpu_allocator.refusal(), "memory of large CPU tensors is kept and used again"),
         "native_hooks": _unless(native.refusal(), "what stays is packed in C"),
         "io_uring": _unless(_why_engine_fails("uring"), "the engine starts"),
@@ -122,18 +125,6 @@ def verdict(device: dict[str, Any], path: dict[str, Any]) -> str:
     )
 
 
-def memory() -> dict[str, Any]:
-    """Return the memory that this process may use. Bytes; None means no limit."""
-    soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    virtual = psutil.virtual_memory()
-    return {
-        "total_bytes": int(virtual.total),
-        "available_bytes": int(virtual.available),
-        "memlock_limit_bytes": None if soft == resource.RLIM_INFINITY else soft,
-        "cgroup_limit_bytes": cgroup_limit_bytes(),
-    }
-
-
 def device() -> dict[str, Any]:
     """Return the accelerator or the CPU, as torch sees it, and whether host memory can be pinned for it."""
     import torch
@@ -179,16 +170,14 @@ def show(findings: dict[str, Any]) -> None:
 def _machine_rows(findings: dict[str, Any]) -> list[tuple[str, str]]:
     device, memory = findings["device"], findings["memory"]
     pinned = "not needed: there is no accelerator" if device["type"] == "cpu" else "failed"
+    limit = memory["cgroup_limit_bytes"]
     rows = [
         ("device", f"{device['name']} ({device['type']}), torch {device['torch']}, Python {device['python']}"),
         ("pinned memory", "works" if device["pinned_memory"] else pinned),
         *_rate_rows(device, *LINK_WAYS),
         ("memory", f"{format_size(memory['available_bytes'])} available of {format_size(memory['total_bytes'])}"),
+        ("cgroup limit", "none" if limit is None else format_size(limit)),
     ]
-    # NVIDIA's driver pins pages without a look at the limit of locked memory; io_uring counts its buffers against it.
-    for key, name in (("memlock", "memlock limit (of io_uring alone)"), ("cgroup", "cgroup limit")):
-        limit = memory[f"{key}_limit_bytes"]
-        rows.append((name, "none" if limit is None else format_size(limit)))
     names = {"CPU allocator": "cpu_allocator", "hooks in C": "native_hooks", "io_uring": "io_uring"}
     for name, key in (names | {"GPUDirect Storage": "gds"}).items():
         rows.append((name, f"{'yes' if findings[key]['available'] else 'no'}: {findings[key]['reason']}"))

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 COUNTED: dict[str, Any] = {"sequence": 2048, "micro_batch": 1, "gpu": "rtx-4090"}
 """The preset for ``--from-model``."""
-UNITS = {"GB": 1e9, "GiB": float(1 << 30)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +94,7 @@ def command(
         if as_json:
             print_json(rows)
         else:
-            print_rows(map(_cells, rows), *rows[0])
+            print_rows(map(_cells, rows), *rows[0], title="GB that a step saves" if check else None)
         return
     answer = Answer(question, split, machine)
     gpus = answer.split.tensor * answer.split.data
@@ -301,11 +300,10 @@ def list_presets() -> list[dict[str, Any]]:
 
 
 def list_published() -> list[dict[str, Any]]:
-    """Return published figures, with the estimates of the same runs as ``ours``, and the difference."""
-    found = {name: Answer(Question(model=name), {}, {}).result for name in {row["model"] for row in PUBLISHED}}
+    """Return published figures, GB that a step saves, with the estimates of the same runs as ``ours``."""
     rows = []
     for row in PUBLISHED:
-        ours = getattr(found[row["model"]], row["figure"]) / UNITS[row["unit"]]
+        ours = Answer(Question(model=row["model"]), {}, {}).result.activation_bytes_per_step / 1e9
         rows.append(row | {"ours": ours, "difference": f"{ours / row['value'] - 1:+.1%}"})
     return rows
 

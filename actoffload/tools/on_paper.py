@@ -149,7 +149,7 @@ GPUS: dict[str, dict[str, Any]] = TABLES["gpu"]
 DRIVES = msgspec.convert(TABLES["drive"], dict[str, Drive])
 MODELS = msgspec.convert(TABLES["model"], dict[str, ModelPreset])
 PUBLISHED: list[dict[str, Any]] = [row | {"source": SOURCES[row["source"]]} for row in TABLES["published"]["rows"]]
-"""Published figures of model presets: attributes of `Estimate`, in units of ``unit``."""
+"""GB that a step of a model preset saves, as published."""
 
 
 def preset(option: str, name: str, known: Mapping[str, T]) -> T:

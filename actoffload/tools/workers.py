@@ -183,7 +183,7 @@ class OthersShare:
 
     @staticmethod
     def _now() -> tuple[float, float]:
-        """Return the seconds that the cores together worked for other processes, and the clock."""
+        """The seconds that the cores together worked for other processes, and the clock."""
         times, children = psutil.cpu_times(), resource.getrusage(resource.RUSAGE_CHILDREN)
         # Guests' time is part of user and nice time, too.
         idle_s = sum(getattr(times, name, 0.0) for name in ("idle", "iowait", "guest", "guest_nice"))
