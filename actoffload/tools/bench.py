@@ -12,6 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from itertools import count
 from statistics import median
@@ -126,7 +127,7 @@ def advice(best: Rates) -> list[str]:
 # -- measuring --------------------------------------------------------------------------------------------------------
 
 
-class Rig:
+class Rig(AbstractContextManager["Rig"]):
     """An open spool to measure, with one engine, depth and block size. A context manager; leaves nothing on the disk.
 
     Args:
@@ -200,9 +201,6 @@ class Rig:
     def close(self) -> None:
         """Stop, and give the disk space back. Idempotent."""
         self.spool.abort()
-
-    def __enter__(self) -> Rig:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

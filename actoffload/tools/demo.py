@@ -89,12 +89,7 @@ def command(
 
 
 def run_demo(spec: dict[str, Any], target: str, *, quiet: bool) -> list[Mode]:
-    """Run every mode, step by step in turn, behind a progress bar; return them, ``keep`` first.
-
-    Raises:
-        BadParameter: an option that only the worker could refuse, such as a directory on tmpfs.
-        Exit: a mode failed; its error is printed.
-    """
+    """Run every mode, step by step in turn, behind a progress bar; return them, ``keep`` first."""
     names = dict.fromkeys(["keep", *(["host"] if find_device() != "cpu" else []), target])
     with progress_bar(TextColumn("{task.fields[loss]}"), quiet=quiet) as progress:
         bars = {name: progress.add_task(name, total=spec["steps"], loss="") for name in names}

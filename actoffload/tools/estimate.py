@@ -246,14 +246,14 @@ def advice(answer: Answer) -> list[str]:
 
 
 def _activation_rows(answer: Answer) -> list[tuple[str, str]]:
-    split, result = answer.split, answer.result
+    split, result, saved = answer.split, answer.result, answer.activations
     tensor = f"tensor {split.tensor}{' + sequence' if split.sequence_parallel else ''}"
-    small = f", and {format_size(result.small_bytes)} in tensors too small to move" if result.small_bytes else ""
+    small = f", and {format_size(saved.small_bytes)} in tensors too small to move" if saved.small_bytes else ""
     return [
-        ("model", answer.activations.label),
+        ("model", saved.label),
         ("split", f"{tensor}, data {split.data}, ZeRO {split.zero}"),
         ("activations of a step", f"{format_size(result.activation_bytes_per_step)} (S){small}"),
-        ("ends (stay)", f"{format_size(result.ends_bytes)} of embedding, last norm and loss"),
+        ("ends (stay)", f"{format_size(saved.ends_bytes)} of embedding, last norm and loss"),
         ("step time", f"{result.step_s:.3g} s ({result.step_flops / result.step_s / 1e12:.0f} TFLOP/s)"),
     ]
 

@@ -46,10 +46,6 @@ def _giga(text: str) -> float:
     return 1e9 * float(text)
 
 
-def _count() -> Any:
-    return typer.Option(min=1, rich_help_panel=SPLIT)
-
-
 def _check(owner: object, *names: str) -> None:
     """Refuse all values but numbers above 0 and None."""
     for name in names:
@@ -75,9 +71,9 @@ class Drive:
 class Parallelism:
     """How a step is split over GPUs. ``sequence_parallel``: norms and dropout, too (Korthikanti et al. 2022)."""
 
-    tensor: Annotated[int, _count()] = 1
+    tensor: Annotated[int, typer.Option(min=1, rich_help_panel=SPLIT)] = 1
     sequence_parallel: Annotated[bool, typer.Option(rich_help_panel=SPLIT)] = False
-    data: Annotated[int, _count()] = 1
+    data: Annotated[int, typer.Option(min=1, rich_help_panel=SPLIT)] = 1
     zero: Annotated[int, typer.Option(help="Stage of ZeRO over --data ranks; FSDP is 3.", rich_help_panel=SPLIT)] = 0
 
     def __post_init__(self) -> None:
@@ -225,7 +221,7 @@ class Estimate:
     """The answer, per GPU. Bytes, seconds, bytes a second.
 
     Attributes:
-        activation_bytes_per_step: S: layers save it in tensors that can move; ``small_bytes`` more are too small.
+        activation_bytes_per_step: S: layers save it in tensors that can move.
         required_bytes_per_s: S / (t/2), to write and, in the other half of the step, to read.
         share_hidden: the share of S that moves without making the step longer, at most 1; ``moved_bytes_per_step`` in
             bytes. The rest is kept.
@@ -234,8 +230,6 @@ class Estimate:
     """
 
     activation_bytes_per_step: float
-    small_bytes: float
-    ends_bytes: float
     step_flops: float
     step_s: float
     required_bytes_per_s: float
@@ -272,8 +266,6 @@ def estimate(
     life_s = hardware.drive.rated_written_bytes * hardware.drives * seconds / written if written else math.inf
     return Estimate(
         activation_bytes_per_step=per_step,
-        small_bytes=activations.small_bytes,
-        ends_bytes=activations.ends_bytes,
         step_flops=flops,
         step_s=seconds,
         required_bytes_per_s=required,

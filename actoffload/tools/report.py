@@ -146,11 +146,6 @@ class Section(NamedTuple):
     nothing: str
     table: Rows
 
-    @property
-    def filled(self) -> bool:
-        """Whether there are rows."""
-        return len(self.table) > 1
-
 
 def comparison(runs: Sequence[Run]) -> Rows:
     """Return the runs' numbers under a heading, with a column for each run."""
@@ -185,12 +180,7 @@ def sections(run: Run) -> list[Section]:
 
 
 def write_page(runs: Sequence[Run], path: Path) -> None:
-    """Write the page for one run or for two.
-
-    Raises:
-        ConfigError: jinja2 is not installed.
-        OSError: the file cannot be written.
-    """
+    """Write the page for one run or for two."""
     try:  # an optional package, which only this page needs
         import jinja2
     except ImportError as error:

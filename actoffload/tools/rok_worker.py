@@ -3,9 +3,9 @@
 The options come as one JSON argument: ``case`` and ``variants`` (the fields of `Case` and `Variant`), ``device``,
 ``threads``, ``warm_up``, ``steps`` and ``path``; ``within_s``: no further turn begins after this time.
 
-All variants live in this one process and take their steps in turns, so that the load of the machine, the allocator and
-the place of memory are the same for all. Each has modules of its own that share the parameters. The optimizer's
-learning rate is 0: every step starts from the same weights and seed and must give the same bits.
+All variants take their steps in turns in this one process, so that the load of the machine, the allocator and the place
+of memory are the same for all. Each has modules of its own that share the parameters. The learning rate is 0: every
+step starts from the same weights and seed and must give the same bits.
 
 The peak: on an accelerator its allocator's, less the bytes that were there before the step; on the CPU the offloader's
 count, for ``keep`` and ``recompute`` in a step of their own in which it counts and moves nothing.
