@@ -29,7 +29,6 @@ from .on_paper import (
     MemoryNeed,
     ModelPreset,
     Parallelism,
-    estimate,
     hardware_of,
     preset,
 )
@@ -114,7 +113,7 @@ class Answer:
         self.split = replace(start.split, **split)
         self.hardware = hardware_of(question.gpu or start.gpu, question.drive, **machine)
         self.activations = activations_of(question, self.split)  # takes long: after everything that may be refused
-        self.result = estimate(self.activations, self.split, self.hardware, step_s=question.step_s)
+        self.result = Estimate(self.activations, self.split, self.hardware, step_s=question.step_s)
 
 
 def activations_of(question: Question, split: Parallelism) -> Activations:

@@ -216,68 +216,43 @@ class MemoryNeed:
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
-@dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The answer, per GPU. Bytes, seconds, bytes a second.
+    """The needs of offloading a model's activations, per GPU. Bytes, seconds, bytes a second.
+
+    ``step_s``: seconds of a step as measured. Default: the step's FLOPs over the rate that the GPU achieves.
 
     Attributes:
         activation_bytes_per_step: S: layers save it in tensors that can move.
         required_bytes_per_s: S / (t/2), to write and, in the other half of the step, to read.
-        share_hidden: the share of S that moves without making the step longer, at most 1; ``moved_bytes_per_step`` in
-            bytes. The rest is kept.
+        share_hidden: the share of S that moves without making the step longer, at most 1; the rest is kept.
         rated_life_s: of all of the GPU's drives, on rated TBW.
         notes: for a reader to know before quoting a number.
     """
 
-    activation_bytes_per_step: float
-    step_flops: float
-    step_s: float
-    required_bytes_per_s: float
-    write_bytes_per_s: float
-    read_bytes_per_s: float
-    share_hidden: float
-    moved_bytes_per_step: float
-    written_bytes_per_day: float
-    rated_life_s: float
-    memory: MemoryNeed
-    notes: tuple[str, ...] = ()
+    def __init__(
+        self, activations: Activations, split: Parallelism, hardware: Hardware, *, step_s: float | None = None
+    ) -> None:
+        self.step_flops = activations.flops / split.tensor
+        self.step_s = self.step_flops / hardware.flops_per_s if step_s is None else step_s
+        if not 0 < self.step_s < math.inf:
+            raise ConfigError("step_s", step_s, "must be a number of seconds above 0")
+        self.activation_bytes_per_step = sum(activations.blocks)
+        self.required_bytes_per_s = self.activation_bytes_per_step / (self.step_s / 2)
+        self.write_bytes_per_s, self.read_bytes_per_s = hardware.write_bytes_per_s, hardware.read_bytes_per_s
+        slower = min(self.write_bytes_per_s, self.read_bytes_per_s)
+        self.share_hidden = min(1.0, slower / max(1.0, self.required_bytes_per_s))
+        self.moved_bytes_per_step = self.share_hidden * self.activation_bytes_per_step
+        written = self.moved_bytes_per_step if hardware.target == "nvme" else 0.0
+        self.written_bytes_per_day = written_per_day(written, self.step_s)
+        rated = hardware.drive.rated_written_bytes * hardware.drives
+        self.rated_life_s = rated * self.step_s / written if written else math.inf
+        self.memory = _memory_of(activations, split, hardware, self.share_hidden)
+        self.notes = _notes(activations, hardware, self.share_hidden, self.rated_life_s)
 
     def as_dict(self) -> dict[str, object]:
-        """Return every field, ready for JSON (an endless life is None there)."""
-        return {name: None if value == math.inf else value for name, value in asdict(self).items()}
-
-
-def estimate(
-    activations: Activations, split: Parallelism, hardware: Hardware, *, step_s: float | None = None
-) -> Estimate:
-    """Estimate the needs of offloading a model's activations, per GPU.
-
-    ``step_s``: seconds of a step as measured. Default: the step's FLOPs over the rate that the GPU achieves.
-    """
-    flops = activations.flops / split.tensor
-    seconds = flops / hardware.flops_per_s if step_s is None else step_s
-    if not 0 < seconds < math.inf:
-        raise ConfigError("step_s", step_s, "must be a number of seconds above 0")
-    per_step = sum(activations.blocks)
-    required = per_step / (seconds / 2)
-    share = min(1.0, min(hardware.write_bytes_per_s, hardware.read_bytes_per_s) / max(1.0, required))
-    moved = share * per_step
-    written = moved if hardware.target == "nvme" else 0.0
-    life_s = hardware.drive.rated_written_bytes * hardware.drives * seconds / written if written else math.inf
-    return Estimate(
-        activation_bytes_per_step=per_step,
-        step_flops=flops,
-        step_s=seconds,
-        required_bytes_per_s=required,
-        write_bytes_per_s=hardware.write_bytes_per_s,
-        read_bytes_per_s=hardware.read_bytes_per_s,
-        share_hidden=share,
-        moved_bytes_per_step=moved,
-        written_bytes_per_day=written_per_day(written, seconds),
-        rated_life_s=life_s,
-        memory=_memory_of(activations, split, hardware, share),
-        notes=tuple(_notes(activations, hardware, share, life_s)),
-    )
+        """Return every attribute, ready for JSON (an endless life is None there)."""
+        found = {name: None if value == math.inf else value for name, value in vars(self).items()}
+        return found | {"memory": asdict(self.memory)}
 
 
 def _memory_of(activations: Activations, split: Parallelism, hardware: Hardware, share: float) -> MemoryNeed:

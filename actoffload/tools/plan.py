@@ -120,15 +120,9 @@ def record(source: str, batch: int, path: list[str] | None) -> Profile:
 
 def as_dict(profile: Profile, plan: Plan, analysis: Analysis, budgets: Sequence[BudgetRow]) -> dict[str, Any]:
     """Return everything, ready for JSON; ``plan`` is for `Plan.from_json`."""
+    names = ("device", "saved_bytes", "movable_bytes", "baseline_peak_bytes", "step_s")
     return {
-        "profile": {
-            "device": profile.device,
-            "storages": len(profile.storages),
-            "saved_bytes": profile.saved_bytes,
-            "movable_bytes": profile.movable_bytes,
-            "baseline_peak_bytes": profile.baseline_peak_bytes,
-            "step_s": profile.step_s,
-        },
+        "profile": {name: getattr(profile, name) for name in names} | {"storages": len(profile.storages)},
         **analysis.as_dict(),
         "budgets": [asdict(row) for row in budgets],
         "plan": json.loads(plan.to_json()),
