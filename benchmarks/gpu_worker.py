@@ -23,7 +23,7 @@ import psutil
 import torch
 
 from actoffload.errors import ActOffloadError, BudgetError
-from actoffload.tools.process import rss_bytes
+from actoffload.tools.environment import rss_bytes
 from benchmarks.modes import MODES
 from benchmarks.peers import Unavailable
 from benchmarks.worker import Run, out_of_memory, read_spec, say

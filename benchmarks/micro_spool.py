@@ -53,7 +53,7 @@ def against_fio(
                         fio = [measure_fio(rig.file, way, name, seconds=seconds, **setting) for name in FIO_ENGINES]
                         rates = [found["bytes_per_s"] for found in fio if "error" not in found]
                         reference = {"fio_bytes_per_s": max(rates)} if rates else {"fio_error": fio[0]["error"]}
-                        own = {"bytes_per_s": rig.measure(way, seconds).bytes_per_s}
+                        own = {"bytes_per_s": rig.measure(way, seconds)}
                         yield {"mode": engine, "direction": way} | setting | own | reference
 
 

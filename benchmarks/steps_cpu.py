@@ -22,7 +22,6 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from actoffload.tools.workers import spread
 from benchmarks import harness
 from benchmarks.harness import Bound, Row, Sample, Samples, mib, middle
 from benchmarks.modes import MODES, WARM_UP
@@ -319,7 +318,10 @@ def render(part: Part, rows: Rows) -> str:
 
 
 def _spread(key: str, row: Row) -> str | None:
-    return spread(row[key]) if key in row else None
+    if key not in row:
+        return None
+    text = f"{median(row[key]):.3f}"
+    return text if len(row[key]) == 1 else f"{text} ({min(row[key]):.2f} to {max(row[key]):.2f})"
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import actoffload
 from actoffload.testing import simulated_device
-from actoffload.tools.process import peak_rss_bytes, rss_bytes
+from actoffload.tools.environment import peak_rss_bytes, rss_bytes
 from benchmarks.modes import MODES, Library, open_peer
 from benchmarks.peers import Peer, Unavailable
 from benchmarks.workloads import build, checkpoint_blocks

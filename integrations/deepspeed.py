@@ -25,7 +25,7 @@ import torch
 
 from actoffload import Attachment, OffloadConfig, Offloader, keep, offload_activations
 from actoffload.errors import ConfigError
-from actoffload.tools.process import block_io
+from actoffload.tools.environment import block_io
 
 try:
     import deepspeed

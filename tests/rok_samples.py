@@ -9,9 +9,7 @@ from actoffload.tools.rok import Preset
 from actoffload.tools.rok_points import Case
 
 CASE = Case(model="gpt-small", hidden=128, layers=2, batch=2, seq=128, vocab=64)
-PRESET = Preset(
-    cases=(CASE, replace(CASE, batch=4)), levels=("0.5", "recompute"), warm_up=1, steps=2, repeats=2, device="cpu"
-)
+PRESET = Preset(cases=(CASE, replace(CASE, batch=4)), levels=("0.5", "recompute"), warm_up=1, steps=2, device="cpu")
 MACHINE = {"gpu": None, "cpu": "a <cpu>", "torch": "2", "commit": "abc"}
 KEEP_RATIOS = [0.95, 1 / 0.95, 0.9, 1 / 0.9]
 
@@ -20,7 +18,6 @@ def sample(series: str, peak: int = 100, step_s: float = 1.0, case: Case = CASE,
     """One sample as a results file has it."""
     base = {
         "case": asdict(case),
-        "repeat": 0,
         "others_cpu_share": 0.0,
         "series": series,
         "level": "",
@@ -30,7 +27,6 @@ def sample(series: str, peak: int = 100, step_s: float = 1.0, case: Case = CASE,
         "ratios": KEEP_RATIOS if series == "keep" else [step_s, step_s],
         "peak_bytes": [peak, peak],
         "counted_peak_bytes": peak,
-        "process_peak_bytes": 10 * peak,
         "identical": True,
     }
     return base | more

@@ -1,1 +1,1 @@
-"""A recorded trace of a run, the numbers in it, and the HTML page that shows them."""
+"""A recorded trace of a run, and the numbers in it."""

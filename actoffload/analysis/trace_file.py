@@ -29,13 +29,12 @@ class Span:
     """A phase, a transfer, a wait or, without a duration, a note: another plan, a failure that did no harm.
 
     Attributes:
-        name: its name; for a transfer the module that saved the tensor.
-        begin_s: its begin; ``end_s``: its end.
+        name: of a transfer, the module that saved the tensor.
         track: the track of a viewer that shows it.
         module: the module that saved the tensor, or that was about to save one; "" if it is not known.
-        nbytes: the bytes of the tensor; for a transfer the bytes on the link, alignment included.
-        microbatch: for a phase its number, from 1; for an optimizer the number of the last one before it.
-        tensors: for a transfer, for each tensor the module that saved it, or None, and its bytes.
+        nbytes: of the tensor; of a transfer the bytes on the link, alignment included.
+        microbatch: of a phase its number, from 1; of an optimizer the number of the last one before it.
+        tensors: of a transfer, for each tensor the module that saved it, or None, and its bytes.
     """
 
     name: str
@@ -49,7 +48,7 @@ class Span:
 
     @property
     def duration_s(self) -> float:
-        """Its duration."""
+        """From its begin to its end."""
         return self.end_s - self.begin_s
 
     @property
@@ -76,12 +75,7 @@ class Span:
 
 @dataclass(slots=True)
 class CounterValues:
-    """Values over time.
-
-    Attributes:
-        times_s: the moments, ascending.
-        series: the values at these moments by the name of the series, each as long as ``times_s``.
-    """
+    """Values over time: ascending moments, and by the name of a series its value at each of them."""
 
     times_s: list[float] = field(default_factory=list)
     series: dict[str, list[float]] = field(default_factory=dict)
@@ -103,14 +97,13 @@ class CounterValues:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceFile:
-    """A trace that passed all checks.
+    """A trace that passed all checks. Its events are sorted by their begin.
 
     Attributes:
-        path: the file.
         truncated: whether the process was killed or still runs. Facts that a run stores at its end are then missing.
         began_unix_s: the time of the first event, in seconds since 1970.
         metadata: the facts of the run by name: ``machine``, ``config``, ``statistics``, ``plan``, ...
-        phases: forwards, backwards and optimizers' steps, sorted by their begin, as all events below.
+        phases: forwards, backwards and optimizers' steps.
         counters: by name. ``memory``: bytes by kind; ``memory total``: their measured sum; ``memory with nothing
             moved``: that sum if all tensors had stayed; ``host pool`` and ``disk``: bytes in use.
     """
@@ -151,15 +144,10 @@ class TraceFile:
 
 
 def load(path: str | os.PathLike[str], *, truncated_ok: bool = False) -> TraceFile:
-    """Read and check the trace of a run.
-
-    Args:
-        path: the file.
-        truncated_ok: accept a trace without its end.
+    """Read and check the trace of a run; ``truncated_ok`` accepts one without its end.
 
     Raises:
-        TraceFileError: there is no such file, or it is no trace of this library, incomplete, broken, or without a step;
-            the message names the file and the remedy.
+        TraceFileError: there is no such file, or it is no trace of this library, incomplete, broken, or without a step.
     """
     name = printable(os.fspath(path))  # messages and the page show it
     try:
@@ -196,7 +184,7 @@ def load(path: str | os.PathLike[str], *, truncated_ok: bool = False) -> TraceFi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Event:
-    """An event in the form of a file. `_sorted` knows its meaning."""
+    """An event in the form of a file."""
 
     ph: str
     name: str = ""

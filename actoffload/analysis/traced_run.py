@@ -10,9 +10,7 @@ from statistics import median_low
 from typing import Any
 
 from ..errors import TraceFileError
-from ..policy import STATIC
 from ..sizes import format_size, format_time
-from ..storage.endurance import render_wear
 from ..tell.causes import NEXT
 from ..tools.rok_points import Spread, verdict
 from .trace_file import LINKS, Span, TraceFile
@@ -22,10 +20,7 @@ KINDS = ("before training", "optimizer state", "kept free", "temporaries", "grad
 """The uses of memory, in the order in which a chart stacks them: activations lie as a mountain on the gradients, and
 those that are away above them. Before training: parameters, on the CPU with the process as it was before the first
 forward. Kept free: memory that the allocator keeps, beside what is in use."""
-MOVED, NOT_AWAY, SAVED_SUM = "moved", "still there", "saved in a step"
 MOST_WAITS = 10
-MOST_BLOCKS = 3
-"""The most blocks that are named for one moment."""
 MOST_MOMENTS = 400
 """The most moments of the step that is shown; of several that lie together, the one with the most memory."""
 LABELS = {
@@ -43,18 +38,10 @@ LABELS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """Memory from a moment of the step on, in seconds from its begin, and bytes.
-
-    Attributes:
-        by_kind: bytes for each of `KINDS`.
-        blocks: the blocks that saved the most bytes in memory, each with its size as text.
-        total: the measured sum.
-        without: the sum with nothing moved.
-    """
+    """Bytes from a moment of the step on: for each of `KINDS`, as measured in all, and that if nothing had moved."""
 
     time_s: float
     by_kind: dict[str, float]
-    blocks: list[str]
     total: float
     without: float
 
@@ -63,21 +50,18 @@ class Moment:
 class LinkUse:
     """One direction of a link: its bytes in the run, and bytes per second over the time with a transfer (``can_do``).
 
-    Attributes:
-        used: the part of each phase of the step that is shown in which a transfer was under way. Writes have forward
-            to move their bytes, and reads have backward, so that nothing waits. A rate would be no share: that of a
-            phase may lie above the run's, ``can_do``.
+    ``used``: the part of the step that is shown in which a transfer was under way.
     """
 
     name: str
-    used: dict[str, float]
+    used: float
     can_do: float
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitsFor:
-    """All waits of a run for the tensors of one module, for one reason (`Span.reason`)."""
+    """All waits of a run for the tensors of one module, for one `Span.reason`."""
 
     module: str
     reason: str
@@ -93,8 +77,8 @@ class Run:
     Attributes:
         count: the number of its steps.
         step_s: their median, without the steps before the last plan; ``lengths_s``: the length of each of them.
-        shown: the number of the step that is shown, from 0: the step of median length.
-        begin_s: the begin of that step on the host or the device; ``end_s``: its end on both.
+        shown: the number of the step of median length, from 0.
+        begin_s: its begin on the host or the device; ``end_s``: its end on both.
     """
 
     trace: TraceFile
@@ -156,10 +140,8 @@ class Run:
             counters[name].at(time_s)["bytes"] if name in counters and counters[name].times_s else 0.0
             for name in ("memory total", "memory with nothing moved", "kept free")
         )
-        saved = {name: nbytes for name, nbytes in values.items() if name.startswith("saved") and nbytes}
-        known = {name: values.get(name, 0.0) for name in ("optimizer state", "gradients")} | {
-            SAVED: sum(saved.values())
-        }
+        known = {name: values.get(name, 0.0) for name in ("optimizer state", "gradients")}
+        known[SAVED] = sum(nbytes for name, nbytes in values.items() if name.startswith("saved"))
         left = max(0.0, total - sum(known.values()))
         before, away = values.get("parameters", 0.0), without - total
         if "process memory" not in counters:  # the total is the process's, of which the free memory is a part
@@ -169,37 +151,18 @@ class Run:
             before = max(before, self.known("statistics").get("process_before_bytes", 0.0))
         known |= {"before training": min(left, before), "temporaries": max(0.0, left - before)}
         known |= {"kept free": max(0.0, free), AWAY: max(0.0, away)}
-        return Moment(
-            time_s=time_s - self.begin_s,
-            by_kind={kind: known[kind] for kind in KINDS},
-            blocks=_largest(saved),
-            total=total,
-            without=without,
-        )
+        by_kind = {kind: known[kind] for kind in KINDS}
+        return Moment(time_s=time_s - self.begin_s, by_kind=by_kind, total=total, without=without)
 
     def links(self) -> list[LinkUse]:
         """Return the directions of links that moved bytes in the run."""
         found = []
         for name in LINKS:
             moved = sorted((one for one in self.trace.transfers if one.link == name), key=lambda one: one.begin_s)
-            nbytes, busy_s = sum(one.nbytes for one in moved), _busy_s(moved, [(0.0, math.inf)])
+            nbytes, busy_s = sum(one.nbytes for one in moved), _busy_s(moved, 0.0, math.inf)
             if nbytes and busy_s:
-                used = {}
-                for phase in ("forward", "backward"):
-                    when = self._when(phase)
-                    used[phase] = _busy_s(moved, when) / (sum(end_s - begin_s for begin_s, end_s in when) or 1.0)
+                used = _busy_s(moved, self.begin_s, self.end_s) / (self.end_s - self.begin_s)
                 found.append(LinkUse(name=name, used=used, can_do=nbytes / busy_s, nbytes=nbytes))
-        return found
-
-    def _when(self, name: str) -> list[tuple[float, float]]:
-        """Return the step's phases of one name, by the device's times if there are any. Overlap counts once."""
-        found: list[tuple[float, float]] = []
-        on_device = any(phase.on_device for phase in self.trace.phases)
-        for phase in sorted(self.trace.phases, key=lambda phase: phase.begin_s):
-            if phase.name == name and phase.on_device == on_device:
-                begin_s = max(phase.begin_s, self.begin_s, found[-1][1] if found else 0.0)
-                end_s = min(phase.end_s, self.end_s)
-                found += [(begin_s, end_s)] if end_s > begin_s else []
         return found
 
     def phases(self) -> list[Span]:
@@ -219,36 +182,11 @@ class Run:
         groups: dict[tuple[str, str], list[Span]] = {}
         for wait in (wait for wait in self.trace.waits if wait.duration_s):
             groups.setdefault((wait.module or "(no module)", wait.reason), []).append(wait)
-        found = [
-            WaitsFor(
-                module=module,
-                reason=reason,
-                total_s=sum(wait.duration_s for wait in waits),
-                count=len(waits),
-                nbytes=max(wait.nbytes for wait in waits),
-            )
-            for (module, reason), waits in groups.items()
-        ]
+        found = []
+        for (module, reason), waits in groups.items():
+            total_s, nbytes = sum(wait.duration_s for wait in waits), max(wait.nbytes for wait in waits)
+            found.append(WaitsFor(module=module, reason=reason, total_s=total_s, count=len(waits), nbytes=nbytes))
         return sorted(found, key=lambda waits: -waits.total_s)[:MOST_WAITS]
-
-    def saved(self) -> dict[str, int]:
-        """Return the bytes that a step saves by their fate: `MOVED`, or a reason to stay. Their sum is `SAVED_SUM`.
-
-        Parameters, buffers and inputs, which live anyway, are not among them.
-        """
-        statistics, steps = self.known("statistics"), max(1, self.trace.metadata.get("steps_counted") or self.count)
-        whole = int(statistics.get("activation_bytes", 0))
-        kept = {name: nbytes for name, nbytes in self.kept().items() if name not in STATIC}
-        # The last one of each: what moved is counted with its alignment, and some was needed before it had left.
-        moved = max(0, min(int(statistics.get("moved_bytes", 0)), whole - sum(kept.values())))
-        late = max(0, whole - sum(kept.values()) - moved)
-        rows = {MOVED: moved, **kept, NOT_AWAY: late, SAVED_SUM: whole}
-        return {name: nbytes // steps for name, nbytes in rows.items() if nbytes}
-
-    def kept(self) -> dict[str, int]:
-        """Return the bytes of the whole run that stayed, by reason, the most first."""
-        kept = self.known("statistics").get("kept_bytes", {})
-        return dict(sorted(((name, n) for name, n in kept.items() if n), key=lambda item: -item[1]))
 
     @property
     def planned_for(self) -> str:
@@ -268,17 +206,10 @@ class Run:
         seen = {"step_s": step_s, "peak_bytes": self.known("statistics").get("plan_peak_bytes")}
         return [(name, value, seen.get(name)) for name, value in predicted.items() if value is not None]
 
-    def wear(self) -> str:
-        """Return the run's effect on its SSD as text; empty if it wrote nothing to one."""
-        config, spool = self.known("config"), self.known("spool")
-        # The metadata has it only if the run came to its end.
-        elapsed_s = self.trace.metadata.get("elapsed_s") or self.trace.steps()[-1][1]
-        written, drives = sum(moved.nbytes for moved in self._left("disk")), len(spool.get("paths", ())) or 1
-        return " ".join(render_wear(written, elapsed_s, config.get("drive_tbw"), drives=drives))
-
-    def summary(self) -> str:
-        """Return the run in one line, as in `Offloader.report`; of a trace without an end, its steps."""
-        return self.trace.metadata.get("summary") or f"{self.count} steps so far, {format_time(self.step_s)} each"
+    @property
+    def report(self) -> str:
+        """The run's own `Offloader.report`; of a trace without an end, its steps."""
+        return self.trace.metadata.get("report") or f"{self.count} steps so far, {format_time(self.step_s)} each"
 
     def what_limits(self) -> str:
         """Return the limit of the step, as in `Offloader.report`; empty if the trace has no end."""
@@ -317,23 +248,20 @@ class Run:
             **self.numbers(),
             "links": [asdict(link) for link in self.links()],
             "dearest_waits": [asdict(wait) for wait in self.dearest_waits()],
-            "kept_bytes": self.kept(),
-            "saved_in_a_step": self.saved(),
-            "summary": self.summary(),
+            "statistics": self.known("statistics"),
+            "report": self.report,
             "predicted": {name: {"predicted": value, "seen": seen} for name, value, seen in self.predictions()},
-            "wear": self.wear(),
             "what_limits": self.what_limits(),
             "next_steps": self.next_steps,
         }
 
 
-def _busy_s(transfers: Sequence[Span], stretches: Sequence[tuple[float, float]]) -> float:
-    """Return the part of the stretches in which at least one of the transfers, in the order of begins, is under way."""
+def _busy_s(transfers: Sequence[Span], begin_s: float, end_s: float) -> float:
+    """Return the time in which at least one of the transfers, in the order of begins, is under way."""
     busy_s = 0.0
-    for begin_s, end_s in stretches:
-        for one in transfers:
-            busy_s += max(0.0, min(one.end_s, end_s) - max(one.begin_s, begin_s))
-            begin_s = max(begin_s, min(one.end_s, end_s))  # so that time that transfers share counts once
+    for one in transfers:
+        busy_s += max(0.0, min(one.end_s, end_s) - max(one.begin_s, begin_s))
+        begin_s = max(begin_s, min(one.end_s, end_s))  # so that time that transfers share counts once
     return busy_s
 
 
@@ -379,15 +307,6 @@ def verdict_of(before: Run, after: Run) -> str:
     return f"{after.name}: {', '.join(parts)}; {step}"
 
 
-def difference(name: str, before: float, after: float) -> str:
-    """Return the change of a number as text."""
-    if name == "steps" or before == after:
-        return "-"
-    sign = "-" if after < before else "+"
-    share = f" ({sign}{abs(after - before) / before:.0%})" if before else ""
-    return f"{sign}{format_number(name, abs(after - before))}{share}"
-
-
 def format_number(name: str, value: float | None) -> str:
     """Return a number of `Run.numbers` as text."""
     if value is None:
@@ -395,9 +314,3 @@ def format_number(name: str, value: float | None) -> str:
     if name.endswith("_bytes"):
         return format_size(value)
     return format_time(value) if name.endswith("_s") else f"{value:g}"
-
-
-def _largest(saved: Mapping[str, float]) -> list[str]:
-    largest = sorted(saved.items(), key=lambda item: -item[1])
-    told = [f"{name.removeprefix('saved by ')} {format_size(nbytes)}" for name, nbytes in largest[:MOST_BLOCKS]]
-    return [*told, *(["…"] if largest[MOST_BLOCKS:] else [])]

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import errno
 import os
-import queue
 import shutil
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from functools import partial
-from itertools import count as numbers
-from itertools import product
+from itertools import count
 from statistics import median
 from typing import Annotated, Any, Literal, get_args
 
@@ -25,59 +22,26 @@ import numpy as np
 import typer
 
 from ..config import default_paths
-from ..errors import ActOffloadError, ChecksumError, ConfigError, SpoolFullError, SpoolPathError
+from ..errors import ChecksumError, ConfigError, EngineUnavailableError, SpoolFullError
 from ..memory.process_memory import map_private
-from ..sizes import format_size, parse_size
+from ..sizes import format_size
 from ..storage.engines import ENGINES
 from ..storage.engines.base import EngineCapabilities
-from ..storage.spool import Extent, Spool, Transfer
-from ..storage.spool_files import MAX_BLOCK_BYTES
+from ..storage.spool import Spool, Transfer
 from .console import JsonOption, PathOption, print_json, print_rows, progress_bar, strings
 
 Direction = Literal["write", "read", "mixed"]
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 DISK_ENGINES = tuple(name for name in ENGINES if name != "memory")
-"""The engines that work on a disk, in the order of ``ENGINES``."""
-NEARLY = 0.97
-"""A setting that reaches this share of the best one does as well."""
 REGION_BYTES, BLOCK_BYTES, SECONDS, ROUNDS = 128 << 20, 8 << 20, 0.3, 2
-"""The defaults, in `bench` and in `doctor` alike."""
-SIZES = ("256KiB", "1MiB", format_size(BLOCK_BYTES))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """A way to use the disk. ``depth``: transfers at the same time, in each directory; None: the engine's choice."""
-
-    engine: str
-    block_bytes: int
-    depth: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One timed run of one direction; of ``"mixed"``, bytes written and read together."""
-
-    setting: Setting
-    direction: Direction
-    bytes_per_s: float
-    direct: bool
-    """Whether the transfers bypassed the page cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A setting that could not be measured."""
-
-    setting: Setting
-    problem: str
+"""In `bench` and in `doctor` alike: the disk space in use, the bytes of a transfer, and the samples of each kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """The medians of one setting, bytes a second."""
+    """Median bytes a second of an engine; ``mixed``: written and read together. ``direct``: past the page cache."""
 
-    setting: Setting
+    engine: str
     direct: bool
     write: float
     read: float
@@ -95,101 +59,63 @@ def command(
         list[str] | None,
         typer.Option(help=f"{', '.join(ENGINES)}; repeat for several. Default: all that use the disk."),
     ] = None,
-    size: Annotated[
-        list[str] | None, typer.Option(help=f"Block size; repeat for several. Default: {', '.join(SIZES)}.")
-    ] = None,
-    depth: Annotated[
-        list[int] | None, typer.Option(min=1, help="Transfers at once; repeat. Default: the engine's own choice.")
-    ] = None,
     seconds: Annotated[float, typer.Option(min=0.01, help="Of each sample.")] = SECONDS,
-    rounds: Annotated[int, typer.Option(min=1, help="Samples of each kind, taken in turns; medians count.")] = ROUNDS,
-    region: Annotated[str, typer.Option(help="How much of the disk to use meanwhile.")] = format_size(REGION_BYTES),
     as_json: JsonOption = False,
 ) -> None:
-    """Measure a path: write, read and both at once, by engine, block size and depth, and what training could hide.
+    """Measure a path with each engine: write, read and both at once, and what training could hide.
 
     S bytes that a step of T seconds saves hide if S / (T/2) is at most the slowest of write, read and mixed.
     """
-    settings = settings_of(engine or DISK_ENGINES, size or SIZES, depth or [None])
-    paths, region_bytes = strings(path) or list(default_paths()), parse_size("region", region)
-    results = measure_all(paths, settings, region_bytes=region_bytes, seconds=seconds, rounds=rounds)
-    samples: list[Sample] = []
-    failures: list[Failure] = []
-    each = len(DIRECTIONS) * rounds
-    with progress_bar(quiet=as_json) as progress, closing(results):
-        bar = progress.add_task("opening", total=len(settings) * each)
-        for one in results:
-            name = f"{one.setting.engine} {format_size(one.setting.block_bytes)}"
-            if isinstance(one, Failure):
-                failures.append(one)
-            else:
-                samples.append(one)
-            progress.update(bar, advance=each if isinstance(one, Failure) else 1, description=name)
-    rates = rates_of(samples)
+    for name in engine or ():
+        if name not in ENGINES:
+            raise ConfigError("engine", name, f"choose one of {', '.join(ENGINES)}")
+    paths, engines = strings(path) or list(default_paths()), list(dict.fromkeys(engine or DISK_ENGINES))
+    rates: list[Rates] = []
+    problems: dict[str, str] = {}
+    with progress_bar(quiet=as_json) as progress:
+        for name in progress.track(engines, description="engines"):
+            try:
+                rig = Rig(paths, name, None, BLOCK_BYTES, REGION_BYTES)
+            except EngineUnavailableError as error:
+                problems[name] = str(error)
+                continue
+            with rig:
+                rates.append(rig.rates(seconds, ROUNDS))
     best = best_of(rates)
     if as_json:
         rows = [asdict(one) | {"sustained": one.sustained} for one in rates]
-        found = {"samples": [asdict(one) for one in samples], "failures": [asdict(one) for one in failures]}
         training = best and {"step_s": 1.0, "hidden_bytes": best.sustained / 2}
-        print_json({**found, "rates": rows, "best": best and rows[rates.index(best)], "training": training})
+        found = {"rates": rows, "failures": problems, "best": best and rows[rates.index(best)]}
+        print_json(found | {"training": training})
     else:
-        show(rates, failures, best)
+        show(rates, problems, best)
     raise typer.Exit(0 if best is not None else 1)
 
 
-def settings_of(engines: Sequence[str], sizes: Sequence[str], depths: Sequence[int | None]) -> list[Setting]:
-    """Return every combination, each once."""
-    for name in engines:
-        if name not in ENGINES:
-            raise ConfigError("engine", name, f"choose one of {', '.join(ENGINES)}")
-    blocks = [parse_size("size", text) for text in sizes]
-    return list(
-        dict.fromkeys(Setting(engine=e, block_bytes=b, depth=d) for e, d, b in product(engines, depths, blocks))
-    )
-
-
-def rates_of(samples: Iterable[Sample]) -> list[Rates]:
-    """Return the medians of each setting, in the order in which settings first appear."""
-    direct: dict[Setting, bool] = {}
-    found: dict[tuple[Setting, Direction], list[float]] = {}
-    for one in samples:
-        direct[one.setting] = one.direct
-        found.setdefault((one.setting, one.direction), []).append(one.bytes_per_s)
-    middle = {key: median(rates) for key, rates in found.items()}
-    return [Rates(setting=one, direct=direct[one], **{way: middle[one, way] for way in DIRECTIONS}) for one in direct]
-
-
 def best_of(rates: Sequence[Rates]) -> Rates | None:
-    """Return the setting that hides most; among settings nearly as good, the one with the least in flight.
-
-    A rate through the page cache is partly memory's, so such a setting is chosen only if no other one works.
-    """
+    """Return the engine that hides most. A rate through the page cache is partly memory's, so it wins only alone."""
     usable = [one for one in rates if one.direct] or rates
-    top = max((one.sustained for one in usable), default=0.0)
-    good = (one for one in usable if one.sustained >= NEARLY * top)
-    return min(good, key=lambda one: (one.setting.depth or 1) * one.setting.block_bytes, default=None)
+    return max(usable, key=lambda one: one.sustained, default=None)
 
 
-def show(rates: Sequence[Rates], failures: Sequence[Failure], best: Rates | None) -> None:
+def show(rates: Sequence[Rates], problems: dict[str, str], best: Rates | None) -> None:
     """Print the table, the engines that could not run with the reasons, and the advice."""
     rows = []
     for one in rates:
-        name = one.setting.engine if one.direct else f"{one.setting.engine} (page cache)"
-        numbers = (f"{rate / 1e9:.2f}" for rate in (one.write, one.read, one.mixed, one.sustained))
-        rows.append((name, format_size(one.setting.block_bytes), str(one.setting.depth), *numbers))
+        figures = (f"{rate / 1e9:.2f}" for rate in (one.write, one.read, one.mixed, one.sustained))
+        rows.append((one.engine if one.direct else f"{one.engine} (page cache)", *figures))
     if rows:
-        print_rows(rows, "engine", "block", "at once", *DIRECTIONS, "both ways", title="GB/s")
-    lines = dict.fromkeys(f"{one.setting.engine} was not measured: {one.problem}" for one in failures)
+        print_rows(rows, "engine", *DIRECTIONS, "both ways", title="GB/s")
+    lines = [f"{name} was not measured: {problem}" for name, problem in problems.items()]
     for line in (*lines, *(() if best is None else advice(best))):
         typer.echo(line)
 
 
 def advice(best: Rates) -> list[str]:
-    """Return sentences on the best setting, and on the bytes that a step hides with it."""
-    setting, rate = best.setting, f"{best.sustained / 1e9:.2f} GB/s"
+    """Return sentences on the best engine, and on the bytes that a step hides with it."""
+    rate = f"{best.sustained / 1e9:.2f} GB/s"
     lines = [
-        f"Best: {setting.engine}, blocks of {format_size(setting.block_bytes)}, {setting.depth} at once: "
-        f"{rate} both ways (the slowest of write, read and mixed).",
+        f"Best: {best.engine}, {rate} both ways (the slowest of write, read and mixed).",
         f"A step of 1 s hides {format_size(best.sustained / 2)} written and read back: "
         f"half of the step at {rate}, as far as the disk goes.",
     ]
@@ -201,47 +127,16 @@ def advice(best: Rates) -> list[str]:
 # -- measuring --------------------------------------------------------------------------------------------------------
 
 
-def measure_all(
-    paths: Sequence[str], settings: Iterable[Setting], *, region_bytes: int, seconds: float, rounds: int
-) -> Generator[Sample | Failure]:
-    """Measure every setting in every direction, in turns (A B A B) if there are several rounds.
-
-    Yields:
-        Each sample when it is taken. A setting whose engine cannot run here gives one `Failure`, in the first round.
-
-    Raises:
-        ConfigError: a block size cannot work.
-        StorageError: a directory cannot hold a spool, has too little room, or failed.
-    """
-    able = list(settings)
-    for number in range(rounds):
-        for setting in list(able):
-            try:
-                rig = Rig(paths, setting.engine, setting.depth, setting.block_bytes, region_bytes)
-            except (ConfigError, SpoolPathError, SpoolFullError):
-                raise
-            except (ActOffloadError, OSError) as error:
-                if number:
-                    raise  # the engine worked in an earlier round, so the disk has failed
-                able.remove(setting)
-                yield Failure(setting, str(error))
-                continue
-            with rig:
-                yield from (rig.measure(direction, seconds) for direction in DIRECTIONS)
-
-
-class Rig:
+class Rig(AbstractContextManager["Rig"]):
     """An open spool to measure, with one engine, depth and block size. A context manager; leaves nothing on the disk.
 
     Args:
         paths: directories; blocks go to them in turns.
         engine: one of ``ENGINES``, or ``"auto"``.
         depth: transfers at the same time, in each directory; None: the engine's own choice.
-        block_bytes: bytes of a transfer.
         region_bytes: disk space, in all directories together. Its blocks are dealt out to slots in turns.
 
     Raises:
-        ConfigError: an argument cannot work.
         EngineUnavailableError: the engine cannot run here.
         StorageError: the spool cannot be made, has too little room, or does not give back the bytes written.
     """
@@ -250,7 +145,11 @@ class Rig:
         self, paths: Sequence[str], engine: str, depth: int | None, block_bytes: int, region_bytes: int
     ) -> None:
         self._block_bytes, region = block_bytes, region_bytes // len(paths)
-        _check(paths, block_bytes, region)
+        for path in filter(os.path.isdir, paths):  # the spool refuses other files
+            # To reserve room that the disk lacks would fill the disk for a moment.
+            if (free := shutil.disk_usage(path).free) < region:
+                problem = f"too little room for {format_size(region)} ({format_size(free)} free)"
+                raise SpoolFullError(errno.ENOSPC, f"{path}: {problem}; use another path")
         space: dict[str, Any] = {
             "capacity_bytes": region_bytes,
             "grow_bytes": region_bytes,
@@ -260,14 +159,14 @@ class Rig:
         try:
             extents = [self.spool.allocate(block_bytes) for _ in range(region // block_bytes * len(paths))]
             # Twice as many slots as transfers that run, so that an engine always finds the next one waiting.
-            count = min(2 * self.capabilities.threads * len(paths), len(extents))
+            slots = min(2 * self.capabilities.threads * len(paths), len(extents))
             self._random = np.frombuffer(os.urandom(block_bytes), np.uint8)
-            memory = np.frombuffer(map_private(count * block_bytes), np.uint8)  # as the host pool's
-            self._memory = memory.reshape(count, block_bytes)
+            memory = np.frombuffer(map_private(slots * block_bytes), np.uint8)  # as the host pool's
+            self._memory = memory.reshape(slots, block_bytes)
             self._memory[:] = self._random
             begin = self._memory.ctypes.data
             # Memory of one block each, and the extents that it goes through.
-            self._slots = [(begin + i * block_bytes, extents[i::count]) for i in range(count)]
+            self._slots = [(begin + i * block_bytes, extents[i::slots]) for i in range(slots)]
             self._run("write", None)  # the first write to reserved room is slower than any later one
             self._check_content()
         except BaseException:
@@ -284,26 +183,24 @@ class Rig:
         """A path that opens the first directory's file in another process, while the rig is open (Linux)."""
         return f"/proc/{os.getpid()}/fd/{self.spool.files[0].fd}"
 
-    def measure(self, direction: Direction, seconds: float) -> Sample:
-        """Time one direction; reading and mixed go over the blocks written before.
+    def rates(self, seconds: float, rounds: int) -> Rates:
+        """Take ``rounds`` samples of each direction, in turns, and return their medians."""
+        samples = [{way: self.measure(way, seconds) for way in DIRECTIONS} for _ in range(rounds)]
+        middle = {way: median(sample[way] for sample in samples) for way in DIRECTIONS}
+        return Rates(engine=self.capabilities.name, direct=self.capabilities.direct, **middle)
+
+    def measure(self, direction: Direction, seconds: float) -> float:
+        """Return the bytes a second of one direction; reading and mixed go over the blocks written before.
 
         An engine that works through the page cache makes one pass at most; its writes are forced to the disk within
         the time, and the blocks that it reads are dropped from the cache before.
-
-        Raises:
-            StorageError: a transfer failed.
         """
         moved, elapsed_s = self._run(direction, seconds)
-        about = self.capabilities
-        setting = Setting(engine=about.name, block_bytes=self._block_bytes, depth=about.threads)
-        return Sample(setting=setting, direction=direction, bytes_per_s=moved / elapsed_s, direct=about.direct)
+        return moved / elapsed_s
 
     def close(self) -> None:
         """Stop, and give the disk space back. Idempotent."""
         self.spool.abort()
-
-    def __enter__(self) -> Rig:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -326,65 +223,40 @@ class Rig:
 
     def _move(self, direction: Direction, deadline_s: float | None, *, one_pass: bool) -> int:
         """Keep every slot under way until the deadline, or for one pass over its extents; return the blocks moved."""
-        free: queue.SimpleQueue[tuple[int, Iterator[tuple[Extent, bool]]]] = queue.SimpleQueue()
-        errors: list[BaseException] = []
-
-        def done(slot: tuple[int, Iterator[tuple[Extent, bool]]], transfer: Transfer) -> None:
-            if transfer.error is not None:
-                errors.append(transfer.error)
-            free.put(slot)
-
-        # Every other slot of a mixed run begins with a read, so that both directions are always under way.
-        for number, (address, extents) in enumerate(self._slots):
-            free.put((address, _order(extents, direction, number % 2, one_pass=one_pass)))
-        moved, active = 0, len(self._slots)
-        while active:
-            slot = address, order = free.get()
-            # Slots retire one by one, so that no transfer uses the memory any more when this returns or raises.
-            late = deadline_s is not None and time.perf_counter() >= deadline_s
-            following = None if errors or late else next(order, None)
-            if following is None:
-                active -= 1
-                continue
-            extent, writes = following
-            start = self.spool.write if writes else self.spool.read
-            start(extent, address, self._block_bytes, on_done=partial(done, slot))
-            moved += 1
-        if errors:
-            raise errors[0]
+        running: dict[int, Transfer] = {}
+        moved, slots = 0, len(self._slots)
+        for step in range(slots * len(self._slots[0][1])) if one_pass else count():
+            turn, number = divmod(step, slots)
+            before, (address, extents) = running.get(number), self._slots[number]
+            if before is not None:
+                before.wait()
+            failed = before is not None and before.error is not None
+            if failed or (deadline_s is not None and time.perf_counter() >= deadline_s):
+                break
+            if not one_pass or turn < len(extents):
+                # Neighbours of a mixed run write and read in turn, so that both directions are always under way.
+                writes = direction == "write" or (direction == "mixed" and (turn + number) % 2 == 0)
+                start = self.spool.write if writes else self.spool.read
+                running[number] = start(extents[turn % len(extents)], address, self._block_bytes)
+                moved += 1
+        # All end first, so that no transfer uses the memory any more when this returns or raises.
+        for transfer in running.values():
+            transfer.wait()
+        _raise_first(running.values())
         return moved
 
     def _check_content(self) -> None:
         """Read a block of each slot back: an engine that is fast because it moves nothing must not win."""
         self._memory[:] = 0
-        for transfer in [self.spool.read(extents[-1], address, self._block_bytes) for address, extents in self._slots]:
+        reads = [self.spool.read(extents[-1], address, self._block_bytes) for address, extents in self._slots]
+        for transfer in reads:
             transfer.wait()
-            if transfer.error is not None:
-                raise transfer.error
+        _raise_first(reads)
         if not all(np.array_equal(block, self._random) for block in self._memory):
             raise ChecksumError(errno.EBADMSG, "what was read back is not what was written", self.spool.files[0].path)
 
 
-def _order(
-    extents: Sequence[Extent], direction: Direction, parity: int, *, one_pass: bool
-) -> Iterator[tuple[Extent, bool]]:
-    """Yield the extents that a slot goes through, one after the other, and whether to write each."""
-    length = len(extents)
-    for turn in range(length) if one_pass else numbers():
-        if direction != "mixed":
-            yield extents[turn % length], direction == "write"
-            continue
-        reads = (turn + parity) % 2  # a block that was written a while ago
-        yield extents[(turn + reads * length) // 2 % length], not reads
-
-
-def _check(paths: Sequence[str], block: int, region: int) -> None:
-    """Refuse blocks that cannot work, and room that the disk lacks: to reserve it would fill the disk for a moment."""
-    if block < 1 or block % MAX_BLOCK_BYTES:
-        raise ConfigError("size", block, f"give a multiple of {MAX_BLOCK_BYTES} bytes, as direct transfers need it")
-    if block > region:
-        raise ConfigError("size", block, f"is larger than the {format_size(region)} that each directory is measured on")
-    for path in filter(os.path.isdir, paths):  # the spool refuses other files
-        if (free := shutil.disk_usage(path).free) < region:
-            problem = f"too little room for {format_size(region)} ({format_size(free)} free)"
-            raise SpoolFullError(errno.ENOSPC, f"{path}: {problem}; use a smaller region or another path")
+def _raise_first(transfers: Iterable[Transfer]) -> None:
+    for transfer in transfers:
+        if transfer.error is not None:
+            raise transfer.error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import is_dataclass
 from functools import wraps
@@ -15,15 +14,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress, ProgressColumn
 from rich.table import Table
 
 from ..config import OffloadConfig
@@ -136,24 +127,6 @@ def table_of(rows: Iterable[Sequence[str]], *head: str, title: str | None = None
     return table
 
 
-class _LinesOrBar(Progress):
-    """A progress bar; if standard error is no terminal, a line at most every second instead."""
-
-    _line_s = 0.0
-
-    def update(self, task_id: TaskID, **changes: Any) -> None:
-        """Update the bar, or print the progress."""
-        super().update(task_id, **changes)
-        task = self.tasks[task_id]
-        late = task.finished or time.monotonic() >= self._line_s + 1
-        if late and not (self.disable or self.console.is_terminal):
-            self._line_s = time.monotonic()
-            self.console.print(f"{task.description}: {task.completed:g} of {task.total:g}", markup=False)
-
-
 def progress_bar(*columns: ProgressColumn, quiet: bool = False) -> Progress:
-    """Return a progress bar on stderr: description, bar, count, ``columns`` and the time that is left."""
-    console = Console(stderr=True)
-    shown: tuple[Any, ...] = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *columns)
-    options: dict[str, Any] = {"console": console, "disable": quiet, "transient": not console.is_terminal}
-    return _LinesOrBar(*shown, TimeRemainingColumn(), **options)
+    """Return a progress bar on stderr, with more columns."""
+    return Progress(*Progress.get_default_columns(), *columns, console=Console(stderr=True), disable=quiet)

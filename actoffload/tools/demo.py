@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -37,25 +37,18 @@ from .console import (
     progress_bar,
     strings,
 )
-from .environment import find_device
-from .process import block_io, peak_rss_bytes, prepare_process, say, synchronize
+from .environment import find_device, peak_rss_bytes, prepare_process, say, synchronize
 from .rok_points import Spread, verdict
 from .workers import take_turns, turn_ratios
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..testing.gpt import GPTConfig
 
 WORKER = "actoffload.tools.demo"
 STEP_LIMIT_S = 3600.0
 """A step that takes longer counts as a hang."""
-WITHIN_S = 40.0
-"""No further step begins after this time, so that the demo stays within its minute."""
 PLANNING_STEPS = 3
 """The first steps, in which the planner records and plans; the times leave them out."""
 TEXT_BYTES = 4 << 20
 """Bytes of the standard library's text: enough that a short run sees no byte twice."""
+SEED = 0
 
 Mode = dict[str, Any]
 """The results of one mode's worker, and their ratios to the first mode's."""
@@ -70,18 +63,6 @@ class Training:
     width: Annotated[int, typer.Option(min=1, help="Width of the GPT, a multiple of 64.")] = 256
     batch: Annotated[int, typer.Option(min=1, help="Sequences per step.")] = 8
     seq: Annotated[int, typer.Option(min=2, help="Bytes per sequence.")] = 256
-    seed: Annotated[int, typer.Option(help="Seed of the weights and the batches.")] = 0
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of PyTorch. Default: PyTorch's own.")] = None
-
-    def model(self) -> GPTConfig:
-        """Return the sizes of the GPT.
-
-        Raises:
-            ValueError: they do not fit together.
-        """
-        from ..testing.gpt import GPTConfig
-
-        return GPTConfig(layers=self.layers, width=self.width, seq=self.seq)
 
 
 @grouped
@@ -96,10 +77,6 @@ def command(
     check_paths(path, target)
     if profile is not None and not profile.parent.is_dir():
         raise typer.BadParameter(f"profile={str(profile)!r}: its directory does not exist")
-    try:
-        training.model()
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     spec = asdict(training) | {"paths": strings(path), "profile": None if profile is None else str(profile)}
     modes = run_demo(spec, target, quiet=as_json)
     equal = all(mode["losses_hex"] == modes[0]["losses_hex"] for mode in modes)
@@ -112,12 +89,7 @@ def command(
 
 
 def run_demo(spec: dict[str, Any], target: str, *, quiet: bool) -> list[Mode]:
-    """Run every mode, step by step in turn, behind a progress bar; return them, ``keep`` first.
-
-    Raises:
-        BadParameter: an option that only the worker could refuse, such as a directory on tmpfs.
-        Exit: a mode failed; its error is printed.
-    """
+    """Run every mode, step by step in turn, behind a progress bar; return them, ``keep`` first."""
     names = dict.fromkeys(["keep", *(["host"] if find_device() != "cpu" else []), target])
     with progress_bar(TextColumn("{task.fields[loss]}"), quiet=quiet) as progress:
         bars = {name: progress.add_task(name, total=spec["steps"], loss="") for name in names}
@@ -131,7 +103,7 @@ def run_demo(spec: dict[str, Any], target: str, *, quiet: bool) -> list[Mode]:
                 progress.update(bars[name], advance=1, loss=f"loss {said['loss']:.3f}")
 
         specs = {name: spec | {"mode": name} for name in names}
-        results = take_turns(WORKER, specs, spec["steps"], limit_s=STEP_LIMIT_S, within_s=WITHIN_S, on_said=on_said)
+        results = take_turns(WORKER, specs, spec["steps"], limit_s=STEP_LIMIT_S, on_said=on_said)
     for name, result in results.items():
         on_said(name, result)
     return compare(results)
@@ -165,22 +137,21 @@ def show(spec: dict[str, Any], modes: Sequence[Mode], equal: bool) -> None:
         f"GPT of {spec['layers']} layers, width {spec['width']}, on {spec['batch']} × {spec['seq']} bytes of Python's "
         f"standard library, {spec['steps']} steps on {modes[0]['device']}"
     )
-    moved = [mode["end"]["statistics"] for mode in modes if "statistics" in mode["end"]]
+    moved = [mode["statistics"] for mode in modes if "statistics" in mode]
     unmoved = {"resident_peak_bytes": moved[0]["baseline_peak_bytes"]} if moved else {}
-    columns = [_column(mode, mode["end"].get("statistics", unmoved)) for mode in modes]
+    columns = [_column(mode, mode.get("statistics", unmoved)) for mode in modes]
     rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
     print_rows(rows, "", *(mode["mode"] for mode in modes))  # a column for each, so that it fits 80 columns
     console.print(
         f"The modes took {len(modes[0]['step_s'])} steps in turns. The first {PLANNING_STEPS} do not count, as the "
         "planner looks and plans in them. A ratio is within a turn, with the middle half of all turns; keep's is "
-        "its noise, a step over the next one. Written and read: what the storage engine counted, and in "
-        "brackets the kernel.",
+        "its noise, a step over the next one.",
         style="dim",
     )
     print_busy(modes[0]["others_cpu_share"])
     for mode in modes:
-        if "report" in mode["end"]:
-            console.print(f"\n{escape(mode['mode'])}: {escape(mode['end']['report'])}\n", highlight=False)
+        if "report" in mode:
+            console.print(f"\n{escape(mode['mode'])}: {escape(mode['report'])}\n", highlight=False)
     if equal:
         console.print("Losses are equal bit for bit in every step of every mode.", style="green")
     else:
@@ -188,22 +159,19 @@ def show(spec: dict[str, Any], modes: Sequence[Mode], equal: bool) -> None:
 
 
 def _column(mode: Mode, counted: dict[str, int]) -> dict[str, str]:
-    losses, end, spread = mode["losses"], mode["end"], Spread.of(mode["ratios_to_keep"])
-    owner, key = ("process", "peak_rss_bytes") if mode["device"] == "cpu" else ("device", "peak_device_bytes")
+    losses, spread = mode["losses"], Spread.of(mode["ratios_to_keep"])
+    names = ("resident_peak_bytes", "nvme_written_bytes", "nvme_read_bytes")
+    peak, written, read = (format_size(counted[name]) if name in counted else "-" for name in names)
     return {
         "loss, first → last step": f"{losses[0]:.4f} → {losses[-1]:.4f}",
         "step time": f"{mode['median_step_s']:.2f} s",
         "step time / keep's": f"{mode['ratio_to_keep']:.2f} ({spread.low:.2f} to {spread.high:.2f})",
         "verdict": mode["verdict"],
-        "saved activations, peak": _size(counted.get("resident_peak_bytes")),
-        f"{owner} memory, peak": _size(end[key]),
-        "written": f"{_size(counted.get('nvme_written_bytes'))} ({_size(end.get('kernel_written_bytes'))})",
-        "read": f"{_size(counted.get('nvme_read_bytes'))} ({_size(end.get('kernel_read_bytes'))})",
+        "saved activations, peak": peak,
+        f"{'process' if mode['device'] == 'cpu' else 'device'} memory, peak": format_size(mode["peak_bytes"]),
+        "written": written,
+        "read": read,
     }
-
-
-def _size(nbytes: int | None) -> str:
-    return "-" if nbytes is None else format_size(nbytes)
 
 
 # -- the worker -------------------------------------------------------------------------------------------------------
@@ -214,28 +182,19 @@ def train(spec: dict[str, Any]) -> None:
     import torch
 
     from ..autograd.offloader import Offloader
-    from ..testing.gpt import GPT
+    from ..testing.gpt import GPT, GPTConfig
 
     device = find_device()
-    training = Training(**{name: spec[name] for name in Training.__dataclass_fields__ if name in spec})
-    prepare_process(device, training.threads, training.seed)
+    prepare_process(device, None, SEED)
     library = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = torch.frombuffer(bytearray(b"".join(map(Path.read_bytes, library))[:TEXT_BYTES]), dtype=torch.uint8)
-    model = GPT(training.model()).to(device)
+    model = GPT(GPTConfig(layers=spec["layers"], width=spec["width"], seq=spec["seq"])).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    choice = torch.Generator().manual_seed(training.seed)
-    length = training.seq + 1
+    choice = torch.Generator().manual_seed(SEED)
+    length = spec["seq"] + 1
     offloader = None
     if spec["mode"] != "keep":
         offloader = Offloader(OffloadConfig(target=spec["mode"], path=spec["paths"])).use(model)
-
-    def forward() -> Tensor:
-        starts = torch.randint(0, len(text) - length, (training.batch,), generator=choice)
-        tokens = torch.stack([text[start : start + length] for start in starts.tolist()]).long().to(device)
-        loss: Tensor = model(tokens[:, :-1], tokens[:, 1:])
-        return loss
-
-    before = block_io()
     losses: list[float] = []
     step_s: list[float] = []
     say({"turn": 0})
@@ -243,19 +202,19 @@ def train(spec: dict[str, Any]) -> None:
         synchronize(device)
         begin_s = time.perf_counter()
         with offloader or nullcontext():
-            loss = forward()
+            starts = torch.randint(0, len(text) - length, (spec["batch"],), generator=choice)
+            tokens = torch.stack([text[start : start + length] for start in starts.tolist()]).long().to(device)
+            loss = model(tokens[:, :-1], tokens[:, 1:])
         torch.autograd.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-        del loss
+        del loss, tokens
         synchronize(device)
         step_s.append(time.perf_counter() - begin_s)
         say({"turn": len(losses), "loss": losses[-1]})
-    end: dict[str, Any] = {
-        "peak_rss_bytes": peak_rss_bytes(),
-        "peak_device_bytes": None if device == "cpu" else int(torch.accelerator.max_memory_allocated()),
-    }
+    peak_bytes = peak_rss_bytes() if device == "cpu" else int(torch.accelerator.max_memory_allocated())
+    end: dict[str, Any] = {"device": device, "losses": losses, "step_s": step_s, "peak_bytes": peak_bytes}
     if offloader is not None:
         end |= {"statistics": offloader.statistics().as_dict(), "report": offloader.report()}
         if spec["profile"] is not None:
@@ -263,11 +222,7 @@ def train(spec: dict[str, Any]) -> None:
                 raise errors.ConfigError("steps", len(losses), "give 3 or more: the first two are recorded")
             offloader.profile.save(spec["profile"])
         offloader.close()
-    after = block_io()
-    if before is not None and after is not None:
-        end["kernel_written_bytes"] = after.write_bytes - before.write_bytes
-        end["kernel_read_bytes"] = after.read_bytes - before.read_bytes
-    say({"device": device, "losses": losses, "step_s": step_s, "end": end})
+    say(end)
 
 
 def main(argument: str) -> int:
@@ -275,7 +230,7 @@ def main(argument: str) -> int:
     try:
         train(json.loads(argument))
     except Exception as error:
-        wrong = isinstance(error, (errors.ConfigError, errors.SpoolPathError, errors.EngineUnavailableError))
+        wrong = isinstance(error, ValueError)  # as all errors of this library on an option are
         say({"error": str(error) if wrong else f"{type(error).__name__}: {error}", "kind": "option" if wrong else ""})
         return 2 if wrong else 1
     return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import platform
-import resource
 import tempfile
 import time
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from ..sizes import format_size
 from ..storage.engines.gds import why_compat
 from ..storage.spool import Spool
 from ..storage.spool_files import filesystem_type
-from .bench import BLOCK_BYTES, DIRECTIONS, REGION_BYTES, ROUNDS, SECONDS, Rig, rates_of
+from .bench import BLOCK_BYTES, DIRECTIONS, REGION_BYTES, ROUNDS, SECONDS, Rig
 from .console import JsonOption, PathOption, check_paths, print_json, print_rows, strings
 from .environment import find_device
 
@@ -48,7 +47,11 @@ def examine(paths: Sequence[str] | None) -> dict[str, Any]:
     found_device, found_paths = device(), [examine_path(path) for path in paths or default_paths()]
     return {
         "device": found_device,
-        "memory": memory(),
+        "memory": {
+            "total_bytes": int(psutil.virtual_memory().total),
+            "available_bytes": int(psutil.virtual_memory().available),
+            "cgroup_limit_bytes": cgroup_limit_bytes(),
+        },
         "cpu_allocator": _unless(cpu_allocator.refusal(), "memory of large CPU tensors is kept and used again"),
         "native_hooks": _unless(native.refusal(), "what stays is packed in C"),
         "io_uring": _unless(_why_engine_fails("uring"), "the engine starts"),
@@ -96,7 +99,7 @@ def examine_path(path: str) -> dict[str, Any]:
     }
     try:
         with Rig([path], "auto", None, BLOCK_BYTES, REGION_BYTES) as rig:
-            (rates,) = rates_of([rig.measure(way, SECONDS) for _ in range(ROUNDS) for way in DIRECTIONS])
+            rates = rig.rates(SECONDS, ROUNDS)
             facts |= {
                 "engine": rig.spool.engine_name,
                 "engine_reason": rig.spool.engine_reason,
@@ -110,10 +113,7 @@ def examine_path(path: str) -> dict[str, Any]:
 
 
 def verdict(device: dict[str, Any], path: dict[str, Any]) -> str:
-    """Return the bytes that a path hides, and the next command.
-
-    Half of a step is there to write and the other half to read, at the slowest of the disk's rates and the link's.
-    """
+    """Return the bytes that a path hides at the slowest of the disk's rates and the link's, and the next command."""
     where = path["path"]
     if "problem" in path:
         return f"{where} cannot hold saved tensors; next: actoffload doctor --path DIR, on a local disk"
@@ -125,40 +125,20 @@ def verdict(device: dict[str, Any], path: dict[str, Any]) -> str:
     )
 
 
-def memory() -> dict[str, Any]:
-    """Return the memory that this process may use. Bytes; None means no limit."""
-    soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    virtual = psutil.virtual_memory()
-    return {
-        "total_bytes": int(virtual.total),
-        "available_bytes": int(virtual.available),
-        "memlock_limit_bytes": None if soft == resource.RLIM_INFINITY else soft,
-        "cgroup_limit_bytes": cgroup_limit_bytes(),
-    }
-
-
 def device() -> dict[str, Any]:
     """Return the accelerator or the CPU, as torch sees it, and whether host memory can be pinned for it."""
     import torch
 
     kind = find_device()
-    facts: dict[str, Any] = {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cpu_threads": torch.get_num_threads(),
-        "type": kind,
-        "name": "CPU",
-        "pinned_memory": False,
-    }
+    facts: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version(), "type": kind}
     if kind == "cpu":
-        return facts
+        return facts | {"name": "CPU", "pinned_memory": False}
     module = getattr(torch, kind)
-    facts["count"] = torch.accelerator.device_count()
     facts["name"] = str(module.get_device_name()) if hasattr(module, "get_device_name") else kind
     try:
         return facts | {"pinned_memory": True} | _link(kind)
     except RuntimeError as error:
-        return facts | {"problem": str(error).splitlines()[0]}
+        return facts | {"pinned_memory": False, "problem": str(error).splitlines()[0]}
 
 
 def _link(kind: str) -> dict[str, float]:
@@ -190,16 +170,14 @@ def show(findings: dict[str, Any]) -> None:
 def _machine_rows(findings: dict[str, Any]) -> list[tuple[str, str]]:
     device, memory = findings["device"], findings["memory"]
     pinned = "not needed: there is no accelerator" if device["type"] == "cpu" else "failed"
+    limit = memory["cgroup_limit_bytes"]
     rows = [
         ("device", f"{device['name']} ({device['type']}), torch {device['torch']}, Python {device['python']}"),
         ("pinned memory", "works" if device["pinned_memory"] else pinned),
         *_rate_rows(device, *LINK_WAYS),
         ("memory", f"{format_size(memory['available_bytes'])} available of {format_size(memory['total_bytes'])}"),
+        ("cgroup limit", "none" if limit is None else format_size(limit)),
     ]
-    # NVIDIA's driver pins pages without a look at the limit of locked memory; io_uring counts its buffers against it.
-    for key, name in (("memlock", "memlock limit (of io_uring alone)"), ("cgroup", "cgroup limit")):
-        limit = memory[f"{key}_limit_bytes"]
-        rows.append((name, "none" if limit is None else format_size(limit)))
     names = {"CPU allocator": "cpu_allocator", "hooks in C": "native_hooks", "io_uring": "io_uring"}
     for name, key in (names | {"GPUDirect Storage": "gds"}).items():
         rows.append((name, f"{'yes' if findings[key]['available'] else 'no'}: {findings[key]['reason']}"))

@@ -1,4 +1,4 @@
-"""The facts of a measurement: the machine, the software and the commit, in files that are written whole."""
+"""A measurement's surroundings: machine, software and commit, the process that measures, and files written whole."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ import platform
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from ..memory.process_memory import peak_rss_bytes as peak_rss_bytes
+from ..memory.process_memory import rss_bytes as rss_bytes
 from ..version import __version__
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
 """The checkout, if the package is used from one."""
@@ -23,10 +28,7 @@ BUSY_SHARE = 0.15
 
 
 def describe_environment(root: Path = ROOT) -> dict[str, Any]:
-    """Describe the machine, its load, and the software, in plain values. No host name, no path.
-
-    Sizes in bytes; ``cpu_busy_share`` from 0 to 1 over all cores, measured while this process waits.
-    """
+    """Describe the machine, its load while this process waits, and the software. No host name, no path."""
     import torch
 
     from ..autograd import native
@@ -105,12 +107,61 @@ def without_errno(text: str) -> str:
 
 
 def write_json(file: Path, payload: dict[str, Any]) -> None:
-    """Write ``payload`` as JSON in one step, so that a run that is killed leaves the last whole file.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write ``payload`` as JSON in one step, so that a run that is killed leaves the last whole file."""
     text = json.dumps(payload, indent=1) + "\n"
     partial = file.with_name(f"{file.name}.partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(file)
+
+
+# -- the process ------------------------------------------------------------------------------------------------------
+
+
+def prepare_process(device: str, threads: int | None, seed: int) -> None:
+    """Set threads and seed; on an accelerator, let torch choose kernels that give the same bits in every run."""
+    import torch
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    if device != "cpu":
+        # Read when cuBLAS starts: without a fixed workspace its results are not reproducible.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def synchronize(device: str) -> None:
+    """Wait for the device."""
+    if device != "cpu":
+        import torch
+
+        torch.accelerator.synchronize()
+
+
+def say(something: dict[str, Any]) -> None:
+    """Print a JSON object for the parent process."""
+    print(json.dumps(something), flush=True)
+
+
+def sum_of_bits(tensor: Tensor | None) -> int:
+    """Return the sum of a tensor's elements, each read as a whole number of its size; 0 for None."""
+    import torch
+
+    if tensor is None:
+        return 0
+    # A sum of integers has no rounding, so one bit that differs shows.
+    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return int(tensor.view(kinds[tensor.element_size()]).sum())
+
+
+def block_io() -> Any:
+    """Return the kernel's count of ``read_bytes`` and ``write_bytes`` to storage; None if it keeps none.
+
+    Direct I/O is counted when it reaches the device. Buffered writes are counted when a page becomes dirty, and
+    buffered reads that the page cache answers are not counted.
+    """
+    try:
+        return psutil.Process().io_counters()
+    except (AttributeError, NotImplementedError, OSError, psutil.Error):
+        return None

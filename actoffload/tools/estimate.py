@@ -1,4 +1,4 @@
-"""``actoffload estimate``: the needs of offloading a model, on paper: memory, links, drives, cost."""
+"""``actoffload estimate``: the needs of offloading a model, on paper: memory, links, drives."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from .on_paper import (
     MemoryNeed,
     ModelPreset,
     Parallelism,
-    estimate,
     hardware_of,
     preset,
 )
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 
 COUNTED: dict[str, Any] = {"sequence": 2048, "micro_batch": 1, "gpu": "rtx-4090"}
 """The preset for ``--from-model``."""
-UNITS = {"s": 1.0, "GB": 1e9, "GB/s": 1e9, "GiB": float(1 << 30)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +84,7 @@ def command(
     check: Annotated[bool, typer.Option("--check", help="Set published figures beside ours and leave.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Say on paper what offloading needs: memory, bandwidth, the share that hides, the SSDs' life on rated TBW, cost.
+    """Say on paper what offloading needs: memory, bandwidth, the share that hides, the SSDs' life on rated TBW.
 
     FUNCTION returns a model and make_batch(size), which returns the model's arguments for that many samples.
     """
@@ -95,10 +93,11 @@ def command(
         if as_json:
             print_json(rows)
         else:
-            print_rows(map(_cells, rows), *rows[0])
+            print_rows(map(_cells, rows), *rows[0], title="GB that a step saves" if check else None)
         return
     answer = Answer(question, split, machine)
-    title = f"{question.from_model or question.model} on {answer.hardware.name}, per GPU of {answer.split.gpus}"
+    gpus = answer.split.tensor * answer.split.data
+    title = f"{question.from_model or question.model} on {answer.hardware.name}, per GPU of {gpus}"
     if as_json:
         parts = {name: asdict(getattr(answer, name)) for name in ("activations", "split", "hardware")}
         print_json({**parts, "estimate": answer.result.as_dict()})
@@ -112,13 +111,9 @@ class Answer:
     def __init__(self, question: Question, split: dict[str, Any], machine: dict[str, Any]) -> None:
         start, self.question = question.start, question
         self.split = replace(start.split, **split)
-        gpu = question.gpu or start.gpu
-        # A published utilisation was reached on the preset's own GPU, and proves nothing for another one.
-        if gpu == start.gpu and start.utilisation is not None:
-            machine = {"utilisation": start.utilisation} | machine
-        self.hardware = hardware_of(gpu, question.drive, **machine)
+        self.hardware = hardware_of(question.gpu or start.gpu, question.drive, **machine)
         self.activations = activations_of(question, self.split)  # takes long: after everything that may be refused
-        self.result = estimate(self.activations, self.split, self.hardware, step_s=question.step_s)
+        self.result = Estimate(self.activations, self.split, self.hardware, step_s=question.step_s)
 
 
 def activations_of(question: Question, split: Parallelism) -> Activations:
@@ -250,15 +245,14 @@ def advice(answer: Answer) -> list[str]:
 
 
 def _activation_rows(answer: Answer) -> list[tuple[str, str]]:
-    split, result = answer.split, answer.result
+    split, result, saved = answer.split, answer.result, answer.activations
     tensor = f"tensor {split.tensor}{' + sequence' if split.sequence_parallel else ''}"
-    small = f", {format_size(result.small_bytes)} of it too small to move" if result.small_bytes else ""
+    small = f", and {format_size(saved.small_bytes)} in tensors too small to move" if saved.small_bytes else ""
     return [
-        ("model", answer.activations.label),
-        ("split", f"{tensor}, pipeline {split.pipeline}, data {split.data}, {split.micro_batches} micro-batches"),
-        ("activations of a step", f"{format_size(result.activation_bytes_per_step)} (S)"),
-        ("in flight with all kept", f"{format_size(result.activation_bytes_in_flight)}{small}"),
-        ("ends (stay)", f"{format_size(result.ends_bytes)} of embedding, last norm and loss"),
+        ("model", saved.label),
+        ("split", f"{tensor}, data {split.data}, ZeRO {split.zero}"),
+        ("activations of a step", f"{format_size(result.activation_bytes_per_step)} (S){small}"),
+        ("ends (stay)", f"{format_size(saved.ends_bytes)} of embedding, last norm and loss"),
         ("step time", f"{result.step_s:.3g} s ({result.step_flops / result.step_s / 1e12:.0f} TFLOP/s)"),
     ]
 
@@ -287,13 +281,13 @@ def _machine_rows(hardware: Hardware, result: Estimate) -> list[tuple[str, str]]
         ("share that hides", f"{result.share_hidden:.0%}, {format_size(result.moved_bytes_per_step)} a step"),
     ]
     if hardware.target == "host":
-        return [*rows, ("host memory in use", f"{format_size(result.away_bytes)} of it at once")]
-    rows += [
+        return rows
+    return [
+        *rows,
         ("drives", f"{hardware.drives} × {hardware.drive.name}, rated {format_decimal(rated)} written"),
         ("written", f"{format_decimal(result.written_bytes_per_day)} a day"),
         ("life on rated TBW", format_duration(result.rated_life_s)),
     ]
-    return rows if result.ssd_price_usd is None else [*rows, ("price", f"${result.ssd_price_usd:,.0f}")]
 
 
 def list_presets() -> list[dict[str, Any]]:
@@ -305,11 +299,10 @@ def list_presets() -> list[dict[str, Any]]:
 
 
 def list_published() -> list[dict[str, Any]]:
-    """Return published figures, with the estimates of the same runs as ``ours``, and the difference."""
-    found = {name: Answer(Question(model=name), {}, {}).result for name in {row["model"] for row in PUBLISHED}}
+    """Return published figures, GB that a step saves, with the estimates of the same runs as ``ours``."""
     rows = []
     for row in PUBLISHED:
-        ours = getattr(found[row["model"]], row["figure"]) / UNITS[row["unit"]]
+        ours = Answer(Question(model=row["model"]), {}, {}).result.activation_bytes_per_step / 1e9
         rows.append(row | {"ours": ours, "difference": f"{ours / row['value'] - 1:+.1%}"})
     return rows
 

@@ -1,10 +1,6 @@
 """Models that the commands run or count: a user's own, the built-in GPT, and Transformers' models by configuration.
 
-A user's own is named ``FILE.py:FUNCTION``. The function takes nothing and returns a model in training mode and a
-function ``make_batch(size)`` that returns the model's arguments for ``size`` samples: a tensor, a tuple of positional
-or a dict of keyword arguments. The model returns its loss, or an object or dict that has it as ``loss`` (`estimate`
-does not need a loss). Both functions run with PyTorch's default device set to the one that is used; tensors that they
-make elsewhere are moved there. It is the meta device for ``estimate``.
+A user's own is named ``FILE.py:FUNCTION``; the page of the commands says what the function returns.
 """
 
 from __future__ import annotations
@@ -37,14 +33,7 @@ from .saved_bytes import BACKWARD_FACTOR, MIN_BYTES, SavedBytes, WatchedStep, ca
 
 @dataclass(frozen=True, kw_only=True)
 class Trainee:
-    """A model and its batches.
-
-    Attributes:
-        model: the model.
-        make_batch: returns the model's arguments for a number of samples.
-        blocks: names of the layers, which the series ``recompute`` of `rok` checkpoints one by one.
-        device: the model's device.
-    """
+    """A model, the function that makes a batch of a number of samples, and the names of the model's layers."""
 
     model: nn.Module
     make_batch: Callable[[int], Any]
@@ -74,11 +63,7 @@ class Trainee:
 
 
 def import_function(field: str, source: str) -> Callable[[], Any]:
-    """Return the function that ``FILE.py:FUNCTION`` names; its file may import files beside it.
-
-    Raises:
-        ConfigError: there is no such file or function; names the option ``field``.
-    """
+    """Return the function that ``FILE.py:FUNCTION`` names; its file may import files beside it."""
     file, _, name = source.rpartition(":")
     path = Path(file)
     if not path.is_file():
@@ -99,11 +84,7 @@ def import_function(field: str, source: str) -> Callable[[], Any]:
 
 
 def build_own(field: str, source: str, device: torch.device) -> Trainee:
-    """Return the model that a user's function makes.
-
-    Raises:
-        ConfigError: there is no such function, or it returns something else; names the option ``field``.
-    """
+    """Return the model that a user's function makes."""
     function = import_function(field, source)
     with device:
         made = function()
@@ -229,55 +210,39 @@ def _build(case: Case, device: torch.device) -> Trainee:
     if case.model == "gpt-small":
         sizes = {"layers": case.layers, "width": case.hidden, "seq": case.seq, "head_width": case.head_width}
         return build_gpt(GPTConfig(**sizes, vocab=case.vocab), dtype=dtype, device=device)  # type: ignore[arg-type]
-    known = TABLES["transformers"]
-    if case.model not in known:
-        if case.model not in import_transformers(case.model).CONFIG_MAPPING:
-            types = ", ".join(map(repr, ("gpt-small", *known)))
-            raise ConfigError("model", case.model, f"choose one of {types}, or a type of Transformers")
-        config = _small(case)
-        return build_transformers(config, sequence=case.seq, dtype=dtype, device=device)
-    about = known[case.model]
-    config = configuration(about["type"], **_shape(case), **about["config"])
+    known = TABLES["transformers"].get(case.model, {"type": case.model, "config": {}})
+    config = configuration(known["type"], **_sizes(case, configuration(known["type"])), **known["config"])
     built = build_transformers(config, sequence=case.seq, dtype=dtype, device=device)
+    if "block" not in known:
+        return built
     # `find_blocks` does not see a decoder of one layer: it is no container of equals.
-    names = (name for name, module in built.model.named_modules() if type(module).__name__ == about["block"])
+    names = (name for name, module in built.model.named_modules() if type(module).__name__ == known["block"])
     return replace(built, blocks=tuple(names))
 
 
-def _small(case: Case) -> Any:
-    """Return the configuration of any type of Transformers in a case's sizes, with few heads and experts."""
-    heads = case.hidden // case.head_width
-    narrow = {"intermediate_size": 4 * case.hidden, "head_dim": case.head_width, "num_key_value_heads": heads}
-    experts = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4)
-    narrow |= experts | {"num_experts_per_tok": 2, "moe_intermediate_size": case.hidden}
-    ends = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
-    default = configuration(case.model)
-    changes = {name: size for name, size in (narrow | ends).items() if getattr(default, name, None) is not None}
-    return configuration(case.model, **_shape(case), **changes)
-
-
-def _shape(case: Case) -> dict[str, Any]:
-    """Return the fields that the types of Transformers have under one name (``attribute_map``), and T5's own."""
-    shape = {"hidden_size": case.hidden, "num_hidden_layers": case.layers, "vocab_size": case.vocab}
-    shape["num_attention_heads"] = case.hidden // case.head_width
-    if case.model != "t5":
-        wide = {"intermediate_size": 4 * case.hidden} if case.model == "bert" else {}
-        return shape | wide | {"max_position_embeddings": case.seq}
-    decoder = max(1, case.layers // 2)  # half of the layers, rounded down, as in SSDTrain's runs
-    halves = {"num_hidden_layers": max(1, case.layers - decoder), "num_decoder_layers": decoder}
-    return shape | halves | {"d_kv": case.head_width, "d_ff": 4 * case.hidden}
+def _sizes(case: Case, default: Any) -> dict[str, Any]:
+    """Return a case's sizes, few heads and few experts, under the names that a type's configuration has."""
+    layers, inner, heads = case.layers, 4 * case.hidden, case.hidden // case.head_width
+    sizes = {"hidden_size": case.hidden, "vocab_size": case.vocab, "max_position_embeddings": case.seq}
+    sizes |= {"intermediate_size": inner, "d_ff": inner, "head_dim": case.head_width, "d_kv": case.head_width}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads, "num_hidden_layers": layers}
+    if hasattr(default, "num_decoder_layers"):  # half of the layers, rounded down, as in SSDTrain's runs
+        decoder = max(1, layers // 2)
+        sizes |= {"num_hidden_layers": max(1, layers - decoder), "num_decoder_layers": decoder}
+    sizes |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4)
+    sizes |= {"num_experts_per_tok": 2, "moe_intermediate_size": case.hidden}
+    sizes |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
+    return {name: size for name, size in sizes.items() if getattr(default, name, None) is not None}
 
 
 # -- a step, predicted ------------------------------------------------------------------------------------------------
 
 
 def profile_of(workload: Trainee, batch: int, hardware: Hardware) -> tuple[Profile, int]:
-    """Predict a step: run forward and backward of ``batch`` samples on meta tensors, on a clock that goes by FLOPs.
+    """Predict a step in which every block is checkpointed and runs again; return it with the model's FLOPs.
 
-    Bytes go between the GPU and its SSDs directly, as in SSDTrain.
-
-    Returns:
-        The step in which every block is checkpointed and runs again, and the FLOPs of the model.
+    Forward and backward of ``batch`` samples run on meta tensors, on a clock that goes by FLOPs. Bytes go between the
+    GPU and its SSDs directly, as in SSDTrain.
     """
     model, inputs = workload.model, workload.batch(batch)
     step = WatchedStep(model, {name: model.get_submodule(name) for name in workload.blocks}, inputs)

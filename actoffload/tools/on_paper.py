@@ -1,4 +1,4 @@
-"""The needs and costs of offloading, on paper: memory, bandwidth, the share that hides, an SSD's life, dollars.
+"""The needs of offloading, on paper: memory, bandwidth, the share that hides, an SSD's life.
 
 The model is SSDTrain's (arXiv 2408.10013, its section on modelling): a step of ``t`` seconds that saves ``S`` bytes on
 a GPU writes them in one half and reads them in the other, so it needs ``S / (t/2)`` each way; a drive lives
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.resources import files
@@ -20,19 +20,17 @@ import typer
 
 from ..errors import ConfigError
 from ..sizes import parse_size
-from ..storage.endurance import DAY_S, format_duration, written_per_day
+from ..storage.endurance import YEAR_S, format_duration, written_per_day
 
 RESERVED_BYTES = 1 << 30
 """GPU memory besides tensors: the CUDA context and libraries' workspaces (a round figure, recalled)."""
-SHORT_LIFE_S = 365 * DAY_S
-"""Drives that training wears out sooner than this deserve a warning."""
 LAYERS_IN_TRANSIT = 2
 """Layers on the device at once when all move: one is in use, one is being copied."""
 SPLIT, MACHINE = "Split; default: the model preset's", "Machine, per GPU; default: the preset's"
 T = TypeVar("T")
 
 
-def _parsed(flag: str, unit: str, convert: Callable[[str], float], help: str = "As measured.") -> Any:
+def _parsed(flag: str, unit: str, convert: Callable[[str], float], help: str) -> Any:
     """Return an option of the machine; ``convert`` makes a number of its text."""
 
     def parse(text: str) -> float:
@@ -48,10 +46,6 @@ def _giga(text: str) -> float:
     return 1e9 * float(text)
 
 
-def _count(help: str | None = None) -> Any:
-    return typer.Option(min=1, help=help, rich_help_panel=SPLIT)
-
-
 def _check(owner: object, *names: str) -> None:
     """Refuse all values but numbers above 0 and None."""
     for name in names:
@@ -62,16 +56,12 @@ def _check(owner: object, *names: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Drive:
-    """One SSD as its maker rates it. Sizes in bytes (makers' terabytes are 10¹² bytes), rates in bytes a second."""
+    """One SSD as its maker rates it: TBW × 10¹² bytes; bytes a second in sequence, to write into an empty SLC cache."""
 
     name: str
-    capacity_bytes: int
     rated_written_bytes: int
-    """Rated endurance: TBW × 10¹²."""
     write_bytes_per_s: float
-    """Sequential write. Makers of consumer drives state it for the SLC cache; a full cache writes slower."""
     read_bytes_per_s: float
-    price_usd: float | None = None
     nand: bool = True
     """Flash, which writes slower once its cache is full."""
     source: str = ""
@@ -79,38 +69,17 @@ class Drive:
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """How a step is split over GPUs. Fields with an option are flags of ``actoffload estimate``."""
+    """How a step is split over GPUs. ``sequence_parallel``: norms and dropout, too (Korthikanti et al. 2022)."""
 
-    tensor: Annotated[int, _count()] = 1
+    tensor: Annotated[int, typer.Option(min=1, rich_help_panel=SPLIT)] = 1
     sequence_parallel: Annotated[bool, typer.Option(rich_help_panel=SPLIT)] = False
-    """Norms and dropout are split over the tensor-parallel ranks too (Korthikanti et al. 2022)."""
-    pipeline: Annotated[int, _count()] = 1
-    interleave: int = 1
-    """Model chunks of a pipeline stage."""
-    data: Annotated[int, _count()] = 1
-    micro_batches: Annotated[int, _count("Of a step and data-parallel rank.")] = 1
+    data: Annotated[int, typer.Option(min=1, rich_help_panel=SPLIT)] = 1
     zero: Annotated[int, typer.Option(help="Stage of ZeRO over --data ranks; FSDP is 3.", rich_help_panel=SPLIT)] = 0
-    """1 splits optimizer states over the data-parallel ranks, 2 gradients too, 3 parameters too."""
 
     def __post_init__(self) -> None:
-        _check(self, "tensor", "pipeline", "interleave", "data", "micro_batches")
+        _check(self, "tensor", "data")
         if self.zero not in range(4):
             raise ConfigError("zero", self.zero, "is a stage, 0 to 3")
-
-    @property
-    def gpus(self) -> int:
-        """GPUs of the job."""
-        return self.tensor * self.pipeline * self.data
-
-    @property
-    def microbatches_in_flight(self) -> float:
-        """Micro-batches that the first stage holds at once under 1F1B, in whole stages' worth.
-
-        ``p``, and ``p·(1 + (p-1)/(p·v))`` with ``v`` chunks per stage (Korthikanti et al. 2022, section 4.2.3); never
-        more than there are.
-        """
-        chunks = (self.pipeline - 1) / (self.pipeline * self.interleave) if self.interleave > 1 else 0.0
-        return min(self.micro_batches, self.pipeline * (1 + chunks))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,47 +87,37 @@ class Hardware:
     """One GPU's share of a machine. Rates in FLOP/s and bytes a second, one way."""
 
     name: str
-    peak_flops: Annotated[float, _parsed("--peak-tflops", "TFLOP/S", lambda text: 1e12 * float(text), "Dense.")]
-    """Dense peak in the type that the model computes in."""
-    utilisation: Annotated[float, typer.Option(help="MFU, 0 to 1.", rich_help_panel=MACHINE)]
-    """Share of the peak that a whole step achieves, bubbles, communication and optimizer included."""
-    link_bytes_per_s: Annotated[float, _parsed("--link", "GB/S", _giga)]
-    """Between device and host."""
+    flops_per_s: Annotated[
+        float, _parsed("--tflops", "TFLOP/S", lambda text: 1e12 * float(text), "That a whole step reaches.")
+    ]
+    link_bytes_per_s: Annotated[float, _parsed("--link", "GB/S", _giga, "To host memory and back, each.")]
     memory_bytes: Annotated[int, _parsed("--memory", "SIZE", partial(parse_size, "memory"), 'Of the GPU: "24GiB".')]
     drive: Drive
     target: Annotated[str, typer.Option(help="Where bytes go: nvme or host.", rich_help_panel=MACHINE)] = "nvme"
     drives: Annotated[int, typer.Option(min=1, help="SSDs per GPU. Default: 4.", rich_help_panel=MACHINE)] = 4
-    """SSDTrain's paper assumes four."""
-    ssd_write_bytes_per_s: Annotated[float | None, _parsed("--ssd-write", "GB/S", _giga)] = None
-    """Host to SSDs, all of this GPU's together, as measured. Default: the drives' rated rates added up."""
-    ssd_read_bytes_per_s: Annotated[float | None, _parsed("--ssd-read", "GB/S", _giga)] = None
-    """SSDs to host, likewise."""
+    disk_bytes_per_s: Annotated[
+        float | None,
+        _parsed("--disk", "GB/S", _giga, "Of all SSDs together, both ways, as `bench` measures it. Default: as rated."),
+    ] = None
     source: str = ""
-    """The origin of the numbers."""
 
     def __post_init__(self) -> None:
-        _check(self, "peak_flops", "utilisation", "link_bytes_per_s", "memory_bytes", "drives")
-        _check(self, "ssd_write_bytes_per_s", "ssd_read_bytes_per_s")
+        _check(self, "flops_per_s", "link_bytes_per_s", "memory_bytes", "drives", "disk_bytes_per_s")
         if self.target not in ("nvme", "host"):
             raise ConfigError("target", self.target, "choose one of 'nvme', 'host'")
-        if self.utilisation > 1:
-            raise ConfigError("utilisation", self.utilisation, "is a share of the peak, above 0 and at most 1")
-
-    @property
-    def flops_per_s(self) -> float:
-        """FLOP/s that a step reaches."""
-        return self.peak_flops * self.utilisation
 
     @property
     def write_bytes_per_s(self) -> float:
         """Away from the device: the link, or the drives if they are slower."""
-        drives = self.ssd_write_bytes_per_s or self.drive.write_bytes_per_s * self.drives
-        return min(self.link_bytes_per_s, drives if self.target == "nvme" else math.inf)
+        return self._through(self.drive.write_bytes_per_s)
 
     @property
     def read_bytes_per_s(self) -> float:
         """Back to the device, likewise."""
-        drives = self.ssd_read_bytes_per_s or self.drive.read_bytes_per_s * self.drives
+        return self._through(self.drive.read_bytes_per_s)
+
+    def _through(self, rated: float) -> float:
+        drives = self.disk_bytes_per_s or rated * self.drives
         return min(self.link_bytes_per_s, drives if self.target == "nvme" else math.inf)
 
 
@@ -167,7 +126,7 @@ class Hardware:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPreset:
-    """A model, its micro-batch, its split, the GPU that it ran on or that suits it, and published MFU if there is."""
+    """A model, its micro-batch and split, and the GPU that it ran on or that suits it."""
 
     kind: str
     config: dict[str, Any]
@@ -175,7 +134,6 @@ class ModelPreset:
     micro_batch: int = 1
     split: Parallelism = field(default_factory=Parallelism)
     gpu: str = "h100-sxm"
-    utilisation: float | None = None
     source: str = "transformers"
 
 
@@ -187,10 +145,10 @@ GPUS: dict[str, dict[str, Any]] = TABLES["gpu"]
 DRIVES = msgspec.convert(TABLES["drive"], dict[str, Drive])
 MODELS = msgspec.convert(TABLES["model"], dict[str, ModelPreset])
 PUBLISHED: list[dict[str, Any]] = [row | {"source": SOURCES[row["source"]]} for row in TABLES["published"]["rows"]]
-"""Published figures of model presets: attributes of `Estimate`, in units of ``unit``."""
+"""GB that a step of a model preset saves, as published."""
 
 
-def preset(option: str, name: str, known: dict[str, T]) -> T:
+def preset(option: str, name: str, known: Mapping[str, T]) -> T:
     """Return the preset of that name."""
     if name not in known:
         raise ConfigError(option, name, f"no such preset; there are {', '.join(known)}")
@@ -199,9 +157,11 @@ def preset(option: str, name: str, known: dict[str, T]) -> T:
 
 def hardware_of(gpu: str, drive: str = "980pro-1tb", **changes: Any) -> Hardware:
     """Return the machine of a GPU preset and a drive preset, with some fields changed."""
-    row = preset("gpu", gpu, GPUS)
+    row: dict[str, Any] = {**preset("gpu", gpu, GPUS)}
+    flops_per_s = row.pop("peak_flops") * row.pop("utilisation")
     source = SOURCES[row["source"]].partition("; the link" if "link_bytes_per_s" in changes else "\n")[0]
-    return Hardware(**{"name": gpu, "drive": preset("drive", drive, DRIVES), **row, "source": source, **changes})
+    fixed = {"name": gpu, "drive": preset("drive", drive, DRIVES), "flops_per_s": flops_per_s}
+    return Hardware(**{**row, **fixed, "source": source, **changes})
 
 
 # -- the estimate -----------------------------------------------------------------------------------------------------
@@ -209,18 +169,21 @@ def hardware_of(gpu: str, drive: str = "980pro-1tb", **changes: Any) -> Hardware
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
-    """Bytes of one micro-batch of a model on one GPU if it had all layers, and the whole model's FLOPs for it."""
+    """Bytes of one micro-batch of a model on one GPU if it had all layers, and the whole model's FLOPs for it.
+
+    Attributes:
+        blocks: saved bytes of each layer.
+        small_bytes: of all layers in tensors that are too small to move.
+        ends_bytes: of embedding, last norm and loss. Their backward follows at once, so they stay.
+        flops: forward and backward.
+    """
 
     label: str
     micro_batch: int = 1
     blocks: tuple[float, ...]
-    """Saved bytes of each layer."""
     small_bytes: float = 0.0
-    """Of all layers in tensors that are too small to move."""
     ends_bytes: float = 0.0
-    """Saved by the rest of the model: embedding, last norm and loss. Backward follows at once, so they stay."""
     flops: float
-    """Forward and backward."""
     parameter_bytes: float = 0.0
     gradient_bytes: float = 0.0
     optimizer_bytes: float = 0.0
@@ -229,7 +192,7 @@ class Activations:
 
 @dataclass(frozen=True)
 class Fit:
-    """Saved bytes on the fullest GPU at its peak, and samples of the largest micro-batch that fits so; 0 for none."""
+    """Saved bytes on a GPU at its peak, and samples of the largest micro-batch that fits so; 0 for none."""
 
     saved_bytes: float
     micro_batch: int
@@ -237,19 +200,15 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryNeed:
-    """Bytes on the fullest GPU at its peak. Temporary buffers of operators are not in it."""
+    """Bytes on a GPU at its peak, without temporaries: with all kept, what hides moved, and all moved."""
 
     capacity_bytes: float
-    """The GPU's memory for tensors."""
     parameter_bytes: float
     gradient_bytes: float
     optimizer_bytes: float
     kept: Fit
-    """With everything kept."""
     hidden: Fit
-    """After moving the share that hides, so that the step is not longer."""
     moved: Fit
-    """After moving everything."""
 
     @property
     def states_bytes(self) -> float:
@@ -257,128 +216,71 @@ class MemoryNeed:
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
-@dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The answer, per GPU. Bytes, seconds, bytes a second and US dollars; None if a price is not known."""
+    """The needs of offloading a model's activations, per GPU. Bytes, seconds, bytes a second.
 
-    activation_bytes_per_step: float
-    """S: bytes that a stage's layers save in tensors that can move, over all micro-batches."""
-    activation_bytes_in_flight: float
-    """The peak of the fullest stage with everything kept; ``small_bytes`` of it are in tensors too small to move."""
-    small_bytes: float
-    ends_bytes: float
-    step_flops: float
-    step_s: float
-    required_bytes_per_s: float
-    """S / (t/2), to write and, in the other half of the step, to read."""
-    write_bytes_per_s: float
-    read_bytes_per_s: float
-    share_hidden: float
-    """The share of S that moves without making the step longer, at most 1."""
-    moved_bytes_per_step: float
-    """That share in bytes; the rest is kept. At most ``away_bytes`` of it are away at once."""
-    away_bytes: float
-    written_bytes_per_day: float
-    rated_life_s: float
-    """Of all of the GPU's drives, on rated TBW."""
-    ssd_price_usd: float | None
-    memory: MemoryNeed
-    notes: tuple[str, ...] = ()
-    """For a reader to know before quoting a number."""
+    ``step_s``: seconds of a step as measured. Default: the step's FLOPs over the rate that the GPU achieves.
+
+    Attributes:
+        activation_bytes_per_step: S: layers save it in tensors that can move.
+        required_bytes_per_s: S / (t/2), to write and, in the other half of the step, to read.
+        share_hidden: the share of S that moves without making the step longer, at most 1; the rest is kept.
+        rated_life_s: of all of the GPU's drives, on rated TBW.
+        notes: for a reader to know before quoting a number.
+    """
+
+    def __init__(
+        self, activations: Activations, split: Parallelism, hardware: Hardware, *, step_s: float | None = None
+    ) -> None:
+        self.step_flops = activations.flops / split.tensor
+        self.step_s = self.step_flops / hardware.flops_per_s if step_s is None else step_s
+        if not 0 < self.step_s < math.inf:
+            raise ConfigError("step_s", step_s, "must be a number of seconds above 0")
+        self.activation_bytes_per_step = sum(activations.blocks)
+        self.required_bytes_per_s = self.activation_bytes_per_step / (self.step_s / 2)
+        self.write_bytes_per_s, self.read_bytes_per_s = hardware.write_bytes_per_s, hardware.read_bytes_per_s
+        slower = min(self.write_bytes_per_s, self.read_bytes_per_s)
+        self.share_hidden = min(1.0, slower / max(1.0, self.required_bytes_per_s))
+        self.moved_bytes_per_step = self.share_hidden * self.activation_bytes_per_step
+        written = self.moved_bytes_per_step if hardware.target == "nvme" else 0.0
+        self.written_bytes_per_day = written_per_day(written, self.step_s)
+        rated = hardware.drive.rated_written_bytes * hardware.drives
+        self.rated_life_s = rated * self.step_s / written if written else math.inf
+        self.memory = _memory_of(activations, split, hardware, self.share_hidden)
+        self.notes = _notes(activations, hardware, self.share_hidden, self.rated_life_s)
 
     def as_dict(self) -> dict[str, object]:
-        """Return every field, ready for JSON (an endless life is None there)."""
-        return {name: None if value == math.inf else value for name, value in asdict(self).items()}
+        """Return every attribute, ready for JSON (an endless life is None there)."""
+        found = {name: None if value == math.inf else value for name, value in vars(self).items()}
+        return found | {"memory": asdict(self.memory)}
 
 
-def estimate(
-    activations: Activations, split: Parallelism, hardware: Hardware, *, step_s: float | None = None
-) -> Estimate:
-    """Estimate the needs of offloading a model's activations, per GPU.
-
-    Args:
-        activations: the model and its micro-batch on one tensor-parallel rank.
-        split: how a step is split over GPUs; the stages of a pipeline are taken as equal.
-        hardware: one GPU's share of a machine.
-        step_s: seconds of a step as measured. Default: the step's FLOPs over the rate that the GPU achieves.
-    """
-    layers = len(activations.blocks)
-    if layers % (split.pipeline * split.interleave):
-        stages = "pipeline × interleave" if split.interleave > 1 else "it"
-        raise ConfigError("pipeline", split.pipeline, f"{stages} must divide layers={layers}")
-    flops = activations.flops * split.micro_batches * split.data / split.gpus
-    seconds = flops / hardware.flops_per_s if step_s is None else step_s
-    if not 0 < seconds < math.inf:
-        raise ConfigError("step_s", step_s, "must be a number of seconds above 0")
-    per_microbatch = sum(activations.blocks) / split.pipeline
-    per_step = per_microbatch * split.micro_batches
-    required = per_step / (seconds / 2)
-    share = min(1.0, min(hardware.write_bytes_per_s, hardware.read_bytes_per_s) / max(1.0, required))
-    moved, drive = share * per_step, hardware.drive
-    written = moved if hardware.target == "nvme" else 0.0
-    life_s = drive.rated_written_bytes * hardware.drives * seconds / written if written else math.inf
-    in_flight = per_microbatch * split.microbatches_in_flight
-    small = activations.small_bytes / split.pipeline * split.microbatches_in_flight
-    return Estimate(
-        activation_bytes_per_step=per_step,
-        activation_bytes_in_flight=in_flight + small,
-        small_bytes=small,
-        ends_bytes=activations.ends_bytes,
-        step_flops=flops,
-        step_s=seconds,
-        required_bytes_per_s=required,
-        write_bytes_per_s=hardware.write_bytes_per_s,
-        read_bytes_per_s=hardware.read_bytes_per_s,
-        share_hidden=share,
-        moved_bytes_per_step=moved,
-        away_bytes=share * in_flight,
-        written_bytes_per_day=written_per_day(written, seconds),
-        rated_life_s=life_s,
-        ssd_price_usd=None if drive.price_usd is None or not written else drive.price_usd * hardware.drives,
-        memory=_memory_of(activations, split, hardware, in_flight=in_flight, small=small, share=share),
-        notes=tuple(_notes(activations, hardware, share, share * in_flight, life_s)),
-    )
-
-
-def _memory_of(
-    activations: Activations, split: Parallelism, hardware: Hardware, *, in_flight: float, small: float, share: float
-) -> MemoryNeed:
-    """Return the bytes on the fullest GPU: the first stage of a pipeline, which does not compute the loss."""
+def _memory_of(activations: Activations, split: Parallelism, hardware: Hardware, share: float) -> MemoryNeed:
+    states = {}
     # Each stage of ZeRO also splits everything that the stages before it split.
-    shards = [split.pipeline * (split.data if split.zero >= stage else 1) for stage in (3, 2, 1)]
-    parts = (activations.parameter_bytes, activations.gradient_bytes, activations.optimizer_bytes)
-    parameters, gradients, optimizer = (nbytes / ranks for nbytes, ranks in zip(parts, shards, strict=True))
+    for stage, name in ((3, "parameter_bytes"), (2, "gradient_bytes"), (1, "optimizer_bytes")):
+        states[name] = getattr(activations, name) / (split.data if split.zero >= stage else 1)
     capacity = hardware.memory_bytes - RESERVED_BYTES
-    free = max(0.0, capacity - parameters - gradients - optimizer)
-    rest = small + (activations.ends_bytes if split.pipeline == 1 else 0.0)
+    free = max(0.0, capacity - sum(states.values()))
+    movable, rest = sum(activations.blocks), activations.small_bytes + activations.ends_bytes
 
     def peak(moves: float) -> Fit:
-        in_transit = min(moves * in_flight, LAYERS_IN_TRANSIT * max(activations.blocks))
-        saved = rest + (1 - moves) * in_flight + in_transit
+        in_transit = min(moves * movable, LAYERS_IN_TRANSIT * max(activations.blocks))
+        saved = rest + (1 - moves) * movable + in_transit
         return Fit(saved, int(free * activations.micro_batch / max(1.0, saved)))
 
-    return MemoryNeed(
-        capacity_bytes=capacity,
-        parameter_bytes=parameters,
-        gradient_bytes=gradients,
-        optimizer_bytes=optimizer,
-        kept=peak(0.0),
-        hidden=peak(share),
-        moved=peak(1.0),
-    )
+    return MemoryNeed(capacity_bytes=capacity, **states, kept=peak(0.0), hidden=peak(share), moved=peak(1.0))
 
 
-def _notes(activations: Activations, hardware: Hardware, share: float, spool: float, life_s: float) -> list[str]:
+def _notes(activations: Activations, hardware: Hardware, share: float, life_s: float) -> list[str]:
     notes = []
-    if life_s < SHORT_LIFE_S:
+    if life_s < YEAR_S:
         life = format_duration(life_s)
         notes.append(f"WEAR: the drives reach their rated writes in {life} of training: try --target host first.")
     if share < 1.0:
         notes.append(f"{share:.0%} hides; moving more would make the step longer, so the rest is kept.")
-    if hardware.target == "nvme" and hardware.drive.nand and hardware.ssd_write_bytes_per_s is None:
+    if hardware.target == "nvme" and hardware.drive.nand and hardware.disk_bytes_per_s is None:
         notes.append("The drives' rated write rate is for a fresh cache; a measured, sustained one may be much lower.")
-    if hardware.target == "nvme" and spool > hardware.drive.capacity_bytes * hardware.drives:
-        notes.append("What is in flight does not fit on the drives: more drives, or fewer micro-batches in flight.")
     if activations.source:
         notes.append(f"Bytes by {activations.source}.")
     sources = (hardware.source, *([hardware.drive.source] if hardware.target == "nvme" else []))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,45 +14,19 @@ import typer
 from ..config import OffloadConfig
 from ..errors import ConfigError
 from ..planning.plan import Plan
-from ..planning.profile import Link, Profile
+from ..planning.profile import Profile
 from ..planning.search import Limits, best, bounded
 from ..sizes import parse_share, parse_size
 from ..tell.parts import Analysis, BudgetRow, analyse, budget_table
 from ..tell.plans import render_budgets, render_plan
 from .console import JsonOption, PathOption, grouped, print_json, strings
-from .environment import find_device
-from .process import prepare_process
+from .environment import find_device, prepare_process
 from .rok_points import is_own
 
 RECORDED_STEPS = 3
 """The second is recorded; the profile is there in the third."""
 TARGETS = {"host": ("host",), "nvme": ("nvme",), "tiered": ("host", "nvme"), "auto": ("host", "nvme")}
-_LINKS = "Links; default: as the profile measured"
-Rate = Annotated[float | None, typer.Option(help="GB/s.", min=1e-6, rich_help_panel=_LINKS)]
 Bytes = Annotated[str | None, typer.Option(help='Bytes, or text such as "8GiB".')]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Links:
-    """Rates of links in place of the profile's, GB/s."""
-
-    host_write: Rate = None
-    host_read: Rate = None
-    disk_write: Rate = None
-    disk_read: Rate = None
-
-    def of(self, profile: Profile) -> Profile:
-        """Return the profile with these links; a new link with one rate is as fast both ways."""
-        changed = {}
-        for name, write, read in (("host", self.host_write, self.host_read), ("disk", self.disk_write, self.disk_read)):
-            known = getattr(profile, name)
-            first, second = write or read, read or write
-            if known is None and first and second:
-                changed[name] = Link(write_bytes_per_s=1e9 * first, read_bytes_per_s=1e9 * second)
-            elif known is not None and first:
-                given = {"write_bytes_per_s": write, "read_bytes_per_s": read}
-                changed[name] = replace(known, **{way: 1e9 * rate for way, rate in given.items() if rate is not None})
-        return profile.with_links(**changed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +61,6 @@ def command(
         typer.Argument(help="A recorded step, as `actoffload demo --profile FILE` writes it; or FILE.py:FUNCTION."),
     ],
     budget: Budget,
-    links: Links,
     batch: Annotated[int, typer.Option(min=1, help="Samples of FUNCTION's batch.")] = 1,
     path: PathOption = None,
     plan_out: Annotated[Path | None, typer.Option(help="Write the plan here; Plan.from_json reads it.")] = None,
@@ -98,7 +71,6 @@ def command(
     FUNCTION returns a model and make_batch(size), which returns the model's arguments; the model returns its loss.
     """
     recorded = record(str(profile), batch, strings(path)) if is_own(str(profile)) else read_profile(profile)
-    recorded = links.of(recorded)
     limits = budget.of(recorded)
     budgets = budget_table(recorded, limits)
     step, plan = best(recorded, limits)
@@ -148,15 +120,9 @@ def record(source: str, batch: int, path: list[str] | None) -> Profile:
 
 def as_dict(profile: Profile, plan: Plan, analysis: Analysis, budgets: Sequence[BudgetRow]) -> dict[str, Any]:
     """Return everything, ready for JSON; ``plan`` is for `Plan.from_json`."""
+    names = ("device", "saved_bytes", "movable_bytes", "baseline_peak_bytes", "step_s")
     return {
-        "profile": {
-            "device": profile.device,
-            "storages": len(profile.storages),
-            "saved_bytes": profile.saved_bytes,
-            "movable_bytes": profile.movable_bytes,
-            "baseline_peak_bytes": profile.baseline_peak_bytes,
-            "step_s": profile.step_s,
-        },
+        "profile": {name: getattr(profile, name) for name in names} | {"storages": len(profile.storages)},
         **analysis.as_dict(),
         "budgets": [asdict(row) for row in budgets],
         "plan": json.loads(plan.to_json()),

@@ -1,26 +1,56 @@
-"""``actoffload report`` and ``top``: a traced run as text and as a page, at its end and while it runs."""
+"""``actoffload report`` and ``top``: a traced run as text and as a page, at its end and while it runs.
+
+The page has no script, and loads nothing. Its colours are Okabe and Ito's, which colour-blind readers can distinguish,
+and each thing has one. Text and lines follow the reader's colour scheme.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import floor, log10
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from ..analysis.report_page import comparison, sections, write_page
-from ..analysis.trace_file import load
-from ..analysis.traced_run import Run, look_at, verdict_of
-from ..errors import ActOffloadError, TraceFileError, printable
+from ..analysis.trace_file import LINKS, load
+from ..analysis.traced_run import (
+    AWAY,
+    KINDS,
+    LABELS,
+    MOST_WAITS,
+    SAVED,
+    Moment,
+    Run,
+    format_number,
+    look_at,
+    verdict_of,
+)
+from ..errors import ActOffloadError, ConfigError, TraceFileError, printable
+from ..sizes import format_size, format_time
 from .console import JsonOption, plain, print_json, table_of
 
 READING_SHARE = 0.1
 """Following a trace takes at most this share of the time: it is read anew each time."""
+GREEN = "#009e73"
+COLOURS = {
+    **{"before training": "#8c8c8c", "optimizer state": "#cc79a7", "kept free": "#c9c9c9", "temporaries": "#f0e442"},
+    **{"gradients": "#e69f00", SAVED: GREEN, "write": "#0072b2", "read": "#56b4e9", "wait": "#d55e00"},
+    AWAY: f"repeating-linear-gradient(45deg, {GREEN} 0 2px, transparent 2px 7px)",
+}
+"""The background of each thing in CSS. That of `AWAY` lies behind all of a chart, and shows where nothing covers it."""
+MOST_BARS = 2000
+"""The most transfers that are drawn for a run. The longest are drawn."""
+NAMED = 0.12
+"""A phase with this share of the step has room for its name."""
+MIB, GIB = 1 << 20, 1 << 30
+
+Rows = list[tuple[str, ...]]
 
 TraceArgument = Annotated[Path, typer.Argument(help="The trace of a run, as trace= or `actoffload trace` write it.")]
 
@@ -92,7 +122,7 @@ def render(runs: list[Run]) -> RenderableType:
     parts: list[RenderableType] = [table_of(numbers, *head)]
     parts += [f"[bold]{plain(verdict_of(*runs))}[/bold]"] if runs[1:] else []
     for run in runs:
-        parts += [f"\n[bold]{plain(run.name)}[/bold]: {plain(run.summary())}", plain(run.about())]
+        parts += [f"\n[bold]{plain(run.name)}[/bold]: {plain(run.about())}\n", *map(plain, run.report.splitlines())]
         for section in sections(run):
             head, *rows = section.table
             if rows:
@@ -103,3 +133,141 @@ def render(runs: list[Run]) -> RenderableType:
             steps.add_row(f"{number}.", plain(step))
         parts += ["\n[bold]What to do next[/bold]", steps] if steps.rows else []
     return Group(*parts)
+
+
+# -- tables, in a terminal and on the page ----------------------------------------------------------------------------
+
+
+class Section(NamedTuple):
+    """A table of the report under a heading, its meaning, and the reason (``nothing``) why there may be no rows."""
+
+    title: str
+    meaning: str
+    nothing: str
+    table: Rows
+
+
+def comparison(runs: Sequence[Run]) -> Rows:
+    """Return the runs' numbers under a heading, with a column for each run."""
+    numbers = [run.numbers() for run in runs]
+    rows: Rows = [("", *(run.name for run in runs))]
+    return rows + [(label, *(format_number(name, each[name]) for each in numbers)) for name, label in LABELS.items()]
+
+
+def sections(run: Run) -> list[Section]:
+    """Return the tables of a run, on the page and in a terminal."""
+    links: Rows = [("link", "moved", "can do", "in use")]
+    for link in run.links():
+        links.append((link.name, format_size(link.nbytes), f"{link.can_do / 1e9:.3g} GB/s", f"{link.used:.0%}"))
+    used_is = "Bytes of the whole run, and the part of the step shown with a transfer under way."
+    waits: Rows = [("module", "for", "waited", "times", "tensor")]
+    for wait in run.dearest_waits():
+        waits.append((wait.module, wait.reason, format_time(wait.total_s), str(wait.count), format_size(wait.nbytes)))
+    reasons = "Of the whole run. Data: backward waited for the tensor. Room: forward waited until memory had left."
+    names = {"step_s": run.planned_for, "peak_bytes": "saved activations, peak"}
+    planned: Rows = [("", "predicted", "seen")]
+    for name, *both in run.predictions():
+        planned.append((names[name], *(format_number(name, each) for each in both)))
+    last = f"A step under the last plan; the median and the peak of the steps under it. {run.machine_changed}"
+    return [
+        Section("Links", used_is, "nothing moved", links),
+        Section(f"The {MOST_WAITS} dearest waits", reasons, "nothing waited", waits),
+        Section("Predicted and seen", last, "nothing was planned", planned),
+    ]
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
+def write_page(runs: Sequence[Run], path: Path) -> None:
+    """Write the page for one run or for two."""
+    try:  # an optional package, which only this page needs
+        import jinja2
+    except ImportError as error:
+        remedy = f"{error.name} is not installed: pip install 'actoffload[plots]'"
+        raise ConfigError("html", str(path), remedy) from error
+
+    page = jinja2.Environment(autoescape=True)  # a trace is untrusted, and its texts go into the page
+    page.filters["percent"] = lambda share: f"{100 * share:.2f}%"
+    # One scale for both runs, so that a reader can compare their charts by eye.
+    length_s = max(run.end_s - run.begin_s for run in runs)
+    shown: list[dict[str, Any]] = [
+        {"name": run.name, "about": run.about(), "tiles": tiles(run), "next_steps": run.next_steps}
+        | {"bands": _bands(run, length_s), "report": run.report}
+        for run in runs
+    ]
+    memories = [run.memory() for run in runs]
+    top = max(sum(moment.by_kind.values()) for memory in memories for moment in memory)
+    for one, run, memory in zip(shown, runs, memories, strict=True):
+        one["chart"] = _chart(run, memory, max(1.0, 1.08 * top), length_s)
+    text = page.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8")).render(
+        title=verdict_of(*runs) if len(runs) > 1 else f"{runs[0].name}: {runs[0].report.splitlines()[0]}",
+        runs=shown,
+        numbers=comparison(runs),
+        sections=list(zip(*map(sections, runs), strict=True)),
+        colours=COLOURS,
+    )
+    path.write_text(text, encoding="utf-8")
+
+
+def tiles(run: Run) -> list[tuple[str, str, str]]:
+    """Return name, value and note of the figures that answer at a glance. They are those of `Offloader.report`."""
+    numbers, statistics = run.numbers(), run.known("statistics")
+    saved, before = numbers["saved_peak_bytes"], numbers["saved_peak_without_bytes"]
+    device, process = (statistics.get(f"{of}_peak_bytes") for of in ("device", "process"))
+    note = "all that PyTorch had allocated" if device else "of the step shown"
+    if process and not device:
+        note = f"{format_size(statistics['process_before_bytes'])} before training"
+    limits = run.what_limits() or "not known before the run ends"
+    waits = f"waits {format_time(numbers['wait_s'])} in the mean, planning steps included"
+    return [
+        ("activations, peak", format_size(saved), f"{format_size(before)} with nothing moved"),
+        (f"{'device' if device else 'process'}, peak", format_size(device or process or numbers["peak_bytes"]), note),
+        ("a step", format_time(numbers["step_s"]), waits),
+        ("what limits", "", limits),  # a sentence, which would not fit in the letters of a figure
+    ]
+
+
+def _chart(run: Run, memory: list[Moment], top: float, length_s: float) -> dict[str, Any]:
+    """Return the parts of a chart of memory over the step that is shown. Sizes are shares of its width and height."""
+    ends = [*(moment.time_s for moment in memory[1:]), run.end_s - run.begin_s]
+    unit, name = (GIB, "GiB") if top >= GIB else (MIB, "MiB")
+    labels = [("y", "bottom", at * unit / top, f"{at:g} {name}") for at in _ticks(top / unit)]
+    labels += [("x", "left", at / 1e3 / length_s, f"{at:g} ms") for at in _ticks(800 * length_s, most=3)]
+    for phase in run.phases():
+        text = phase.name if phase.duration_s > NAMED * length_s else ""
+        labels.append(("phase", "left", phase.begin_s / length_s, text))
+    moments = []
+    for moment, end_s in zip(memory, ends, strict=True):
+        parts = [(kind, nbytes) for kind, nbytes in moment.by_kind.items() if nbytes]
+        lines = [f"{kind}: {format_size(nbytes)}" for kind, nbytes in reversed(parts)]
+        figures = "\n".join([format_time(moment.time_s), *lines])
+        width = (end_s - moment.time_s) / length_s
+        moments.append((width, figures, [(kind, nbytes / top) for kind, nbytes in parts]))
+    kinds = [kind for kind in KINDS if any(moment.by_kind[kind] for moment in memory)]
+    return {"kinds": kinds, "labels": labels, "moments": moments}
+
+
+def _ticks(top: float, most: int = 5) -> list[float]:
+    """Return up to ``most`` round numbers below ``top``, from 0 on."""
+    rough = top / most
+    power = 10.0 ** floor(log10(rough))
+    step = next(power * times for times in (1, 2, 5, 10) if power * times >= rough)
+    return [step * number for number in range(int(top / step) + 1)]
+
+
+def _bands(run: Run, length_s: float) -> list[tuple[str, str, list[tuple[float, float, str]]]]:
+    """Return label, class and bars of a band for each way of each link, writes first, and for the waits."""
+    waits, transfers = run.of_step(run.trace.waits), run.of_step(run.trace.transfers)
+    labels = {"wait": f"waits: {format_time(sum(wait.duration_s for wait in waits))} in this step"}
+    for link in run.links():
+        labels[link.name] = f"{link.name}: {link.can_do / 1e9:.3g} GB/s, in use for {link.used:.0%} of the step"
+    bands: dict[str, list[tuple[float, float, str]]] = {name: [] for name in (*LINKS, "wait")}
+    named = [(one.link, one.name, one) for one in transfers]
+    named += [("wait", f"for {one.reason}: {one.module or 'a tensor'}", one) for one in waits]
+    for name, what, span in sorted(named, key=lambda each: -each[2].duration_s)[:MOST_BARS]:
+        when = f"{format_time(span.duration_s)} from {format_time(span.begin_s)}"
+        begin_s = max(0.0, span.begin_s)
+        place = (begin_s / length_s, (span.end_s - begin_s) / length_s)
+        bands[name].append((*place, f"{what}, {format_size(span.nbytes)}, {when}"))
+    return [(labels.get(name, name), name.split()[-1], bars) for name, bars in bands.items() if bars]

@@ -1,7 +1,7 @@
 """``actoffload rok``: throughput over activation memory for keep, recompute, offload and the planner's hybrid.
 
-Each round of a case runs in a process of its own (`rok_worker`), and is written to the results file at once. x is the
-peak of saved activations in bytes, y the throughput in algorithmic TFLOP/s (recomputation is not counted).
+Each case runs in a process of its own (`rok_worker`), and is written to the results file at once. x is the peak of
+saved activations in bytes, y the throughput in algorithmic TFLOP/s (recomputation is not counted).
 """
 
 from __future__ import annotations
@@ -29,19 +29,17 @@ from ..planning.workload import KEEP, NVME, Choice, Workload
 from ..sizes import format_size
 from .console import JsonOption, PathOption, grouped, print_json, print_rows, progress_bar, strings
 from .environment import BUSY_SHARE, describe_environment, find_device, write_json
-from .on_paper import TABLES, hardware_of
+from .on_paper import TABLES, hardware_of, preset
 from .plots import draw_rok
 from .rok_points import SERIES, Case, Point, Spread, Variant, is_own, verdict
 from .workers import FAILURES, failure, run_worker
 
 SIMULATED, PREDICTED = "sim", "predicted"
 """The type of the simulated device of `actoffload.testing.simulated_device`; and, in place of a device, no run."""
-OWN = "own"
+OWN, OWN_BATCHES = "own", (1, 2, 4)
 """The preset of a user's own model."""
-OWN_BATCHES = (1, 2, 4)
-WORKER, VERSION = "actoffload.tools.rok_worker", 2
-LIMIT_S = 3600.0
-"""The longest time of a round."""
+WORKER, VERSION, LIMIT_S = "actoffload.tools.rok_worker", 2, 3600.0
+"""The longest time of a case."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
 NO_BLOCKS = "there are no blocks to recompute: layers of one class in a ModuleList or Sequential"
@@ -50,34 +48,30 @@ OFFLOAD_READS_AHEAD = 1 << 20
 module ahead). Its default, a quarter of the bytes that a forward saves, is a whole block of four: recompute's peak."""
 
 Sample = Mapping[str, Any]
-Job = tuple[Case, int]
-"""A round of a case."""
 Launch = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """Cases, and how they are measured.
+    """Cases, and how they are measured. ``keep`` is the first series, and takes both ends of each turn.
 
-    ``keep`` is the first series, and takes the first and the last step of each turn.
+    Attributes:
+        levels: budgets of the hybrid; it always runs without one, too.
+        warm_up: steps of each variant before the timed ones, enough for a plan to settle.
+        steps: timed turns.
+        threads: CPU threads of PyTorch; None for its own choice.
+        device: ``"cpu"`` or the accelerator's type; empty for the accelerator if there is one.
+        gpu: the GPU of `estimate` that steps are predicted for; empty if they are run.
     """
 
     cases: tuple[Case, ...]
     series: tuple[str, ...] = SERIES
     levels: tuple[str, ...] = ("recompute", "0.4")
-    """Budgets of the hybrid; it always runs without one, too."""
     warm_up: int = 4
-    """Steps of each variant before the timed ones, enough for a plan to settle."""
     steps: int = 10
-    """Timed turns of each round."""
-    repeats: int = 2
-    """Rounds, each in a process of its own."""
     threads: int | None = None
-    """CPU threads of PyTorch; None for its own choice."""
     device: str = ""
-    """``"cpu"`` or the accelerator's type; empty for the accelerator if there is one."""
     gpu: str = ""
-    """The GPU of `estimate` that steps are predicted for; empty if they are run."""
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -87,7 +81,7 @@ class Preset:
 
 
 def _preset(row: dict[str, Any]) -> Preset:
-    """Return a preset of ``presets.toml``: every model in every shape and batch of its grid."""
+    """Return a preset of the table: every model in every shape and batch of its grid."""
     cases = []
     for shape in row["grid"]:
         sizes = {name: size for name, size in shape.items() if name not in ("models", "batches")}
@@ -118,11 +112,13 @@ def _against(keep: Point | None, point: Point) -> Point:
     """Return a point with its verdict, and with the throughput that its turns show: keep's, over the ratio."""
     if keep is None or keep.ratio is None or keep.tflops is None or point.ratio is None:
         return point
-    top, ratio = keep.tflops.median, point.ratio
+    said = "A/A noise" if point.variant.series == "keep" else verdict(point.ratio, keep.ratio)
+    return replace(point, tflops=_over(keep.tflops.median, point.ratio), verdict=said)
+
+
+def _over(top: float, times: Spread) -> Spread:
     # The longest step has the lowest throughput, so the ends change places.
-    tflops = Spread(top / ratio.median, top / ratio.high, top / ratio.low)
-    said = "A/A noise" if point.variant.series == "keep" else verdict(ratio, keep.ratio)
-    return replace(point, tflops=tflops, verdict=said)
+    return Spread(top / times.median, top / times.high, top / times.low)
 
 
 def _point(case: Case, variant: Variant, samples: Sequence[Sample]) -> Point:
@@ -130,114 +126,90 @@ def _point(case: Case, variant: Variant, samples: Sequence[Sample]) -> Point:
     point = Point(case=case, variant=variant, device_budget=budget)
     bad = [sample for sample in samples if "error" in sample]
     if bad:  # a point that fails now and then is a failed one
-        oom, below_floor = any(s.get("oom") for s in bad), any(s.get("below_floor") for s in bad)
-        return replace(point, oom=oom, below_floor=below_floor, error=bad[0]["error"])
+        return replace(point, oom=any(s.get("oom") for s in bad), error=bad[0]["error"])
     step_s = Spread.of([s for sample in samples for s in sample["step_s"]])
-    teraflop = samples[0]["flops"] / 1e12
-    peaks = [peak for sample in samples for peak in sample["peak_bytes"]]
-    process = [s["process_peak_bytes"] for s in samples if s["process_peak_bytes"] is not None]
     ratios = [ratio for sample in samples for ratio in sample["ratios"]]
     compared = [sample["identical"] for sample in samples if sample["identical"] is not None]
     return replace(
         point,
-        peak_bytes=round(median(peaks)),
-        worst_peak_bytes=max(peaks),
-        process_peak_bytes=round(median(process)) if process else None,
+        peak_bytes=round(median(peak for sample in samples for peak in sample["peak_bytes"])),
         step_s=step_s,
-        tflops=Spread(teraflop / step_s.median, teraflop / step_s.high, teraflop / step_s.low),
+        tflops=_over(samples[0]["flops"] / 1e12, step_s),
         ratio=Spread.of(ratios) if ratios else None,
         identical=all(compared) if compared else None,
     )
 
 
-# -- rounds -----------------------------------------------------------------------------------------------------------
+# -- cases ------------------------------------------------------------------------------------------------------------
 
 
 class RokRun:
-    """One run, or the continuation of one.
+    """One run, or the continuation of one: cases in ``file`` are not measured again, unless something in them failed.
 
-    Args:
-        preset: the cases, and how they are measured.
-        file: the results (JSON); rounds in it are not taken again, unless something in them failed.
-        about: ``environment`` and ``command`` of the results.
-        launch: takes a round and returns its result; a failure is a result, too.
-        path: directories of the spool; not written to the results.
+    ``about``: ``environment`` and ``command`` of the results. ``launch`` measures a case; a failure is a result, too.
+    ``path``: directories of the spool, which the results do not name.
     """
 
     def __init__(
         self, preset: Preset, file: Path, about: dict[str, Any], launch: Launch, path: list[str] | None = None
     ) -> None:
-        self.file, self._preset, self._launch, self._path = file, preset, launch, path
-        self._measured_with: dict[str, Any] = {
-            "device": preset.device or find_device(),
-            **{name: getattr(preset, name) for name in ("threads", "warm_up", "steps")},
-            "variants": [asdict(variant) for variant in preset.variants],
-            **({"gpu": preset.gpu} if preset.gpu else {}),
-        }
+        self.file, self._cases, self._launch, self._path = file, preset.cases, launch, path
+        names = ("threads", "warm_up", "steps", *(["gpu"] if preset.gpu else []))
+        how = {name: getattr(preset, name) for name in names}
+        how |= {"device": preset.device or find_device(), "variants": list(map(asdict, preset.variants))}
+        self._how: dict[str, Any] = how
         self.payload: dict[str, Any] = {"benchmark": "rok", "version": VERSION, **about}
-        self.payload |= {"measured_with": self._measured_with, "samples": []}
+        self.payload |= {"measured_with": how, "samples": []}
         if not file.exists():
             return
         old = load_results(file)
-        different = [name for name, how in self._measured_with.items() if old["measured_with"].get(name) != how]
+        different = [name for name, value in how.items() if old["measured_with"].get(name) != value]
         if different:
             raise ConfigError("out", str(file), f"was measured with another {', '.join(different)}; name a new file")
-        # Running out of memory and a budget below the floor are results, so these rounds are not taken again.
-        failed = {_job(s) for s in old["samples"] if "error" in s and not s.get("oom") and not s.get("below_floor")}
-        self.payload["samples"] = [s for s in old["samples"] if _job(s) not in failed]
+        # A lack of room is a result, so these cases are not measured again.
+        failed = [s["case"] for s in old["samples"] if "error" in s and not s.get("oom")]
+        self.payload["samples"] = [s for s in old["samples"] if s["case"] not in failed]
 
-    def missing(self) -> list[Job]:
-        """Return the rounds that the results do not hold yet."""
-        there = {_job(sample) for sample in self.payload["samples"]}
-        jobs = [(case, repeat) for case in self._preset.cases for repeat in range(self._preset.repeats)]
-        return [job for job in jobs if job not in there]
+    def missing(self) -> list[Case]:
+        """Return the cases that the results do not hold yet."""
+        there = {Case(**sample["case"]) for sample in self.payload["samples"]}
+        return [case for case in self._cases if case not in there]
 
-    def run(self) -> Generator[tuple[Job, list[dict[str, Any]]]]:
-        """Take each missing round; yield it with its samples, one for each variant, when they are in the file.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        for case, repeat in self.missing():
-            result = self._launch(self._measured_with | {"case": asdict(case), "path": self._path})
-            share = result.pop("others_cpu_share", None)
-            head = {"case": asdict(case), "repeat": repeat, "commit": self.payload["environment"].get("commit")}
-            # A round that failed as a whole failed in each variant.
-            found = result.get("samples", [result | variant for variant in self._measured_with["variants"]])
-            samples = [head | {"others_cpu_share": share} | sample for sample in found]
+    def run(self) -> Generator[tuple[Case, list[dict[str, Any]]]]:
+        """Measure each missing case; yield it with its samples, one for each variant, when they are in the file."""
+        environment = self.payload["environment"]
+        for case in self.missing():
+            result = self._launch(self._how | {"case": asdict(case), "path": self._path})
+            head = {"case": asdict(case), "commit": environment.get("commit")}
+            head["others_cpu_share"] = result.pop("others_cpu_share", None)
+            # A case that failed as a whole failed in each variant.
+            samples = [head | one for one in result.get("samples", [result | v for v in self._how["variants"]])]
             self.payload["samples"] += samples
-            self.payload["environment"]["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            # After each round, so that an interrupt loses the running one at most.
+            environment["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            # After each case, so that an interrupt loses the running one at most.
             write_json(self.file, self.payload)
-            yield (case, repeat), samples
-
-
-def _job(sample: Sample) -> Job:
-    return Case(**sample["case"]), int(sample["repeat"])
+            yield case, samples
 
 
 def load_results(file: Path) -> dict[str, Any]:
     """Return the results in a file."""
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         if data["benchmark"] != "rok" or data["version"] != VERSION:
             raise ValueError("of another kind or version")
         for sample in data["samples"]:
-            _job(sample)
+            Case(**sample["case"])
         data["measured_with"].get("device")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError("results", str(file), f"no results of `actoffload rok` ({error})") from error
-    return dict(data)
+    return data
 
 
-# -- predicted rounds -------------------------------------------------------------------------------------------------
+# -- predicted cases --------------------------------------------------------------------------------------------------
 
 
 def predict(spec: dict[str, Any]) -> dict[str, Any]:
-    """Predict a round on meta tensors, for the GPU that ``gpu`` names; return ``samples``, as a measured round does.
-
-    ``recompute`` runs no block once, ``keep`` and ``offload`` run all once, ``hybrid`` is the best mix for its budget.
-    """
+    """Predict a case on meta tensors, for the GPU that ``gpu`` names; return ``samples``, as a measured case does."""
     import torch
 
     from .models import build, profile_of
@@ -251,8 +223,7 @@ def predict(spec: dict[str, Any]) -> dict[str, Any]:
     peaks: dict[str, int] = {}
     samples = []
     for variant in (Variant(**one) for one in spec["variants"]):
-        sample: dict[str, Any] = {"series": variant.series, "level": variant.level, "flops": flops}
-        samples.append(sample)
+        samples.append(sample := asdict(variant) | {"flops": flops})
         try:
             budget = budget_of(variant.level, plain.baseline_peak_bytes, peaks)
             found = predict_variant(base, plain, variant.series, budget)
@@ -260,28 +231,26 @@ def predict(spec: dict[str, Any]) -> dict[str, Any]:
             sample |= failure(error)
             continue
         peaks[variant.series] = found.peak_bytes
-        ratio = found.step_s / plain.step_s
-        sample |= {"step_s": [found.step_s], "peak_bytes": [found.peak_bytes], "ratios": [ratio]}
-        sample |= {"device_budget": budget, "process_peak_bytes": None, "identical": None}
+        sample |= {"device_budget": budget, "identical": None, "ratios": [found.step_s / plain.step_s]}
+        sample |= {"step_s": [found.step_s], "peak_bytes": [found.peak_bytes]}
     return {"samples": samples}
 
 
 def budget_of(level: str, whole: int | None, peaks: Mapping[str, int | None]) -> int | None:
-    """Return the bytes of a hybrid's level: a share of ``whole``, or another series' peak; None without a level.
-
-    Raises:
-        ActOffloadError: that peak is not known.
-    """
+    """Return the bytes of a hybrid's level: a share of ``whole``, or another series' peak; None without a level."""
     if not level:
         return None
-    peak = peaks.get(level) if level in SERIES else whole
+    peak, share = (peaks.get(level), 1.0) if level in SERIES else (whole, float(level))
     if peak is None:
         raise ActOffloadError(f"no budget: the peak for {level} is not known")
-    return peak if level in SERIES else int(float(level) * peak)
+    return int(share * peak)
 
 
 def predict_variant(base: Profile, plain: Profile, series: str, budget: int | None) -> Prediction:
-    """Predict a series: ``base`` runs every block again, and ``plain`` runs all once; ``budget`` is the hybrid's."""
+    """Predict a series. ``base`` runs every block again, as ``recompute`` does; ``plain`` runs all once, as others do.
+
+    The hybrid is the best mix for its ``budget``.
+    """
     if series == "hybrid":
         # Without a budget: lower the peak of a step that recomputes nothing, as far as that costs no time.
         limits = Limits(device_budget=budget, tiers=("nvme",))
@@ -299,7 +268,7 @@ def predict_variant(base: Profile, plain: Profile, series: str, budget: int | No
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The user's choice of cases and of how they are measured; None for the preset's."""
+    """The user's choice; None for the preset's."""
 
     preset: Annotated[
         str | None,
@@ -316,22 +285,15 @@ class Measured:
         typer.Option(min=1, help="Samples of your own model's batches; repeat. Or only the preset's cases of these."),
     ] = None
     steps: Annotated[int | None, typer.Option(min=1, help="Default: the preset's.")] = None
-    repeats: Annotated[int | None, typer.Option(min=1, help="Default: the preset's.")] = None
-
-    @property
-    def own(self) -> bool:
-        """Whether the model is the user's own."""
-        return self.model is not None and is_own(self.model)
 
     def run(self, out: Path | None, path: list[str] | None) -> RokRun:
         """Return the run for these options."""
-        name = self.preset or (OWN if self.own else "cpu")
-        if name not in PRESETS:
-            raise ConfigError("preset", name, f"choose one of {', '.join(map(repr, PRESETS))}")
-        chosen = PRESETS[name]
-        chosen = replace(chosen, steps=self.steps or chosen.steps, repeats=self.repeats or chosen.repeats)
-        command = f"actoffload rok --preset {name} --steps {chosen.steps} --repeats {chosen.repeats}"
-        file = f"rok_{Path(self.model).stem if self.model and self.own else name}"
+        own = self.model is not None and is_own(self.model)
+        name = self.preset or (OWN if own else "cpu")
+        chosen = preset("preset", name, PRESETS)
+        chosen = replace(chosen, cases=self._cases(chosen.cases, own), steps=self.steps or chosen.steps)
+        command = f"actoffload rok --preset {name} --steps {chosen.steps}"
+        file = f"rok_{Path(str(self.model)).stem if own else name}"
         environment = describe_environment()
         launch: Launch = partial(run_worker, WORKER, limit_s=LIMIT_S)
         if self.gpu is not None:
@@ -339,25 +301,22 @@ class Measured:
             rates = f"{machine.write_bytes_per_s / 1e9:.0f} GB/s out, {machine.read_bytes_per_s / 1e9:.0f} back"
             speed = f"{machine.flops_per_s / 1e12:.0f} TFLOP/s"
             environment["gpu"] = f"{self.gpu}, {speed}; {machine.drives} SSDs, {rates}"
-            chosen = replace(chosen, gpu=self.gpu, device=PREDICTED, series=SERIES, threads=None)
             # A prediction has no noise and no plan that has to settle.
-            chosen = replace(chosen, warm_up=0, steps=1, repeats=1)
+            once: dict[str, Any] = {"warm_up": 0, "steps": 1, "threads": None}
+            chosen = replace(chosen, gpu=self.gpu, device=PREDICTED, series=SERIES, **once)
             command, file = f"actoffload rok --preset {name} --gpu {self.gpu}", f"{file}_{self.gpu}"
-        chosen = replace(chosen, cases=self._cases(chosen))
         about = {"command": command, "environment": environment}
         return RokRun(chosen, out or Path(f"{file}.json"), about, launch, path)
 
-    def _cases(self, preset: Preset) -> tuple[Case, ...]:
-        """Return a user's own model in each batch, or the preset's cases of a model and of some batches."""
-        if self.model is not None and self.own:
+    def _cases(self, cases: tuple[Case, ...], own: bool) -> tuple[Case, ...]:
+        """Return the user's own model in its batches, or the preset's cases of the model and of the batches."""
+        if own:
             from .models import import_function
 
-            import_function("model", self.model)  # an error there ends the command, not every round
-            return tuple(Case(model=self.model, batch=size) for size in self.batch or OWN_BATCHES)
-        cases = preset.cases
-        for name, wanted in (("model", [self.model] if self.model else None), ("batch", self.batch)):
-            if wanted:
-                cases = tuple(case for case in cases if getattr(case, name) in wanted)
+            import_function("model", str(self.model))  # an error there ends the command, not every case
+            return tuple(Case(model=str(self.model), batch=size) for size in self.batch or OWN_BATCHES)
+        for name, wanted in (("model", self.model and [self.model]), ("batch", self.batch)):
+            cases = tuple(case for case in cases if not wanted or getattr(case, name) in wanted)
             if not cases:
                 remedy = "the preset has no such case; your own is FILE.py:FUNCTION"
                 raise ConfigError(name, wanted and wanted[0], remedy)
@@ -375,7 +334,7 @@ def command(
     path: PathOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure the recompute-offload-keep curve: variants take their steps in turns, each round is kept at once.
+    """Measure the recompute-offload-keep curve: variants take their steps in turns, each case is kept at once.
 
     FUNCTION returns a model and make_batch(size), which returns the model's arguments; the model returns its loss.
     """
@@ -383,43 +342,42 @@ def command(
         raise typer.Exit(finish(load_results(redraw), redraw, dark, as_json))
     rok = measured.run(out, strings(path))
     try:
-        take_rounds(rok, quiet=as_json)
+        take(rok, quiet=as_json)
     except KeyboardInterrupt:
-        left = f"{len(rok.missing())} rounds are left; the same command goes on"
+        left = f"{len(rok.missing())} cases are left; the same command goes on"
         drawn = f"; actoffload rok --redraw {rok.file} draws the others" if rok.payload["samples"] else ""
         typer.echo(f"Interrupted. {left}{drawn}.", err=True)
         raise typer.Exit(INTERRUPTED) from None
     raise typer.Exit(finish(rok.payload, rok.file, dark, as_json))
 
 
-def take_rounds(run: RokRun, *, quiet: bool) -> None:
-    """Take all missing rounds behind a progress bar."""
-    names = [f"{case.name}, round {repeat + 1}" for case, repeat in run.missing()] + ["done"]
+def take(run: RokRun, *, quiet: bool) -> None:
+    """Measure all missing cases behind a progress bar."""
+    total = len(run.missing())
     with progress_bar(TimeElapsedColumn(), quiet=quiet) as progress:
         if not quiet:
             there = len(run.payload["samples"])
-            progress.console.print(f"{len(names) - 1} rounds to take, {there} samples there; results in {run.file}")
-        bar = progress.add_task(names[0], total=len(names) - 1)
-        for number, (_, samples) in enumerate(run.run()):
-            progress.update(bar, advance=1, description=names[number + 1])
+            progress.console.print(f"{total} cases to measure, {there} samples there; results in {run.file}")
+        bar = progress.add_task("cases", total=total)
+        for case, samples in run.run():
+            progress.update(bar, advance=1)
             for sample in (sample for sample in samples if "error" in sample):
-                text = f"{names[number]}: {sample['series']} {sample['level']}: {sample['error']}"
+                text = f"{case.name}: {sample['series']} {sample['level']}: {sample['error']}"
                 progress.console.print(text, style="yellow", markup=False)
 
 
 def finish(payload: dict[str, Any], file: Path, dark: bool, as_json: bool) -> int:
-    """Draw and compare; return 1 if losses or gradients differ or a point failed.
-
-    Running out of memory and a budget below the floor are no failures.
-    """
+    """Draw and compare; return 1 if losses or gradients differ, or a point failed otherwise than by a lack of room."""
     points, machine = points_of(payload["samples"]), payload["environment"]
     share = max((s.get("others_cpu_share") or 0.0 for s in payload["samples"]), default=0.0)
-    title = f"{machine.get('gpu') or machine.get('cpu')}, torch {machine.get('torch')}"
-    if payload["measured_with"].get("device") == PREDICTED:
-        title, share = f"PREDICTED from shapes, nothing was run\n{machine['gpu']}", 0.0
-    elif payload["measured_with"].get("device") == SIMULATED:
-        title, share = f"SIMULATED GPU, virtual time; torch {machine.get('torch')}", 0.0
-    share = share if share > BUSY_SHARE else 0.0
+    device, torch = payload["measured_with"].get("device"), f"torch {machine.get('torch')}"
+    title = f"{machine.get('gpu') or machine.get('cpu')}, {torch}"
+    if device == PREDICTED:
+        title = f"PREDICTED from shapes, nothing was run\n{machine['gpu']}"
+    elif device == SIMULATED:
+        title = f"SIMULATED GPU, virtual time; {torch}"
+    if share <= BUSY_SHARE or device in (PREDICTED, SIMULATED):
+        share = 0.0
     busy = f"the machine was busy: others took up to {share:.0%} of the processors" if share else ""
     pictures = [file.with_name(f"{file.stem}{'_dark' * dark}{ending}") for ending in (".png", ".svg")]
     drawn = f"written beside {file.name}: {', '.join(picture.name for picture in pictures)}"
@@ -443,7 +401,7 @@ def show(points: Sequence[Point], busy: str) -> None:
         mine = [point for point in points if point.case == case]
         mine.sort(key=lambda point: (SERIES.index(point.variant.series), point.peak_bytes))
         rows = [(point.variant.label, *_cells(point)) for point in mine]
-        print_rows(rows, "series", "peak", "process", "step", "× keep", "verdict", title=case.name)
+        print_rows(rows, "series", "peak", "step", "× keep", "verdict", title=case.name)
     console.print("peak: saved activations; × keep: within the same turn (middle half)", style="dim", markup=False)
     if busy:
         console.print(f"WARNING: {busy}; trust verdicts, not single figures.", style="bold yellow", markup=False)
@@ -457,11 +415,10 @@ def show(points: Sequence[Point], busy: str) -> None:
 def _cells(point: Point) -> tuple[str, ...]:
     """Return a point's numbers as text and its verdict, or the reason why there are none."""
     if point.step_s is None:
-        return ("-", "-", "-", "-", "out of memory" if point.oom else point.error)
+        return ("-", "-", "-", point.error)
     ratio = point.ratio
     return (
         format_size(point.peak_bytes),
-        "-" if point.process_peak_bytes is None else format_size(point.process_peak_bytes),
         f"{point.step_s.median:.3g} s",
         "-" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})",
         "BITS DIFFER" if point.identical is False else point.verdict,

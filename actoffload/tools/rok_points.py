@@ -56,7 +56,7 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """The series and its budget: ``"hybrid ≤ 40% of keep"``, ``"hybrid ≤ recompute"``, ``"hybrid"``, ``"keep"``."""
+        """The series and its budget, as in ``"hybrid ≤ 40% of keep"``."""
         if not self.level:
             return self.series
         return f"{self.series} ≤ {self.level if self.level in SERIES else f'{float(self.level):.0%} of keep'}"
@@ -92,27 +92,26 @@ def verdict(ratio: Spread, noise: Spread) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """All samples of one variant of one case. None, or 0 bytes: nothing was measured."""
+    """All samples of one variant of one case. None, or 0 bytes: nothing was measured.
+
+    Attributes:
+        peak_bytes: of saved activations on the device, median over the timed steps.
+        tflops: keep's throughput at its median step, over the ratio; without a ratio that of the steps.
+        ratio: step time over keep's in the same turn; of keep, one of its two steps over the other: A/A noise.
+        identical: whether losses and gradients equal keep's bit for bit.
+        oom: whether there was no room, in memory or under a budget below the floor of every plan.
+    """
 
     case: Case
     variant: Variant
     device_budget: int | None = None
     peak_bytes: int = 0
-    """Peak of saved activations on the device in a step: its median over the timed steps."""
-    worst_peak_bytes: int = 0
-    process_peak_bytes: int | None = None
-    """Peak resident memory of the process in a step; None on an accelerator."""
     step_s: Spread | None = None
     tflops: Spread | None = None
-    """Throughput, 10¹² FLOP/s: keep's at its median step, over the ratio; without a ratio that of the steps."""
     ratio: Spread | None = None
-    """Step time over that of keep in the same turn; of keep itself, one of its two steps over the other: A/A noise."""
     verdict: str = ""
     identical: bool | None = None
-    """Whether losses and gradients equal keep's bit for bit; None if nothing was compared."""
     oom: bool = False
-    below_floor: bool = False
-    """Whether its budget is below the floor of every plan."""
     error: str = ""
 
     @property
@@ -122,8 +121,8 @@ class Point:
 
     @property
     def failed(self) -> bool:
-        """Whether it went wrong otherwise than by running out of memory or by a budget below the floor."""
-        return bool(self.error) and not self.oom and not self.below_floor
+        """Whether it went wrong otherwise than by a lack of room."""
+        return bool(self.error) and not self.oom
 
     def as_dict(self) -> dict[str, Any]:
         """Return one row, ready for JSON."""

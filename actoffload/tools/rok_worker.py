@@ -1,11 +1,11 @@
-"""One round of a case of `rok`, in a process of its own; prints one JSON object.
+"""A case of `rok` in a process of its own; prints one JSON object.
 
-The options come as one JSON argument: ``case`` (the fields of `Case`), ``variants`` (the fields of `Variant`),
-``device``, ``threads``, ``warm_up``, ``steps`` and ``path``; ``within_s``: no further turn begins after this time.
+The options come as one JSON argument: ``case`` and ``variants`` (the fields of `Case` and `Variant`), ``device``,
+``threads``, ``warm_up``, ``steps`` and ``path``; ``within_s``: no further turn begins after this time.
 
-All variants live in this one process and take their steps in turns, so that the load of the machine, the allocator and
-the place of memory are the same for all. Each has modules of its own that share the parameters. The optimizer's
-learning rate is 0: every step starts from the same weights and seed and must give the same bits.
+All variants take their steps in turns in this one process, so that the load of the machine, the allocator and the place
+of memory are the same for all. Each has modules of its own that share the parameters. The learning rate is 0: every
+step starts from the same weights and seed and must give the same bits.
 
 The peak: on an accelerator its allocator's, less the bytes that were there before the step; on the CPU the offloader's
 count, for ``keep`` and ``recompute`` in a step of their own in which it counts and moves nothing.
@@ -21,7 +21,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,8 +33,8 @@ from ..errors import ActOffloadError
 from ..memory import cpu_allocator
 from ..testing import simulated_device
 from ..tiers.accelerator import Accelerator
+from .environment import prepare_process, say, sum_of_bits, synchronize
 from .models import Trainee, build
-from .process import peak_rss_bytes, prepare_process, say, sum_of_bits, synchronize
 from .rok import NO_BLOCKS, OFFLOAD_READS_AHEAD, SIMULATED, budget_of
 from .rok_points import Case, Variant, is_own
 from .saved_bytes import BACKWARD_FACTOR
@@ -62,7 +61,6 @@ class Mode:
     offloader: Offloader | None = None
     device_budget: int | None = None
     counted_peak_bytes: int | None = None
-    process_peak_bytes: int | None = None
     step_s: list[float] = field(default_factory=list)
     peak_bytes: list[int] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
@@ -71,8 +69,8 @@ class Mode:
 
     def sample(self) -> dict[str, Any]:
         """Return its entry in a results file."""
-        names = ("device_budget", "counted_peak_bytes", "process_peak_bytes", "step_s", "peak_bytes", "ratios")
-        found = {name: getattr(self, name) for name in (*names, "identical")}
+        names = ("device_budget", "counted_peak_bytes", "step_s", "peak_bytes", "ratios", "identical")
+        found = {name: getattr(self, name) for name in names}
         found["moved_bytes"] = self.offloader.statistics().moved_bytes if self.offloader is not None else 0
         return {"series": self.variant.series, "level": self.variant.level} | found | self.failure
 
@@ -128,16 +126,10 @@ class Round:
                 break
             self._take_turn(order)
             order.reverse()
-        for mode in self.modes.values():
-            mode.attempt(self._measure_process)
         return [mode.sample() | {"flops": self.flops} for mode in self.modes.values()]
 
     def _begin(self, mode: Mode) -> None:
-        """Make a mode ready: count its peak, checkpoint its blocks or give it an offloader.
-
-        Raises:
-            ActOffloadError: it has no blocks, or its budget is not known.
-        """
+        """Make a mode ready: count its peak, checkpoint its blocks or give it an offloader."""
         series = mode.variant.series
         if series in ("keep", "recompute"):
             self._count(mode)
@@ -230,22 +222,9 @@ class Round:
         mode.counted_peak_bytes = counter.statistics().resident_peak_bytes
         counter.close()
 
-    def _measure_process(self, mode: Mode) -> None:
-        """Run a step whose peak of resident memory is this mode's; on the CPU, if the kernel can count it anew."""
-        if not self.on_cpu:
-            return
-        # Pages that other modes left in the allocator would count for this one.
-        cpu_allocator.give_back()
-        try:
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM begins anew
-        except OSError:
-            return
-        self._step(mode)
-        mode.process_peak_bytes = peak_rss_bytes()
-
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
-    """Run one round; ``samples``: one for each variant. Bytes and seconds."""
+    """Measure a case; ``samples``: one for each variant. Bytes and seconds."""
     prepare_process(spec["device"], spec["threads"], SEED)
     cpu_allocator.install()
     use = cpu_allocator.Use()

@@ -39,9 +39,7 @@ class SavedBytes:
         blocks: bytes of each of the model's blocks, by name, in storages that are large enough to move.
         small: bytes of all blocks in storages below ``min_bytes``, which stay.
         ends: bytes that the rest of the model saved.
-        flops: of the forward.
-        fused_attention: calls of ``scaled_dot_product_attention`` on meta tensors; 0 if the model has its own
-            attention, whose matrices count.
+        fused_attention: calls of ``scaled_dot_product_attention``; 0 if the model's own matrices count.
     """
 
     blocks: dict[str, int] = field(default_factory=dict)
@@ -59,13 +57,7 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 
 def count_saved(model: nn.Module, inputs: Any, *, min_bytes: int = MIN_BYTES) -> SavedBytes:
-    """Run one forward and count the bytes that autograd saves.
-
-    Args:
-        model: the model, in training mode; on ``torch.device("meta")``, or on a device where it fits.
-        inputs: its arguments as `call` takes them, on the same device.
-        min_bytes: storages below this count as small.
-    """
+    """Run one forward of a model in training mode, on the meta device or another, and count the bytes it saves."""
     step = WatchedStep(model, find_blocks(model), inputs)
     with step.flops, step.forward():
         result = call(model, inputs)
@@ -84,10 +76,7 @@ def count_saved(model: nn.Module, inputs: Any, *, min_bytes: int = MIN_BYTES) ->
 
 @dataclass
 class CountedStorage:
-    """A storage that autograd saved: the run of a block that saved it first, and the times, in FLOPs.
-
-    ``shared``: it was saved outside that block, too.
-    """
+    """A storage that autograd saved: the run of a block that saved it first (others if ``shared``), times in FLOPs."""
 
     nbytes: int
     block: int | None
@@ -111,16 +100,12 @@ class BlockRun:
 class WatchedStep:
     """The storages that autograd saves of a model, with their times of use, on a clock that goes by FLOPs.
 
-    Args:
-        model: the model.
-        blocks: its blocks, by name.
-        inputs: its arguments; like parameters and buffers they do not count.
+    Parameters, buffers and ``inputs`` do not count.
 
     Attributes:
         saved: by storage, in the order in which they were saved.
         blocks: each forward of a block.
         flops: the context that counts FLOPs.
-        kernels: runs attention and dropout.
     """
 
     def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Any) -> None:
@@ -182,7 +167,7 @@ class WatchedStep:
 
 
 class _Handle:
-    """Autograd holds this for a saved tensor, and drops it when backward is done with it."""
+    """Autograd drops it when backward is done with the saved tensor."""
 
     def __init__(self, step: WatchedStep, saved: CountedStorage, tensor: Tensor) -> None:
         self.step, self.saved, self.tensor = step, saved, tensor

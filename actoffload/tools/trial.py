@@ -31,10 +31,8 @@ SMALL: dict[str, Any] = {"hidden": 384, "layers": 8, "seq": 512, "vocab": 1024}
 SMALL_BATCH = 4
 VARIANTS = (Variant(series="keep"), Variant(series="recompute"), Variant(series="hybrid", level="recompute"))
 """Neither, checkpointing alone, and this library beside it with its memory: series of `rok`."""
-WARM_UP, TURNS = 4, 6
-"""Steps before the timed ones (a plan has settled then), and timed ones."""
-WITHIN_S, LIMIT_S = 90.0, 1800.0
-"""No further turn begins after the first time, and the trial is stopped after the second one."""
+WARM_UP, TURNS, WITHIN_S, LIMIT_S = 4, 6, 90.0, 1800.0
+"""Steps before the timed ones (a plan has settled then), timed ones, and the seconds after which no turn begins."""
 MORE = 1.5
 """The second prediction has this multiple of the saved bytes that checkpointing has."""
 FITS = {"kept": "all", "more_memory": "all but the last", "checkpointed": "the first two"}
@@ -54,15 +52,12 @@ class Setup:
     target: Annotated[str, typer.Option(help="Where bytes would go: host or nvme.")] = "host"
 
 
+MODEL = typer.Argument(help="FILE.py:FUNCTION, a config.json, a type of Transformers, or a preset of `estimate`.")
+
+
 @grouped
 def command(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="FILE.py:FUNCTION, a config.json, a model type of Transformers, or a preset of `estimate`.",
-            metavar="MODEL",
-        ),
-    ],
+    model: Annotated[str, MODEL],
     setup: Setup,
     measure: Annotated[bool, typer.Option(help="Train here, too: a small model of this type, or your own.")] = True,
     path: PathOption = None,
@@ -89,12 +84,7 @@ def command(
 
 
 def predicted(model: str, setup: Setup) -> dict[str, Any]:
-    """Predict the step on each GPU: checkpointed, planned in the same memory and in `MORE` of it, and without either.
-
-    Returns:
-        ``label``, ``regions``, ``states_bytes``, ``checkpointed_bytes`` and ``kept_bytes`` (saved bytes at the peak),
-        and for each GPU a row: seconds with checkpointing, the other steps' ratios to it, and whether each fits.
-    """
+    """Predict the step on each GPU: checkpointed, planned in the same memory and in `MORE` of it, and plain."""
     machines = [hardware_of(name, target=setup.target) for name in setup.gpu or GPUS]  # first: a refusal takes no time
     named: dict[str, Any] = {"model": model} if model in MODELS else {"from_model": model}
     question = Question(sequence=setup.sequence, adapters=setup.adapters, **named)
@@ -133,30 +123,24 @@ def _on(machine: Hardware, base: Profile, states_bytes: float) -> dict[str, Any]
 
 def show_predicted(answer: dict[str, Any]) -> None:
     """Print the predictions as a table."""
-    saved, kept = answer["checkpointed_bytes"], answer["kept_bytes"]
+    checkpointed, kept, states = (format_size(answer[f"{of}_bytes"]) for of in ("checkpointed", "kept", "states"))
     head = (
-        f"{answer['label']}: {answer['regions']} checkpointed blocks. Saved activations at the peak: "
-        f"{format_size(saved)} with checkpointing, {format_size(kept)} without. Weights, gradients and optimizer: "
-        f"{format_size(answer['states_bytes'])}."
+        f"{answer['label']}: {answer['regions']} checkpointed blocks. Saved activations at the peak: {checkpointed} "
+        f"with checkpointing, {kept} without. Weights, gradients and optimizer: {states}."
     )
-    console = Console()
-    console.print(plain(head), highlight=False)
-    rows = [
-        (
-            row["gpu"],
-            f"{row['checkpointed_s']:.3g} s",
-            *(f"{row[name]:.2f} ×" for name in ("same_memory", "more_memory", "kept")),
-            next((said for name, said in FITS.items() if row["fits"][name]), "none"),
-        )
-        for row in answer["gpus"]
-    ]
+    console = Console(highlight=False)
+    console.print(plain(head))
+    rows = []
+    for row in answer["gpus"]:
+        ratios = (f"{row[name]:.2f} ×" for name in ("same_memory", "more_memory", "kept"))
+        fits = next((said for name, said in FITS.items() if row["fits"][name]), "none")
+        rows.append((row["gpu"], f"{row['checkpointed_s']:.3g} s", *ratios, fits))
     names = ("checkpointed", "ours", f"ours, {MORE:g} × bytes", "plain", "fit")
     print_rows(rows, "", *names, title=f"a step, predicted from shapes; offloaded to {answer['target']}")
     console.print(
         "checkpointed: every block runs again. ours: this library beside it, in the same saved bytes. plain: no block "
         "runs again, and nothing moves. ×: of the checkpointed step.",
         style="dim",
-        highlight=False,
     )
 
 
@@ -164,12 +148,9 @@ def show_predicted(answer: dict[str, Any]) -> None:
 
 
 def measured(model: str, setup: Setup, path: list[str] | None) -> dict[str, Any]:
-    """Train here with checkpointing, alone and with this library, step by step in turn: a round of `rok`.
+    """Train here with checkpointing, alone and with this library, step by step in turn: a case of `rok`.
 
-    Returns:
-        ``label`` and ``device``; the step's ratio to checkpointing's (``ratio``); of both the peak of saved activations
-        in ``peak_bytes``; the ``moved_bytes`` of all steps; and whether losses and gradients are ``identical``. Or
-        ``error``.
+    ``ratio``: of the steps. ``peak_bytes``: of saved activations, of both. ``moved_bytes``: of all steps. Or ``error``.
     """
     adapters: dict[str, Any] = {"adapters": setup.adapters or 0}
     if is_own(model):
@@ -185,28 +166,29 @@ def measured(model: str, setup: Setup, path: list[str] | None) -> dict[str, Any]
     spec |= {"threads": None, "warm_up": WARM_UP, "steps": TURNS, "within_s": WITHIN_S, "path": path}
     result = run_worker(WORKER, spec, limit_s=LIMIT_S)
     _, theirs, ours = result.get("samples", [result] * 3)
-    failed = theirs.get("error") or ours.get("error")
-    if failed:
+    if failed := theirs.get("error") or ours.get("error"):
         return about | {"error": failed}
-    about |= {"ratio": median(turn_ratios(ours["step_s"], theirs["step_s"])), "moved_bytes": ours["moved_bytes"]}
-    about |= {"peak_bytes": [median(one["peak_bytes"]) for one in (theirs, ours)]}
-    identical = theirs["identical"] and ours["identical"]
-    share = result["others_cpu_share"]
-    return about | {"checkpointed_s": median(theirs["step_s"]), "identical": identical, "others_cpu_share": share}
+    return about | {
+        "ratio": median(turn_ratios(ours["step_s"], theirs["step_s"])),
+        "moved_bytes": ours["moved_bytes"],
+        "peak_bytes": [median(one["peak_bytes"]) for one in (theirs, ours)],
+        "checkpointed_s": median(theirs["step_s"]),
+        "identical": theirs["identical"] and ours["identical"],
+        "others_cpu_share": result["others_cpu_share"],
+    }
 
 
 def show_measured(found: dict[str, Any]) -> None:
     """Print the trial's result in three lines."""
-    console = Console()
-    console.print(f"Measured here ({plain(found['device'])}), {plain(found['label'])}:", highlight=False)
+    console = Console(highlight=False)
+    console.print(f"Measured here ({plain(found['device'])}), {plain(found['label'])}:")
     if "error" in found:
         console.print(f"It could not be measured: {plain(found['error'])}", style="red")
         return
     theirs, ours, moved = map(format_size, (*found["peak_bytes"], found["moved_bytes"]))
     console.print(
         f"{found['ratio']:.2f} × checkpointing's step ({found['checkpointed_s']:.3g} s); saved activations at the peak "
-        f"{ours}, with checkpointing alone {theirs}; {moved} moved.",
-        highlight=False,
+        f"{ours}, with checkpointing alone {theirs}; {moved} moved."
     )
     print_busy(found["others_cpu_share"])
     if found["identical"]:

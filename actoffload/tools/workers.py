@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import resource
 import signal
 import subprocess
@@ -14,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import psutil
@@ -25,18 +23,12 @@ from .environment import without_errno, without_paths
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 _NO_MEMORY = ("MemoryError", "can't allocate memory", "Cannot allocate memory", "OutOfMemoryError", "out of memory")
 Prompts = Callable[[], bool]
-LEAST_TURNS = 6
-"""Of workers that have a limited time."""
 FAILURES = (ActOffloadError, MemoryError, RuntimeError, OSError)
 """Errors that are a result of a measurement."""
 
 
 def run_worker(module: str, spec: dict[str, Any], *, limit_s: float, cwd: Path | None = None) -> dict[str, Any]:
-    """Run one sample as `stream_worker` does and return the last JSON object that it prints.
-
-    ``others_cpu_share`` in it is the share of all cores, 0 to 1, that other processes (and a hypervisor's other guests)
-    took meanwhile.
-    """
+    """Run one sample as `stream_worker` does and return its last object, with the ``others_cpu_share`` meanwhile."""
     others = OthersShare()
     result: dict[str, Any] = {"error": "status 0: no output", "oom": False}
     for printed in stream_worker(module, spec, limit_s=limit_s, cwd=cwd):
@@ -47,9 +39,9 @@ def run_worker(module: str, spec: dict[str, Any], *, limit_s: float, cwd: Path |
 def stream_worker(
     module: str, spec: dict[str, Any], *, limit_s: float, cwd: Path | None = None, prompts: Prompts | None = None
 ) -> Generator[dict[str, Any]]:
-    """Run a worker in a process of its own and yield the JSON objects that it prints.
+    """Run a worker in a process of its own and yield each JSON object that it prints, last a failure if there was one.
 
-    Lines that are no JSON object are dropped; the standard error of a failed worker is passed on.
+    Other lines are dropped; the standard error of a failed worker is passed on.
 
     Args:
         module: the module to run.
@@ -58,9 +50,6 @@ def stream_worker(
         cwd: its working directory.
         prompts: called after each object: whether the worker gets a line on its standard input, for one more. Then the
             input ends. None: it inherits the standard input.
-
-    Yields:
-        Each object when it is printed; last ``{"error": ..., "oom": ...}`` if the worker failed or was stopped.
     """
     command = [sys.executable, "-m", module, json.dumps(spec)]
     stopped = threading.Event()
@@ -120,30 +109,24 @@ def take_turns(
     *,
     limit_s: float,
     cwd: Path | None = None,
-    within_s: float = math.inf,
     on_said: Callable[[str, dict[str, Any]], object] = lambda name, said: None,
 ) -> dict[str, dict[str, Any]]:
     """Take the steps of several workers in turns, so that the load of the machine is the same for all of them.
 
     A worker prints an object with ``turn`` when it is warm, and another one for each line that it reads, after a step.
-    When its input ends it prints its result, which has no ``turn``. They start one after the other; then only one works
-    at a time. The order is reversed after each turn: work that a mode leaves to the system does not always slow down
-    the same other mode.
+    When its input ends it prints its result, which has no ``turn``. Only one works at a time. The order is reversed
+    after each turn: work that a mode leaves to the system does not always slow down the same other mode.
 
     Args:
-        module: the module to run.
-        specs: the options of each worker, by name.
-        steps: the steps of each.
+        module: the module to run; ``specs``: the options of each worker, by name; ``steps``: of each.
         limit_s: as for `stream_worker`, for each object.
         cwd: their working directory.
-        within_s: after this time they take no further steps, but `LEAST_TURNS` of them.
         on_said: called with the name and each object or failure; an exception from it ends all.
 
     Returns:
-        By name, the result with ``others_cpu_share`` of the whole run as in `run_worker`, or a failure as in
-        `stream_worker`; then the other workers go on.
+        By name, the result with ``others_cpu_share`` of the whole run, or a failure; then the other workers go on.
     """
-    others, began_s, more = OthersShare(), time.monotonic(), True
+    others, more = OthersShare(), True
     last: dict[str, dict[str, Any]] = {}
     with contextlib.ExitStack() as stack:
         order = []
@@ -151,12 +134,10 @@ def take_turns(
             worker = stream_worker(module, spec, limit_s=limit_s, cwd=cwd, prompts=lambda: more)
             order.append((name, stack.enter_context(contextlib.closing(worker))))
         for turn in range(steps + 2):  # they start, take their steps and end
-            more = turn <= steps and (turn <= LEAST_TURNS or time.monotonic() - began_s < within_s)
+            more = turn <= steps
             for name, worker in order:
                 last[name] = said = next(worker, last.get(name, {}))
                 on_said(name, said)
-            if not more:
-                break
             if turn:
                 order.reverse()
     share = others.share()
@@ -169,28 +150,18 @@ def take_turns(
 
 
 def turn_ratios(taken: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Return the first's step time over the second's, for each turn.
-
-    Raises:
-        ValueError: one of them took fewer turns.
-    """
+    """Return the first's step time over the second's, for each turn."""
     return [mine / theirs for mine, theirs in zip(taken, others, strict=True)]
 
 
-def spread(found: Sequence[float]) -> str:
-    """Return ratios for a table: their median, least and greatest."""
-    text = f"{median(found):.3f}"
-    return text if len(found) == 1 else f"{text} ({min(found):.2f} to {max(found):.2f})"
-
-
 def failure(error: BaseException) -> dict[str, Any]:
-    """Return an error as a result."""
+    """Return an error as a result; ``oom``: there was no room, in memory or under a budget."""
     line = next(iter(without_errno(str(error)).splitlines()), type(error).__name__)
-    text, below_floor = f"{type(error).__name__}: {error}", isinstance(error, BudgetError)
-    # A `BudgetError` is no lack of memory, even if its text names one.
-    if not below_floor and any(part in text for part in _NO_MEMORY):
-        return {"error": f"out of memory: {line}", "oom": True}
-    return {"error": f"{type(error).__name__}: {line}", "oom": False, "below_floor": below_floor}
+    text = f"{type(error).__name__}: {line}"
+    if isinstance(error, BudgetError):  # whatever its text names, memory was not the limit
+        return {"error": text, "oom": True}
+    memory = any(part in f"{type(error).__name__}: {error}" for part in _NO_MEMORY)
+    return {"error": f"out of memory: {line}" if memory else text, "oom": memory}
 
 
 def _failure(status: int, errors: str) -> dict[str, Any]:
@@ -205,14 +176,14 @@ def _failure(status: int, errors: str) -> dict[str, Any]:
 
 
 class OthersShare:
-    """Measures, from its creation on, the share of the processors that does not work for this process's children."""
+    """Measures, from its creation on, the share of all cores that other processes and a hypervisor's guests take."""
 
     def __init__(self) -> None:
         self._begin = self._now()
 
     @staticmethod
     def _now() -> tuple[float, float]:
-        """Return the seconds that the cores together worked for other processes, and the clock."""
+        """The seconds that the cores together worked for other processes, and the clock."""
         times, children = psutil.cpu_times(), resource.getrusage(resource.RUSAGE_CHILDREN)
         # Guests' time is part of user and nice time, too.
         idle_s = sum(getattr(times, name, 0.0) for name in ("idle", "iowait", "guest", "guest_nice"))

@@ -17,7 +17,7 @@ from torch import nn
 from actoffload.analysis.trace_file import load
 from actoffload.analysis.traced_run import look_at
 from actoffload.errors import ConfigError
-from actoffload.tools.process import block_io
+from actoffload.tools.environment import block_io
 from tests.integration.evidence import assert_evidence
 from tests.integration.processes import launch
 

@@ -54,7 +54,7 @@ ELSEWHERE = {
 }
 SMALLER = {
     "make demo": "DEMO_ARGS=--help",
-    "actoffload bench": "--size 1MiB --depth 2 --seconds 0.02 --rounds 1 --region 8MiB",
+    "actoffload bench": "--seconds 0.02",
     "actoffload rok --preset": "--model bert --batch 4",
     "python -m actoffload.integrations.examples": "--layers 2 --width 64 --seq 64 --steps 2",
     "actoffload try": "--no-measure",

@@ -40,7 +40,7 @@ OPTIONAL = {
     "cupy": "storage.engines.gds",
     "deepspeed": "integrations.deepspeed benchmarks.frameworks_cpu",
     "diffusers": "integrations.examples.diffusers_loop benchmarks.workloads",
-    "jinja2": "analysis.report_page",
+    "jinja2": "tools.report",
     "kvikio": "storage.engines.gds tools.doctor",
     "matplotlib": "tools.plots",
     "megatron": "integrations.megatron integrations.megatron.* benchmarks.peers",

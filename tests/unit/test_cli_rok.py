@@ -36,7 +36,7 @@ class Launcher:
 
     def __call__(self, spec: dict[str, Any]) -> dict[str, Any]:
         self.asked.append(spec["case"]["batch"])
-        heads = ("case", "repeat", "others_cpu_share")
+        heads = ("case", "others_cpu_share")
         samples = [sample(v["series"]) | v | self.errors.get(v["series"], {}) for v in spec["variants"]]
         return {
             "samples": [{name: value for name, value in s.items() if name not in heads} for s in samples],
@@ -59,19 +59,19 @@ def worker_spec(*variants: Variant, **changes: Any) -> dict[str, Any]:
 def test_a_run_is_resumed_and_only_failures_are_taken_again(tmp_path: Path) -> None:
     file = tmp_path / "r.json"
     first = Launcher(offload={"error": "boom", "oom": False})
-    rounds = make_run(file, first).run()
-    next(rounds)
-    rounds.close()
+    cases = make_run(file, first).run()
+    next(cases)
+    cases.close()
     assert len(load_results(file)["samples"]) == len(PRESET.variants) == 6
     assert not list(tmp_path.glob("*.partial"))
-    second = Launcher(keep={"error": "out of memory", "oom": True}, hybrid={"error": "floor", "below_floor": True})
-    assert len(list(make_run(file, second).run())) == 4
-    assert second.asked == [2, 2, 4, 4], "the failed one again"
+    second = Launcher(keep={"error": "out of memory", "oom": True}, hybrid={"error": "floor", "oom": True})
+    assert len(list(make_run(file, second).run())) == 2
+    assert second.asked == [2, 4], "the failed one again"
     assert make_run(file, second).missing() == [], "no room, and no room under the budget, are results"
-    assert len(load_results(file)["samples"]) == 4 * 6
+    assert len(load_results(file)["samples"]) == 2 * 6
 
 
-def test_a_round_that_fails_whole_fails_in_every_variant(tmp_path: Path) -> None:
+def test_a_case_that_fails_whole_fails_in_every_variant(tmp_path: Path) -> None:
     run = make_run(tmp_path / "r.json", lambda spec: {"error": "killed", "oom": True})
     _, samples = next(run.run())
     assert [(s["series"], s["level"], s["error"]) for s in samples] == [
@@ -94,9 +94,9 @@ def test_ctrl_c_ends_the_command_and_says_how_to_go_on(tmp_path: Path, monkeypat
     def interrupted(run: RokRun, *, quiet: bool) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(rok_command, "take_rounds", interrupted)
+    monkeypatch.setattr(rok_command, "take", interrupted)
     file = tmp_path / "r.json"
-    assert "2 rounds are left; the same command goes on." in invoke("--preset", "tiny", "--out", str(file), status=130)
+    assert "2 cases are left; the same command goes on." in invoke("--preset", "tiny", "--out", str(file), status=130)
     write(file, [])
     left = json.loads(file.read_text())
     file.write_text(json.dumps(left | {"measured_with": TINY, "samples": [sample("keep")]}))
@@ -122,7 +122,6 @@ def test_the_worker_measures_the_same_training_in_every_series(tmp_path: Path) -
     assert max(offload["peak_bytes"]) <= min(keep["peak_bytes"])
     assert hybrid["device_budget"] == keep["counted_peak_bytes"] * 6 // 10
     assert max(hybrid["peak_bytes"]) <= 1.02 * hybrid["device_budget"]
-    assert keep["process_peak_bytes"] > 2 * block
 
 
 def test_a_bit_that_differs_is_seen_by_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +135,7 @@ def test_a_bit_that_differs_is_seen_by_the_worker(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(rok_worker, "Round", Wrong)
     variants = Variant(series="keep"), Variant(series="recompute")
-    keep, recompute = rok_worker.measure(worker_spec(*variants, warm_up=0, steps=0))["samples"]
+    keep, recompute = rok_worker.measure(worker_spec(*variants, warm_up=0, steps=1))["samples"]
     assert (keep["identical"], recompute["identical"]) == (True, False)
 
 
@@ -159,13 +158,13 @@ def test_the_worker_turns_failures_into_results(capsys: pytest.CaptureFixture[st
     spec = worker_spec(Variant(series="keep"), case=asdict(replace(CASE, model="abacus")))
     assert rok_worker.main(json.dumps(spec)) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert "model='abacus': choose one of 'gpt-small', 'gpt'" in result["error"]
+    assert "'abacus': give FILE.py:FUNCTION, a config.json, or a model type of Transformers" in result["error"]
     assert result["oom"] is False
     text = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 5 bytes"
     assert failure(RuntimeError(text))["oom"] is True
     assert failure(torch.OutOfMemoryError("CUDA out of memory"))["oom"] is True
     assert failure(ActOffloadError("x"))["oom"] is False
-    assert failure(BudgetError(1, 2, "floor"))["below_floor"] is True
+    assert failure(BudgetError(1, 2, "out of memory"))["error"].startswith("BudgetError: ")
 
 
 def test_models_need_sizes_that_fit_and_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,32 +306,31 @@ def test_redraw_fails_when_bits_differ_or_a_point_failed(tmp_path: Path) -> None
     different = [sample("keep"), sample("offload", identical=False)]
     assert "BITS DIFFER" in invoke("--redraw", str(write(tmp_path / "a.json", different)), status=1)
     invoke("--redraw", str(write(tmp_path / "b.json", all_points())), status=1)
-    floor = [sample("keep"), failed("hybrid", "BudgetError: the floor is 5") | {"below_floor": True}]
+    floor = [sample("keep"), failed("hybrid", "BudgetError: the floor is 5", oom=True)]
     invoke("--redraw", str(write(tmp_path / "c.json", floor)))
 
 
 def test_options_select_from_the_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[RokRun] = []
-    monkeypatch.setattr(rok_command, "take_rounds", lambda run, *, quiet: chosen.append(run))
+    monkeypatch.setattr(rok_command, "take", lambda run, *, quiet: chosen.append(run))
     monkeypatch.setattr(rok_command, "finish", lambda *_: 0)
-    invoke("--out", str(tmp_path / "r.json"), "--model", "bert", "--batch", "4", "--repeats", "3")
-    assert [(case.model, case.batch, repeat) for case, repeat in chosen[0].missing()] == [
-        ("bert", 4, repeat) for repeat in range(3)
-    ]
+    invoke("--out", str(tmp_path / "r.json"), "--model", "bert", "--batch", "4", "--steps", "3")
+    assert [(case.model, case.batch) for case in chosen[0].missing()] == [("bert", 4)]
+    assert chosen[0].payload["measured_with"]["steps"] == 3
 
 
 def test_a_model_of_ones_own_takes_the_place_of_the_presets_cases(
     own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen: list[RokRun] = []
-    monkeypatch.setattr(rok_command, "take_rounds", lambda run, *, quiet: chosen.append(run))
+    monkeypatch.setattr(rok_command, "take", lambda run, *, quiet: chosen.append(run))
     monkeypatch.setattr(rok_command, "finish", lambda *_: 0)
     monkeypatch.chdir(tmp_path)
-    invoke("--model", "mine.py:build", "--batch", "3", "--repeats", "1")
+    invoke("--model", "mine.py:build", "--batch", "3")
     invoke("--model", "mine.py:build", "--preset", "tiny")
     assert [run.file.name for run in chosen] == ["rok_mine.json"] * 2
-    assert [case.name for case, _ in chosen[0].missing()] == ["mine.py:build, batch 3"]
-    assert [case.batch for case, _ in chosen[1].missing()] == [1, 2, 4]
+    assert [case.name for case in chosen[0].missing()] == ["mine.py:build, batch 3"]
+    assert [case.batch for case in chosen[1].missing()] == [1, 2, 4]
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ def test_offloading_hides_where_links_are_fast_enough_and_the_hybrid_keeps_its_b
     assert half["device_budget"] == keep["peak_bytes"][0] // 2
     assert half["peak_bytes"][0] <= half["device_budget"]
     assert as_recompute["device_budget"] == found["recompute"]["peak_bytes"][0]
-    assert found["hybrid0.01"]["below_floor"], "a budget that no plan reaches is a result"
+    assert found["hybrid0.01"]["oom"], "a budget that no plan reaches is a result"
     assert [name for name, sample in found.items() if "error" in sample] == ["hybrid0.01"]
 
 

@@ -474,7 +474,7 @@ def test_the_trace_of_the_demo_is_valid_and_adds_up(tmp_path: Path) -> None:
     program = ["-m", "actoffload.tools.demo", json.dumps(DEMO | {"paths": [str(tmp_path)]})]
     command = [sys.executable, "-m", "actoffload", "trace", "-o", str(file), "--", *program]
     run = subprocess.run(command, input="\n" * 4, capture_output=True, text=True, check=True)
-    said = json.loads(run.stdout.splitlines()[-1])["end"]["statistics"]
+    said = json.loads(run.stdout.splitlines()[-1])["statistics"]
     events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
     for event in (each for each in events if each["ph"] not in "sf"):  # the package knows no arrows
         read = chrometrace.TraceEvent.from_dict(event)

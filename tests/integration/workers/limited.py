@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import actoffload
-from actoffload.tools.process import rss_bytes
+from actoffload.tools.environment import rss_bytes
 
 WIDTH, ROWS, BLOCKS, LAYERS, STEPS = 128, 4096, 8, 6, 6
 
