@@ -77,7 +77,8 @@ def trl_sft(path: str | None) -> Train:
     trainer = SFTTrainer(llama(), config, train_dataset=data, processing_class=knows)
     if path is not None:
         hf.attach(trainer, target="nvme", path=path)
-    return trainer.train
+    train: Train = trainer.train
+    return train
 
 
 def deepspeed(path: str | None) -> Train:

@@ -42,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the simulated device before the first backward, as it has to be; then the process has an accelerator."""
+    gc.disable()  # until all is imported, which makes no garbage: to look for some takes a third of that time
     if config.getoption("simulated"):
         torch.set_num_threads(1)  # each stream is a thread already
         try:
@@ -53,12 +54,15 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run the tests marked ``gpu`` where there is an accelerator, and with ``--simulated`` no others."""
+    chosen = items
     if config.getoption("simulated"):
         chosen = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("simulated")]
-        if not config.getoption("thorough"):
-            chosen = _sampled(chosen)
-        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        items[:] = chosen
+    if not config.getoption("thorough"):
+        chosen = _sampled(chosen)
+    left = set(items).difference(chosen)
+    config.hook.pytest_deselected(items=list(left))
+    items[:] = [item for item in items if item not in left]
+    if config.getoption("simulated"):
         return
     skips = {"simulated": pytest.mark.skip(reason="needs the simulated device: pytest --simulated")}
     if not torch.accelerator.is_available():
@@ -85,6 +89,7 @@ def pytest_collection_finish() -> None:
     """What has been imported by now stays: no test has to look at it in search of garbage, or of live modules."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")
