@@ -42,7 +42,6 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the simulated device before the first backward, as it has to be; then the process has an accelerator."""
-    gc.disable()  # until all is imported, which makes no garbage: to look for some takes a third of that time
     if config.getoption("simulated"):
         torch.set_num_threads(1)  # each stream is a thread already
         try:
@@ -89,7 +88,6 @@ def pytest_collection_finish() -> None:
     """What has been imported by now stays: no test has to look at it in search of garbage, or of live modules."""
     gc.collect()
     gc.freeze()
-    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")

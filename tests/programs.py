@@ -16,10 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 _SERVER = """
 import gc, json, os, sys, warnings
-gc.disable()  # an import makes no garbage
 import torch, actoffload, actoffload.testing.faults
-gc.freeze()  # else each child copies what it looks at
-gc.enable()
+gc.freeze()  # else each child looks at all that, and copies it
 torch.set_num_threads(1)
 for job in map(json.loads, sys.stdin):
     child = os.fork()

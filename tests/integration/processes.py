@@ -54,9 +54,7 @@ def launch(module: str, world: int, directory: Path, *arguments: str, env: dict[
         "MASTER_PORT": "0",
         **(env or {}),
     }
-    # An import makes no garbage, and looking for some takes a third of its time: `main` turns that on again.
-    program = f"import gc; gc.disable(); from {__name__} import run_ranks; run_ranks()"
-    command = [sys.executable, "-c", program, module, *arguments]
+    command = [sys.executable, "-m", __name__, module, *arguments]
     with open(directory / "log.txt", "wb") as log:
         parent = subprocess.Popen(command, env=base, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
         try:
@@ -75,15 +73,17 @@ def launch(module: str, world: int, directory: Path, *arguments: str, env: dict[
 
 
 def prepare_to_fork() -> None:
-    """Once all is imported: have children import nothing more, and look for no garbage in what they share."""
+    """Once all is imported: have children import nothing more, and look for no garbage in what they share.
+
+    Trainers look for garbage several times in a run, for a second each time where all of a framework is looked at.
+    """
     if "deepspeed" in sys.modules:
         torch.compile(abs)  # as DeepSpeed does with its first optimizer
     gc.freeze()
 
 
-def run_ranks() -> NoReturn:
+def _run_ranks(module: str) -> NoReturn:
     """In the process that `launch` started: be the parent of the ranks."""
-    module = sys.argv[1]
     world, deadline_s = int(os.environ["WORLD_SIZE"]), time.monotonic() + GIVE_UP_S
     if world > 1:
         importlib.import_module(module)
@@ -144,8 +144,7 @@ def join_group() -> None:
 
 def main(work: Callable[[], Any]) -> None:
     """Call ``work`` in a rank that `launch` started, inside the gloo group, and hand its result back."""
-    gc.freeze()
-    gc.enable()
+    gc.freeze()  # a rank that has no siblings imports for itself
     faulthandler.enable()
     torch.set_num_threads(1)
     join_group()
@@ -155,3 +154,7 @@ def main(work: Callable[[], Any]) -> None:
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _run_ranks(sys.argv[1])

@@ -81,7 +81,7 @@ def run(folder: Path, mode: str, *, steps: int = 6, **options: Any) -> dict[str,
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Without an offloader: what a run measures, and the inputs of eight GELU, of seven linear layers and of the loss."""
+    """Without an offloader: the peak, and what is saved: the inputs of eight GELU, seven layers and the loss."""
     return {"peak": run(tmp_path_factory.mktemp("plain"), "plain")["peak"], "saved": 16 * 32768 * 128 * 4}
 
 
