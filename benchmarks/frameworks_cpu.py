@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import actoffload
-from actoffload.tools.environment import peak_rss_bytes, rss_bytes
+from actoffload.tools.process import peak_rss_bytes, rss_bytes
 from benchmarks import harness
 from benchmarks.harness import Bound, Row, Sample, Samples, mib, middle
 from benchmarks.worker import say
@@ -76,8 +76,9 @@ def trl_sft(path: str | None) -> Train:
     config = SFTConfig(tempfile.mkdtemp(), max_length=LENGTH, gradient_checkpointing=False, **quiet)
     trainer = SFTTrainer(llama(), config, train_dataset=data, processing_class=knows)
     if path is not None:
-        hf.attach(trainer, target="nvme", path=path, policy="greedy")  # a plan on a slow disk would move nothing
-    return trainer.train
+        hf.attach(trainer, target="nvme", path=path)
+    train: Train = trainer.train
+    return train
 
 
 def deepspeed(path: str | None) -> Train:

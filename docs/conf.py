@@ -29,7 +29,7 @@ html_css_files = ["site.css"]
 # The notebook is run at each build: a cell that raises fails it.
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
-nb_execution_timeout = 120
+nb_execution_timeout = 600
 
 myst_enable_extensions = ["colon_fence", "attrs_inline"]
 myst_heading_anchors = 3

@@ -47,11 +47,11 @@ _Flags: Any = make_dataclass(
 )
 
 
-class OffloadAC(ActivationCheckpointing):  # type: ignore[misc]
+class OffloadAC(ActivationCheckpointing):
     """Moves the tensors that the model saves for backward, after any checkpointing of its transformer blocks."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(_Flags):  # type: ignore[misc]
+    class Config(_Flags):
         """A flag for each option; variables ``ACTOFFLOAD_<OPTION>`` set these by default."""
 
         checkpointing: Literal["none", "selective", "full"] = "none"

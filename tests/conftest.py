@@ -53,12 +53,15 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run the tests marked ``gpu`` where there is an accelerator, and with ``--simulated`` no others."""
+    chosen = items
     if config.getoption("simulated"):
         chosen = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("simulated")]
-        if not config.getoption("thorough"):
-            chosen = _sampled(chosen)
-        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        items[:] = chosen
+    if not config.getoption("thorough"):
+        chosen = _sampled(chosen)
+    left = set(items).difference(chosen)
+    config.hook.pytest_deselected(items=list(left))
+    items[:] = [item for item in items if item not in left]
+    if config.getoption("simulated"):
         return
     skips = {"simulated": pytest.mark.skip(reason="needs the simulated device: pytest --simulated")}
     if not torch.accelerator.is_available():

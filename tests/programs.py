@@ -15,8 +15,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 _SERVER = """
-import json, os, sys, warnings
+import gc, json, os, sys, warnings
 import torch, actoffload, actoffload.testing.faults
+gc.freeze()  # else each child looks at all that, and copies it
 torch.set_num_threads(1)
 for job in map(json.loads, sys.stdin):
     child = os.fork()

@@ -152,7 +152,17 @@ def _run_suite(folder: Path, interpreter: str, files: list[str], path: str | Non
     variables = os.environ | {"ACTOFFLOAD_NATIVE": "1", "OMP_NUM_THREADS": "1"}
     if path:
         variables["PYTHONPATH"] = path
-    command = [interpreter, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *files]
+    command = [
+        interpreter,
+        "-m",
+        "pytest",
+        "-q",
+        "--thorough",
+        "-p",
+        "no:cacheprovider",
+        f"--junitxml={report}",
+        *files,
+    ]
     try:
         done = subprocess.run(command, cwd=harness.ROOT, env=variables, timeout=SUITE_S, check=False)
         cases = list(ElementTree.parse(report).iter("testcase"))

@@ -187,7 +187,7 @@ def main() -> None:
 # -- stand-ins for CUDA, and for packages that need it -----------------------------------------------------------------
 
 
-class CausalAttention(MegatronModule):  # type: ignore[misc]
+class CausalAttention(MegatronModule):
     """Causal attention by PyTorch's own kernel, which runs on every device (Megatron's own needs CUDA)."""
 
     def __init__(self, config: TransformerConfig, **_: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import os
 import runpy
@@ -11,9 +12,10 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,9 +29,10 @@ GIVE_UP_S = 240.0
 def launch(module: str, world: int, directory: Path, *arguments: str, env: dict[str, str] | None = None) -> list[Any]:
     """Run ``python -m module`` once for each rank; returns what each rank gave to `main`, in rank order.
 
-    One process imports what the module imports, and the ranks are its children: frameworks take seconds to import. The
-    ranks find each other through a file, so that tests which run side by side need no ports. A rank that fails ends the
-    others; a hang dumps every stack and fails.
+    One process imports what the module imports, and the ranks are its children: frameworks take seconds to import, and
+    seconds to be taken apart again, so that no process here ends its interpreter. The ranks find each other through a
+    file, so that tests which run side by side need no ports. A rank that fails ends the others; a hang dumps every
+    stack and fails.
 
     Args:
         module: a module that calls `main`.
@@ -69,32 +72,51 @@ def launch(module: str, world: int, directory: Path, *arguments: str, env: dict[
     return [torch.load(directory / f"rank{rank}.pt", weights_only=False) for rank in range(world)]
 
 
-def _run_ranks(module: str) -> None:
+def prepare_to_fork() -> None:
+    """Once all is imported: have children import nothing more, and look for no garbage in what they share.
+
+    Trainers look for garbage several times in a run, for a second each time where all of a framework is looked at.
+    """
+    if "deepspeed" in sys.modules:
+        torch.compile(abs)  # as DeepSpeed does with its first optimizer
+    gc.freeze()
+
+
+def _run_ranks(module: str) -> NoReturn:
     """In the process that `launch` started: be the parent of the ranks."""
     world, deadline_s = int(os.environ["WORLD_SIZE"]), time.monotonic() + GIVE_UP_S
     if world > 1:
         importlib.import_module(module)
+        prepare_to_fork()
     ranks: list[int] = []
     for rank in range(world):
         ranks.append(os.fork())  # nothing has started a thread by now
         if ranks[-1] == 0:
-            return _run_rank(module, rank)
+            _run_rank(module, rank)
     running = set(ranks)
     while running and time.monotonic() < deadline_s:
         pid, status = os.waitpid(-1, os.WNOHANG)
         running.discard(pid)
         if status:
-            sys.exit(f"rank {ranks.index(pid)} failed")
+            _end(f"rank {ranks.index(pid)} failed")
         time.sleep(0.02)
     for pid in running:
         os.kill(pid, signal.SIGABRT)  # faulthandler prints every stack
     if running:
         time.sleep(1.0)
-        sys.exit("the ranks never ended")
-    return None
+        _end("the ranks never ended")
+    _end()
 
 
-def _run_rank(module: str, rank: int) -> None:
+def _end(error: str = "") -> NoReturn:
+    """End this process without taking the interpreter apart."""
+    sys.stderr.write(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(bool(error))
+
+
+def _run_rank(module: str, rank: int) -> NoReturn:
     """Be a rank, as ``python -m module`` would, with a log of its own."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     with open(scratch() / f"log{rank}.txt", "wb") as log:
@@ -102,7 +124,11 @@ def _run_rank(module: str, rank: int) -> None:
         os.dup2(log.fileno(), 2)
     sys.argv = sys.argv[1:]
     sys.modules.pop(module, None)
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except BaseException:
+        _end(traceback.format_exc())
+    _end()
 
 
 def scratch() -> Path:
@@ -118,6 +144,7 @@ def join_group() -> None:
 
 def main(work: Callable[[], Any]) -> None:
     """Call ``work`` in a rank that `launch` started, inside the gloo group, and hand its result back."""
+    gc.freeze()  # a rank that has no siblings imports for itself
     faulthandler.enable()
     torch.set_num_threads(1)
     join_group()

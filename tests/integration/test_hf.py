@@ -199,7 +199,8 @@ class Around(Trainer):
     """Its step is its parent's with something around it."""
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        return super().training_step(*args, **kwargs) * 1.0
+        loss: Tensor = super().training_step(*args, **kwargs)
+        return loss * 1.0
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

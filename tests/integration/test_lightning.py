@@ -36,7 +36,7 @@ def _quiet() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-class Task(pl.LightningModule):  # type: ignore[misc, name-defined]
+class Task(pl.LightningModule):  # type: ignore[name-defined]
     """A small net whose forward is not what the trainer calls.
 
     Args:

@@ -36,6 +36,7 @@ ELSEWHERE = {
     r"actoffload run --target nvme -- train\.py": "integration/test_switch.py::test_a_run_ends_with_one_line",
     r"ACTOFF.* accelerate launch train\.py": "integration/test_switch.py::test_launchers_hand_the_switch_on",
     r".* -m actoffload\.integrations\.examples\..*": "integration/test_examples.py::test_same_losses",
+    r"torchrun .*\.pretrain_gpt --pp 2 .*": "integration/test_megatron.py::test_same_bits",
     r"python .*\.pretrain_gpt .*": "integration/test_megatron.py::test_the_example_runs_and_ends_with_a_row",
     r"README\.md, .*": "unit/test_readme.py::test_the_examples_run",
     r"CONTRIBUTING\.md, Add an? (engine|policy|integration|planner)": "unit/test_contributing.py::example",
@@ -58,7 +59,6 @@ SMALLER = {
     "actoffload rok --preset": "--model bert --batch 4",
     "python -m actoffload.integrations.examples": "--layers 2 --width 64 --seq 64 --steps 2",
     "actoffload try": "--no-measure",
-    "torchrun": "--layers 2 --width 64 --seq 64 --steps 1",
 }
 """Arguments to add, by how a command begins."""
 INSTEAD = {"/mnt/nvme0": ".", "DIR": ".", "COMMAND": "demo", "NAME": "plain_loop", "FILE.py:FUNCTION": "mine.py:build"}
@@ -67,7 +67,6 @@ VENV = sys.prefix
 SHELL = f"""
 python() {{ {sys.executable} "$@"; }}
 actoffload() {{ python -m actoffload "$@"; }}
-torchrun() {{ python -m torch.distributed.run "$@"; }}
 make() {{ command make -f {pages.ROOT}/Makefile VENV={VENV} -o {VENV}/.installed -o {VENV}/.installed-test "$@"; }}
 """
 TRAIN = """

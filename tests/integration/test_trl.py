@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import frameworks_cpu
-from benchmarks.harness import run_sample
 from tests.integration.evidence import assert_evidence
 from tests.integration.hf_models import QUIET, attached, compare, llama, make_trainer, sentence, tokenizer
 
@@ -170,14 +167,3 @@ def test_its_own_flag_is_taken_over_when_it_comes_later(model_path: str, tmp_pat
         assert isinstance(trainer.maybe_activation_offload_context, nullcontext)
         assert offloader.statistics().moved_bytes > 0
     assert trainer.maybe_activation_offload_context is theirs
-
-
-@pytest.mark.slow
-def test_the_peak_of_the_process_falls(tmp_path: Path) -> None:
-    """TRL's chunked loss allocates a large buffer of which it uses a few columns: those alone may become resident."""
-    specs = [{"case": "trl_sft", "offloads": offloads, "path": str(tmp_path)} for offloads in (False, True)]
-    with ThreadPoolExecutor(2) as pool:
-        keep, offload = pool.map(lambda spec: run_sample("benchmarks.frameworks_cpu", spec, timeout_s=250), specs)
-    found = frameworks_cpu.summarise([keep], [offload])
-    assert found["left_bytes"] > 64 << 20
-    assert found["fell_bytes"] >= found["left_bytes"] / 2

@@ -70,6 +70,7 @@ def test_architecture(architecture: Architecture, offloader: Offloader) -> None:
     check(architecture.build(), architecture.batch(), offloader, inside=False)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("index", range(len(ARCHITECTURES)), ids=[a.name for a in ARCHITECTURES])
 def test_architecture_with_checkpointing(index: int, offloader: Offloader) -> None:
     """Reentrant and non-reentrant in turn; backward outside and inside the context in turn."""

@@ -57,6 +57,7 @@ def _check_budget(profile: Profile, share: float) -> None:
         assert seen.step_s <= 1.02 * peer.step_s
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("first", range(0, PROFILES, CHUNK))
 def test_the_fixed_set(first: int) -> None:
     for seed in range(first, first + CHUNK):

@@ -75,7 +75,9 @@ KEEPS_LATE = "......kkkkk."
 
 
 def test_what_a_plan_keeps_waits_for_the_room_that_writes_give(tmp_path: Path) -> None:
-    assert _run(tmp_path, _plan(KEEPS_LATE), 7) == (7, True)
+    peak, right = _run(tmp_path, _plan(KEEPS_LATE), 7)
+    assert right
+    assert peak <= 7, "without a wait all but the first would be there; a machine slower than the disk needs less"
 
 
 def test_a_plan_says_how_much_room_is_needed_next(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ NOISE = 1.005
 """Times a step of checkpointing alone: events and hooks take microseconds of the host."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_the_default_runs_regions_once_in_no_more_memory_than_checkpointing_takes(name: str) -> None:
     with virtual_time():
@@ -33,6 +34,7 @@ def test_the_default_runs_regions_once_in_no_more_memory_than_checkpointing_take
     assert sum(one for one, _ in last) < sum(other for _, other in last), "a region that runs once takes less time"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "share"), [("conv", 0.5), ("gpt", 0.3)])
 def test_in_little_memory_no_plan_is_longer_than_the_programs_own_checkpoints(name: str, share: float) -> None:
     """They fit, or nearly: whatever runs once or moves has to make a step shorter, and to stay so."""

@@ -81,11 +81,8 @@ def run(folder: Path, mode: str, *, steps: int = 6, **options: Any) -> dict[str,
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Without an offloader, and with one that keeps all: what both measure."""
-    folder = tmp_path_factory.mktemp("plain")
-    kept = run(folder, "keep", steps=1)
-    saved = kept["statistics"]["resident_peak_bytes"]
-    return {"peak": run(folder, "plain")["peak"], "saved": saved}
+    """Without an offloader: the peak, and what is saved: the inputs of eight GELU, seven layers and the loss."""
+    return {"peak": run(tmp_path_factory.mktemp("plain"), "plain")["peak"], "saved": 16 * 32768 * 128 * 4}
 
 
 def _peaks(run: Run, peaks: list[int]) -> list[tuple[float, float, float]]:

@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("actoffload", "benchmarks", "docs", "integrations", "tests")
 IMPORT = """
 import sys
+from importlib.util import find_spec
 sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
-import actoffload.integrations.hf
-print(actoffload.integrations.hf.__file__)
+print(find_spec("actoffload.integrations.hf").origin)
 """
 
 

@@ -649,7 +649,7 @@ def scoped_op(namespace: str, schema: str) -> Iterator[tuple[Any, Any]]:
         library._destroy()
 
 
-class Late(dist._Work):  # type: ignore[name-defined,misc]
+class Late(dist._Work):  # type: ignore[name-defined]
     """A collective whose bytes are there when somebody has waited for it."""
 
     def __init__(self, result: Tensor, source: Tensor) -> None:

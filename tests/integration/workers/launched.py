@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 import actoffload
 from tests.integration.evidence import Run, counting_owners
 from tests.integration.hf_models import QUIET, llama, spool, texts
-from tests.integration.processes import scratch
+from tests.integration.processes import prepare_to_fork, scratch
 
 SETUPS = ("FSDP2", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 RUNS = ((False, "none"), (False, "env"), (True, "env"))
@@ -182,6 +182,7 @@ def main() -> None:
     """Serve each rank in a child, until the test ends this process."""
     torch.set_num_threads(1)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo does; this would be compiled for a minute
+    prepare_to_fork()
     with Listener(str(scratch() / "socket")) as ranks:
         while True:
             with ranks.accept() as rank:
