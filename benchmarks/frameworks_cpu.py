@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import actoffload
-from actoffload.tools.process import peak_rss_bytes, rss_bytes
+from actoffload.tools.environment import peak_rss_bytes, rss_bytes
 from benchmarks import harness
 from benchmarks.harness import Bound, Row, Sample, Samples, mib, middle
 from benchmarks.worker import say
