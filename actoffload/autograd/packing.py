@@ -208,7 +208,7 @@ class Packer:
         return Attributed(handle, attributes) if attributes else handle
 
     def why_unrecorded(self, tensor: Tensor) -> KeepReason | None:
-        """Return why saving this activation in a forward would make no record, or None if it would."""
+        """Return why saving this activation in a forward would make no record that may move, or None if it would."""
         if type(tensor) not in PLAIN_TYPES:
             return None if is_traceable_wrapper_subclass(tensor) else KeepReason.SUBCLASS
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
@@ -218,7 +218,12 @@ class Packer:
             return KeepReason.MARKED
         begin, end = byte_span(tensor, storage.nbytes()) if tensor.nbytes else (0, 0)
         reason = self._why_unfit(tensor, end - begin)
-        return KeepReason.FILLED_LATER if reason is None and is_filled_later(tensor) else reason
+        if reason is None and is_filled_later(tensor):
+            return KeepReason.FILLED_LATER
+        if reason is None and self._names_count:  # a plan on paper must not move it either
+            name = name_of(storage, only_boundaries=self._only_boundaries)
+            return KeepReason.EXCLUDED if self._store.decision.excludes(self._module_names.innermost(), name) else None
+        return reason
 
     def _why_unfit(self, tensor: Tensor, nbytes: int) -> KeepReason | None:
         """Return why a tensor that needs ``nbytes`` stays because of its device or size, or None."""

@@ -17,6 +17,9 @@ from ..errors import ConfigError
 from ..policy import KeepReason
 from .profile import RECOMPUTED, ROUNDING, Profile, Region, RegionSave, Storage
 
+PLACED = ("", KeepReason.EXCLUDED.value)
+"""A storage that may move has a place on its tape, and so has one that the user's patterns keep."""
+
 
 def choosable(base: Profile) -> list[int]:
     """The places of the regions that can run once: every forward recorded a recomputation and its end.
@@ -194,7 +197,7 @@ def _saved_once(region: Region, shift: _Shift) -> list[Storage]:
     # storage, begins as backward has left the next storage.
     return [
         Storage(
-            index=None if save.kept else 0,
+            index=0 if save.kept in PLACED else None,
             nbytes=save.nbytes,
             birth_s=begin_s + share * forward_s,
             need_s=until_s - following * backward_s,

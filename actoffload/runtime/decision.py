@@ -90,7 +90,7 @@ class OffloadDecision:
         if record.name is not None:
             self._names.add(record.name)
         # Before the plan, which does not know the patterns and may move a storage that they keep.
-        if self.uses_names and not self._filter.allows(record.module, record.name):
+        if self.excludes(record.module, record.name):
             return KeepReason.EXCLUDED
         if self._policy is not None and self._answer(_facts(record, tensor)) is Decision.KEEP:
             return KeepReason.POLICY
@@ -111,6 +111,10 @@ class OffloadDecision:
         if self._plan is not None:
             self.mismatched_bytes += record.nbytes
         return KeepReason.LAST if self._keeps_last and self._is_last(tape) else None
+
+    def excludes(self, module: str | None, name: str | None) -> bool:
+        """Whether the patterns, or ``boundaries="only"``, keep a tensor of this name that is saved in this module."""
+        return self.uses_names and not self._filter.allows(module, name)
 
     def _answer(self, facts: TensorFacts) -> Decision:
         """Return the decision of the policy.

@@ -221,6 +221,23 @@ def test_on_paper_a_region_that_runs_once_saves_what_it_does_when_it_is_run_once
             assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("options", [{"boundaries": "only"}, {"exclude": ["layer"]}], ids=["boundaries", "exclude"])
+def test_on_paper_a_region_moves_nothing_that_the_options_keep(
+    make_offloader: MakeOffloader, options: dict[str, Any]
+) -> None:
+    model, x = _Between(), batch().requires_grad_()
+    before, offloader = make_offloader(**options), make_offloader(**options)
+    for each in (before, offloader):
+        each.use(model)
+    base = _recorded(before, model, x)
+    once = set(choosable(base))
+    offloader.store.regions.follow(frozenset(once))
+    ran = _recorded(offloader, model, x)
+    found = [[(s.nbytes, s.kept) for s in p.storages if s.index is not None] for p in (with_regions(base, once), ran)]
+    assert "module excluded" in {kept for _, kept in found[1]}
+    assert found[0] == found[1]
+
+
 def test_micro_batches_are_tapes_of_one_step(make_offloader: MakeOffloader) -> None:
     profile = _recorded(make_offloader(), Chain(), batch(), forwards=3)
     assert {s.tape for s in profile.storages} == {0, 1, 2}
