@@ -143,6 +143,7 @@ def compared(count: int, form: str = "eager", **options: Any) -> dict[str, Any]:
         offloader = Offloader(config)
         with offloader:
             losses: Any = sum(model.losses(inputs))
+        offloader.synchronize()  # on a busy disk no write would have begun as backward asks for its tensor
         losses.backward()
         statistics = offloader.statistics()
         found["moved"], found["share"] = statistics.moved_bytes, statistics.moved_share
