@@ -476,8 +476,8 @@ class DeviceTier(Tier):
             self.window.release_if(self._is_dead)
 
     def release_before_region(self) -> None:
-        # Backward may have used the logits while they were being copied. A plan releases them at a position; before
-        # there is a plan, nothing else does before the backward ends.
+        # Backward may have used the logits while they were being copied. A plan releases them at a position. Without a
+        # plan they would stay until backward ends. With "greedy" no step has a plan, and each would wait here.
         if self.shared.config.policy == "auto" and not self.window.expected_bytes:
             self.release_dead()
 

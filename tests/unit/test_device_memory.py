@@ -6,6 +6,7 @@ import gc
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from actoffload import OffloadConfig, Offloader
-from actoffload.autotune.shapes import Shape
+from actoffload.autotune.shapes import AGAIN, Shape
 from actoffload.errors import BudgetError, ConfigError
-from actoffload.planning.profile import RECOMPUTED, Profile, Storage
+from actoffload.planning.profile import RECOMPUTED, Profile, Region, Storage
 from actoffload.runtime.run_so_far import Beside, RunSoFar
 from actoffload.testing.simulated_device import NAME, SimulatedDevice
 from actoffload.tiers.accounts import Accounts
@@ -328,6 +329,25 @@ def test_an_input_that_the_program_holds_counts_where_its_region_runs_once(
     ours = scaled_llama.run(number, launch_s, checkpointed=True, head=head, steps=14, link=link)
     assert ours["once"] > 0
     assert ours["highest_bytes"] <= limit
+
+
+@pytest.mark.simulated
+def test_held_inputs_count_once_whatever_step_measured_the_rest(device: SimulatedDevice) -> None:
+    region = Region(place=0, name="", begin_s=0.0, end_s=1.0, again_s=2.0, recompute_s=1.0, backward_end_s=4.0)
+    other = replace(region, place=1)
+    held = Storage(index=0, nbytes=70, birth_s=0.0, need_s=2.0, last_need_s=4.0, kept="held elsewhere", input_of=0)
+    shape = Shape(())
+    shape.base = Profile(storages=(held,), regions=(region, other), forward_s=1.0, backward_s=3.0)
+    shape.beside, shape.settled, shape.once = Beside(100, 0, {}), True, frozenset({0})
+    with _offloader(device_memory="1GiB") as offloader:
+        budgets = autopilot_of(offloader)._budgets
+        room = budgets.of(shape, (), AGAIN) or 0
+        assert budgets.of(shape, ()) == room - 70
+        shape.beside_of = shape.once
+        assert budgets.of(shape, ()) == room, "this step had them beside its saved tensors"
+        shape.beside_of = AGAIN
+        budgets.at_most(shape, 1000)
+        assert (budgets.of(shape, ()), budgets.of(shape, (), AGAIN)) == (1000, 1070)
 
 
 @pytest.mark.simulated
