@@ -181,6 +181,7 @@ class _ReadAhead:
         self.most_held = workload.profile.recompute_bytes
         self.held_bytes = 0
         """Bytes that recomputations hold at this moment."""
+        transfers.has_room_early = self._has_room
 
     def arrive(self, p: int, now: float, place: int) -> None:
         """Backward has reached ``place`` and has ``p``: fetch beyond it."""
@@ -283,6 +284,7 @@ class _Step:
                 continue
             mode = modes[p]
             if kind in (BIRTH, NEED):
+                self.transfers.poll(now)
                 if kind == BIRTH:
                     self._save(p, mode, now)
                 else:
@@ -374,7 +376,7 @@ class _Step:
                 now = self._wait_for_room(nbytes, now, BACKWARD)
             transfers.fetch(p, now)
             if state[p] != ON_DEVICE:
-                until = now
+                transfers.needed, until = p, now
                 # One transfer after the other: ends in between make room, and may begin the next leg of this storage.
                 while state[p] != ON_DEVICE:
                     if transfers.links.next_end == NEVER:

@@ -207,6 +207,12 @@ class Transfers:
         """Bytes of the device that writes under way will free."""
         self.cancelled = 0
         """Bytes that backward needed before their write had begun."""
+        self.has_room_early: Callable[[int], bool] = lambda nbytes: True
+        """Whether bytes that backward does not need yet fit on the device."""
+        self.needed = -1
+        """The storage that backward waits for."""
+        self._arrived: deque[int] = deque()
+        """Storages that were read from disk early, and wait in host memory for room on the device."""
         self.clock = clock
         self._copied: list[int] = []
 
@@ -238,7 +244,10 @@ class Transfers:
             if state == SPILL_QUEUED:  # the spill has not begun, so the storage gives up its room on disk
                 self.cancelled += nbytes
                 self.disk.remove(p)
-            self.links.charge(self.clock, nbytes, HOST)
+            if p in self._arrived:  # the whole way was charged as it left the disk
+                self._arrived.remove(p)
+            else:
+                self.links.charge(self.clock, nbytes, HOST)
             self._fetch_to_device(p, now)
         elif state == ON_DISK:
             self.links.charge(self.clock, nbytes, NVME)
@@ -252,6 +261,16 @@ class Transfers:
         else:
             return 0
         return nbytes
+
+    def poll(self, now: float) -> None:
+        """Begin the copies to the device of storages that were read from disk early, as far as there is room."""
+        while self._arrived:
+            p = self._arrived[0]
+            if self.state[p] == ON_HOST and not self.has_room_early(self.nbytes[p]):
+                return
+            self._arrived.popleft()
+            if self.state[p] == ON_HOST:
+                self._fetch_to_device(p, now)
 
     def _fetch_to_device(self, p: int, now: float) -> None:
         self.state[p] = FETCHING
@@ -291,8 +310,12 @@ class Transfers:
             if state[p] in (ON_DISK, ON_DEVICE):
                 self.host.remove(p)
         elif queue == LOAD:
-            if state[p] == LOADING:
+            if state[p] == LOADING and p == self.needed:
                 self._fetch_to_device(p, now)
+            elif state[p] == LOADING:
+                state[p] = ON_HOST
+                self._arrived.append(p)
+                self.poll(now)
         elif state[p] == FETCHING:
             state[p] = ON_DEVICE
             # A storage from disk needs its host memory no more. Any other host copy stays until its storage dies.

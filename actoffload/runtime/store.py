@@ -227,7 +227,10 @@ class ActivationStore:
             reason = KeepReason.DEGRADED
         else:
             reason = self.decision.why_keep(record, tensor, tape)
-            if reason is KeepReason.LAST and not shared.budget.has_room_early(0):
+            full = reason is KeepReason.LAST and not shared.budget.has_room_early(0)
+            if reason is KeepReason.FITS:  # unless the plan was wrong about the room
+                full = shared.budget.exceeded_by((self.decision.following_bytes(record) or 0) - tier.leaving_bytes)
+            if full:
                 reason = None  # staying saves time only, and this room is for bytes that the step needs at once
         if reason is None:
             reason = tier.offload(record)
@@ -241,8 +244,7 @@ class ActivationStore:
                 shared.reporter.event(EventKind.PACK_WAIT, record, since_s=now() - waited_s)
         if reason is None:
             shared.accounts.moved_bytes += record.nbytes
-            if record.nbytes > shared.largest_moved_bytes:
-                shared.largest_moved_bytes = record.nbytes
+            shared.largest_moved_bytes = max(shared.largest_moved_bytes, record.nbytes)
         else:
             record.stays = True
             shared.accounts.kept_bytes[reason._value_] += record.nbytes

@@ -223,6 +223,10 @@ class DeviceTier(Tier):
             self._drop_unused()
             self.window.advance(0)
 
+    @property
+    def leaving_bytes(self) -> int:
+        return self.window.held_bytes
+
     def expect_pending(self, nbytes: int | None) -> None:
         self.window.expected_bytes = nbytes or 0
 

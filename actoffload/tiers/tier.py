@@ -154,6 +154,11 @@ class Tier(ABC):
             if waits():  # not only for what has just been given up
                 shared.changed.wait()
 
+    @property
+    def leaving_bytes(self) -> int:
+        """The resident bytes on their way out: they give room without another move."""
+        return self.shared.pending_bytes
+
     def expect_pending(self, nbytes: int | None) -> None:
         """Adapt to the bytes that a plan expects on their way out at once; None: no plan. The user's limit stays."""
         if self.shared.config.pending_bytes is None:

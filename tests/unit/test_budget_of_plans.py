@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from actoffload import OffloadConfig, Offloader, Plan
+from actoffload.planning import search
 from actoffload.planning.plan import PlanEntry
 from actoffload.testing.faults import GateEngine, SlowEngine
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
@@ -19,6 +21,7 @@ from actoffload.tiers.record import State
 from actoffload.tiers.tier import Tier
 from tests.harness import (
     ADVERSARIES,
+    ON_EACH_DEVICE,
     Adversary,
     Chain,
     MakeOffloader,
@@ -83,6 +86,27 @@ def test_what_a_plan_keeps_waits_for_the_room_that_writes_give(tmp_path: Path) -
 def test_a_plan_says_how_much_room_is_needed_next(tmp_path: Path) -> None:
     """Kept up to the budget: only the last one of the plan may take the last of it, and nothing waits for more."""
     assert _run(tmp_path, _plan("k" * LAYERS), LAYERS) == (LAYERS, True)
+
+
+@ON_EACH_DEVICE
+def test_storages_that_a_plan_keeps_leave_if_the_budget_has_no_room_for_them(
+    where: str, make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan may be wrong about a step's peak: here every plan keeps all, in a budget for half of it."""
+    keeps = replace(_plan("k" * LAYERS), predicted_peak_bytes=0)
+    monkeypatch.setattr(search, "plan", lambda profile, limits: keeps)
+    half = LAYERS // 2 * RECORD_BYTES
+    offloader = make_offloader(policy="auto", device_budget=half)
+    x = torch.linspace(-1, 1, RECORD_BYTES // 4).to(where).requires_grad_()
+    (expected,) = torch.autograd.grad(_waves(x), x)
+    for _ in range(6):
+        with offloader:
+            loss = _waves(x)
+        assert same_bits(torch.autograd.grad(loss, x)[0], expected)
+        del loss
+    statistics = offloader.statistics()
+    assert statistics.kept_bytes["fits the budget"] > 0, "the plan is followed"
+    assert statistics.resident_peak_bytes <= half
 
 
 @pytest.mark.simulated

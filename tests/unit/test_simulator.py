@@ -120,6 +120,18 @@ def test_forward_waits_for_room_under_a_budget() -> None:
     assert (full.pressed, full.disk_written_bytes) == ((1,), 100), "a disk that is full"
 
 
+def test_storages_read_early_wait_in_host_memory_for_room_on_the_device() -> None:
+    """A read from disk ends long after it was enqueued. By then others may have the room that there was."""
+    leave = [_storage(n, 0.1 * n, 14.0 - n, last_s=14.5 - n) for n in range(4)]
+    first = _storage(4, 5.0, 6.1, nbytes=10, last_s=14.0)  # backward uses it, and the reads of the others begin
+    fast = Link(write_bytes_per_s=1e5, read_bytes_per_s=1e5)
+    profile = _profile(*leave, first, forward_s=6.0, backward_s=9.0, host=fast, prefetch_bytes=1000)
+    assert _seen(profile, "ddddk").peak_bytes == 410
+    seen = _seen(profile, "ddddk", Conditions(device_budget=250))
+    assert (seen.peak_bytes, seen.disk_read_bytes, seen.host_read_bytes) == (200, 400, 400)
+    assert seen.backward_wait_s == pytest.approx(0.003), "the copies from host memory alone"
+
+
 def test_bytes_that_cost_compute_time_and_transfers_that_begin_late() -> None:
     slow = replace(LINK, latency_s=0.25)
     seen = _seen(_profile(_storage(0, 0.0, 3.0), disk=slow), "d")
