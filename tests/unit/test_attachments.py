@@ -112,7 +112,7 @@ def test_the_disk_budget_holds_for_the_sum(options: dict[str, Any]) -> None:
         assert_same_gradients(gradients(model), gradient)
 
 
-def test_the_host_budget_holds_for_the_sum_and_what_is_idle_goes_to_another(options: dict[str, Any]) -> None:
+def test_the_host_budget_holds_for_the_sum_and_idle_memory_goes_to_another(options: dict[str, Any]) -> None:
     budget = 4 * MIB
     models = [Chain(), Chain()]
     expected = [train_step(model, batch(ROWS)) for model in models]
@@ -123,14 +123,14 @@ def test_the_host_budget_holds_for_the_sum_and_what_is_idle_goes_to_another(opti
             assert_same_gradients(train_step(model, batch(ROWS), between=attachment.offloader.synchronize), gradient)
     for holder, asker in ((one, other), (other, one)):
         held = holder.acquire(budget)
-        assert held is not None, "the other one's idle memory was let go of"
+        assert held is not None, "the other offloader's idle memory was released"
         assert asker.acquire(budget // 2) is None
         assert one.mapped_bytes + other.mapped_bytes <= budget
         del held
 
 
 @pytest.mark.parametrize("end", ["close", "abort", "drop"])
-def test_the_end_of_one_leaves_the_others_alone(end: str, options: dict[str, Any]) -> None:
+def test_the_end_of_one_leaves_the_other_alone(end: str, options: dict[str, Any]) -> None:
     models: list[nn.Module] = [Chain(), Chain()]
     expected = [train_step(model, batch()) for model in models]
     one, other = (attach(model, **options) for model in models)
@@ -155,7 +155,7 @@ def test_the_end_of_one_leaves_the_others_alone(end: str, options: dict[str, Any
     del kept
 
 
-def test_what_an_aborted_one_had_on_disk_is_free_for_the_others(options: dict[str, Any]) -> None:
+def test_disk_room_of_an_aborted_one_is_free_for_the_other(options: dict[str, Any]) -> None:
     one, other = (attach(Chain(), nvme_budget="8MiB", **options) for _ in range(2))
     loss = one.module(batch(ROWS)).sum()
     one.offloader.synchronize()
@@ -167,8 +167,8 @@ def test_what_an_aborted_one_had_on_disk_is_free_for_the_others(options: dict[st
     del loss
 
 
-def test_an_interrupt_in_one_begins_the_others_afresh(options: dict[str, Any], monkeypatch: Any) -> None:
-    """It may have left the disk's allocators half changed, so nobody goes on with them."""
+def test_an_interrupt_in_one_restarts_the_other(options: dict[str, Any], monkeypatch: Any) -> None:
+    """The interrupt may leave the disk's allocators half changed, so all offloaders on it get new ones."""
     models = [Chain(), Chain()]
     expected = train_step(models[1], batch())
     one, other = (attach(model, **options) for model in models)

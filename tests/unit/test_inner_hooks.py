@@ -1,4 +1,4 @@
-"""Saved tensor hooks of the program's own inside of a context: autograd calls them in place of ours, which is said."""
+"""Saved tensor hooks of the program inside a context: autograd calls them in place of ours, and a warning says so."""
 
 from __future__ import annotations
 
@@ -125,11 +125,11 @@ def test_they_are_named_once_with_the_module_and_counted(
     assert tensors - 2 <= int(text.partition(": ")[2].partition("'s: ")[2].split()[0]) <= tensors + 4
     offloader = step()  # a second warning would be an error
     assert str(offloader.report()).count(SAID) == 1
-    assert hook_count(model) - before <= 1, "what looked is gone"
+    assert hook_count(model) - before <= 1, "the hooks that searched are gone"
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_nothing_is_said_without_them_nor_of_a_checkpoint(reentrant: bool, options: dict[str, Any]) -> None:
+def test_no_warning_without_them_nor_of_a_checkpoint(reentrant: bool, options: dict[str, Any]) -> None:
     class Checkpointed(Chain):
         def forward(self, x: Tensor) -> Tensor:
             y: Tensor = checkpoint(super().forward, x * 1, use_reentrant=reentrant)
@@ -143,7 +143,7 @@ def test_nothing_is_said_without_them_nor_of_a_checkpoint(reentrant: bool, optio
 
 
 def test_nothing_is_looked_at_under_a_compiler(options: dict[str, Any]) -> None:
-    """Hooks on modules would break its graph, and have it compile anew when they are gone."""
+    """Hooks on modules would break its graph, and their removal would make it compile again."""
     graphs: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Steps without hooks: where nothing moves, and the hooks of what stays would take too much of a step."""
+"""Steps without hooks: no tensor moves, and the hooks of tensors that stay would take too much of a step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests import host_bound
 from tests.harness import Chain, assert_same_gradients, batch, gradients, train_step
 
 SMALL, LARGE = 16, 2048
-"""Rows of inputs: of the ones nothing is large enough to move, of the others nearly all is."""
+"""Rows of inputs: no tensor of the small one is large enough to move, nearly all of the large one's are."""
 
 
 @pytest.fixture
@@ -87,8 +87,8 @@ def test_a_second_call_with_other_inputs_in_one_context_has_its_hooks(model: nn.
     assert context.offloader.statistics().packed_tensors > before
 
 
-def test_what_runs_in_a_context_beside_the_model_has_its_hooks(model: nn.Module, tmp_path: Path) -> None:
-    """Nothing shows beforehand what it saves."""
+def test_a_forward_beside_the_model_in_a_context_has_its_hooks(model: nn.Module, tmp_path: Path) -> None:
+    """The library cannot know beforehand which tensors it saves."""
     attachment = _attach(model, tmp_path)
     for _ in range(8):
         train_step(model, batch(SMALL))
@@ -191,7 +191,7 @@ def test_long_steps_of_few_tensors_have_their_hooks(
 
 
 class _RunsOut(nn.Module):
-    """Runs out of memory when it should."""
+    """Runs out of memory while ``fails`` is set."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -208,10 +208,10 @@ class _RunsOut(nn.Module):
 def test_running_out_of_memory_without_hooks_gives_the_next_step_its_hooks(
     model: nn.Module, tmp_path: Path, rows: int
 ) -> None:
-    """And a limit, if it is known what a step saves: else the plan would be the same again."""
+    """And a limit, if the bytes of a step are known: else the plan would be the same again."""
     fragile = _RunsOut(model)
     attachment = _attach(fragile, tmp_path)
-    for _ in range(3 * MOST_REST):  # a plan's steps vary on a loaded machine, and it looks again
+    for _ in range(3 * MOST_REST):  # a plan's steps vary on a loaded machine, and the library measures again
         train_step(fragile, batch(rows))
         if attachment.offloader.statistics().unhooked:
             break
@@ -246,7 +246,7 @@ def test_a_second_call_has_its_hooks_though_hooks_of_the_program_came_before(mod
     assert context.offloader.statistics().packed_tensors > before.packed_tensors
 
 
-def test_hooks_that_come_late_leave_those_of_the_program_in_their_place(model: nn.Module, tmp_path: Path) -> None:
+def test_hooks_that_come_late_leave_the_programs_hooks_in_their_place(model: nn.Module, tmp_path: Path) -> None:
     context = _context(model, tmp_path)
     expected = train_step(model, batch(LARGE))
     for _ in range(8):
@@ -262,7 +262,7 @@ def test_hooks_that_come_late_leave_those_of_the_program_in_their_place(model: n
         assert top() is None, "it rests"
         with saved_tensors_hooks(take, lambda tensor: tensor):
             out = model(batch(LARGE))
-        assert top() is None, "theirs are gone with their context"
+        assert top() is None, "the program's hooks are gone with their context"
     out.sum().backward()
     assert len(taken) > 20
     assert context.offloader.statistics().packed_tensors == before
@@ -333,9 +333,9 @@ def test_an_interrupt_as_a_rest_begins_or_ends_pops_no_hooks_of_the_program(
 def test_steps_of_which_the_host_only_just_keeps_up_are_not_longer_though_the_recorded_one_was(
     device: SimulatedDevice,
 ) -> None:
-    """On an H200 a step that was recorded took 4.6 times as long as one that kept all, and no later one was compared.
+    """On an H200 a recorded step took 4.6 times as long as one that kept all, and no later step was compared with it.
 
-    Now the steps under the plan show that keeping takes no longer than they compute; in the end no hooks run at all.
+    The steps under the plan show that keeping takes no longer than they compute; in the end no hooks run at all.
     """
     late = host_bound.LAUNCHES["host-bound"]
     host = host_bound.Host(recording_s=0.3e-3, staying_s=20e-6)
@@ -354,7 +354,7 @@ def test_waits_are_no_sign_that_the_recorded_step_was_late() -> None:
     assert pace_of(Observed(step_s=3.0, backward_wait_s=1.0), recorded, 0.01) is None
 
 
-def test_what_the_device_idled_in_hooks_is_not_part_of_keeps_step() -> None:
+def test_idle_time_of_the_device_in_hooks_is_no_part_of_keeps_step() -> None:
     recorded = Profile(storages=(), forward_s=1.0, backward_s=2.0)
     assert pace_of(Observed(step_s=3.0, idle_s=1.0), recorded, 0.5) == 2.0
     assert pace_of(Observed(step_s=3.0, idle_s=0.1), recorded, 0.01) == 3.0, "the price of a move alone has changed"

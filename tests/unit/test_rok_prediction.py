@@ -25,7 +25,7 @@ def predicted(case: Case = CASE, gpu: str = "a100-pcie", *levels: str) -> dict[s
     return {s["series"] + s["level"]: s for s in found}
 
 
-def test_keep_saves_what_is_counted_and_takes_as_long_as_is_estimated() -> None:
+def test_keep_has_the_counted_bytes_and_the_estimated_time() -> None:
     keep = predicted()["keep"]
     counted = models.count(models.build(CASE, torch.device("meta")), CASE.batch)
     saved = sum(counted.blocks.values()) + counted.small + counted.ends
@@ -52,7 +52,7 @@ def test_offloading_hides_where_links_are_fast_enough_and_the_hybrid_keeps_its_b
     assert [name for name, sample in found.items() if "error" in sample] == ["hybrid0.01"]
 
 
-def test_what_cannot_be_predicted_is_a_result(tmp_path: Path) -> None:
+def test_a_sample_without_a_prediction_has_its_error(tmp_path: Path) -> None:
     own = tmp_path / "mine.py"
     own.write_text("import torch\ndef build():\n    return torch.nn.Flatten(0), lambda size: torch.ones(size)\n")
     variants = [asdict(v) for v in replace(PRESETS["cpu"], levels=("recompute",)).variants]
