@@ -42,7 +42,6 @@ class Workload:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that a step saves."""
         return sum(map(sum, self.blocks))
 
     @property
@@ -98,7 +97,7 @@ FROM_A_FILE = "a plan from a file"
 
 @dataclass(frozen=True)
 class Best:
-    """The best step that any plan gave: seconds and peak in bytes."""
+    """The best step under any plan: seconds and peak in bytes."""
 
     step_s: float
     peak_bytes: int
@@ -115,7 +114,6 @@ def names() -> Iterator[tuple[str, str, bool]]:
 
 
 def budget_of(work: Workload, limited: bool, scale: float = 1.0) -> int | None:
-    """The budget of a case."""
     return int(BUDGET * work.saved_bytes * scale) if limited else None
 
 

@@ -242,7 +242,6 @@ class Rig:
 
     @property
     def plans(self) -> int:
-        """Plans made so far."""
         pilot = self.offloader.autopilot
         return 0 if pilot is None else len(pilot.history)
 

@@ -95,7 +95,7 @@ def test_writes_that_fail(make_offloader: MakeOffloader, first: int, count: int 
 
 
 def test_a_failed_write_under_warnings_as_errors_harms_nothing(make_offloader: MakeOffloader) -> None:
-    """The warning comes out where the user's filter can raise it, and nothing hangs or leaks."""
+    """The warning is raised where the user's filter applies, and nothing hangs or leaks."""
     offloader = make_offloader(engine=FullEngine)
     model, x = Chain(), batch()
     expected = train_step(model, x)

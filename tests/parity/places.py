@@ -16,7 +16,7 @@ from actoffload.testing.simulated_device import NAME
 
 @dataclass(frozen=True)
 class Place:
-    """A target, and how to tell that tensors really went there and came back.
+    """A target, and how to check that tensors really went there and came back.
 
     Attributes:
         name: the test's id.

@@ -80,5 +80,4 @@ def tower(kind: str = "none", backend: str | None = None, device: str = "cpu") -
 
 
 def tokens(seed: int, device: str = "cpu") -> Tensor:
-    """One batch."""
     return torch.randint(0, VOCABULARY, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(seed)).to(device)

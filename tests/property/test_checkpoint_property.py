@@ -78,7 +78,6 @@ class Net(nn.Module):
         self.log: list[str] = []
 
     def block(self, place: int, x: Tensor, scale: Tensor) -> Tensor:
-        """The computation of a region."""
         kind = self.kinds[place]
         inner = partial(self.inner, place)
         if kind.nested and not kind.reentrant:
@@ -90,7 +89,6 @@ class Net(nn.Module):
         return found
 
     def inner(self, place: int, x: Tensor, scale: Tensor) -> Tensor:
-        """The arithmetic of it."""
         kind = self.kinds[place]
         y = torch.tanh(self.ups[place](x)) * torch.sigmoid(x) * scale
         y = F.dropout(y, 0.3) if kind.dropout else y
@@ -128,7 +126,7 @@ class Net(nn.Module):
 
     @contextlib.contextmanager
     def noted(self, word: str) -> Any:
-        """Note that it was entered, and whether it was left by an error."""
+        """Note the entry, and whether an error left it."""
         try:
             yield
         except Error:
@@ -143,7 +141,6 @@ class Net(nn.Module):
         raise Error
 
     def forward(self, x: Tensor) -> Tensor:
-        """All regions."""
         x = x.sin().exp()  # needs a gradient, as a reentrant checkpoint requires, and saves a tensor that is used
         scale = torch.sigmoid(x[:1] * self.shared.bias)
         for place in range(len(self.kinds)):
@@ -181,7 +178,6 @@ def run(net: Net, step: Step, device: str, offloader: Offloader | None) -> tuple
 
 
 def backward(net: Net, loss: Tensor, inputs: list[Tensor], step: Step) -> None:
-    """The backward that the step describes."""
     if step.backward == "double":
         wanted = [*net.parameters(), *inputs]
         grads = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)

@@ -101,7 +101,7 @@ def _view(tensor: Tensor, kind: str) -> Tensor:
 
 
 _MODEL = torch.nn.Identity()
-"""Known, or else all live modules are looked through for each example."""
+"""Known to the offloader; else each example searches all live modules."""
 
 
 class OffloaderMachine(RuleBasedStateMachine):

@@ -26,7 +26,6 @@ class KeepsByIndex:
     keeps: tuple[bool, ...]
 
     def decide(self, facts: TensorFacts) -> Decision:
-        """See `Policy`."""
         stays = facts.index < len(self.keeps) and self.keeps[facts.index]
         return Decision.KEEP if stays else Decision.OFFLOAD
 

@@ -27,7 +27,7 @@ FLOORS = {
     9: "api schedules",
     10: "__init__ __main__ analysis analysis.* tools tools.* testing testing.* integrations integrations.*",
 }
-"""Rooms by floor: what is in a room imports its own room and lower floors, and no module imports in a circle."""
+"""Rooms by floor: a module imports from its own room and lower floors, and no module imports in a circle."""
 
 TORCH_FREE = (
     "errors config events json_input locks policy sizes statistics version memory.best_fit memory.native_build "
@@ -134,7 +134,7 @@ def imports(module: str, source: str, sources: Sources, *, for_types: bool = Fal
 
 
 def graph(sources: Sources, *, for_types: bool = False) -> dict[str, set[str]]:
-    """The imports of each of ``sources`` among them."""
+    """The imports among ``sources``, by module."""
     return {
         module: set(imports(module, text, sources, for_types=for_types)) & set(sources) - {module}
         for module, text in sources.items()

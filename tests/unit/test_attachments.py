@@ -35,7 +35,7 @@ def options(tmp_path: Path) -> dict[str, Any]:
 
 
 def files_in(folder: Path) -> int:
-    """How many files of this process are open there; they have no name any more."""
+    """The number of this process's open files there; they have no name any more."""
     links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
     return sum(os.path.lexists(link) and os.readlink(link).startswith(str(folder)) for link in links)
 
@@ -75,7 +75,7 @@ def test_a_context_finds_the_offloader_of_its_model_again(options: dict[str, Any
         offload_activations(model="a model", **options)  # type: ignore[arg-type]
 
 
-def test_it_goes_with_its_model(options: dict[str, Any]) -> None:
+def test_an_offloader_dies_with_its_model(options: dict[str, Any]) -> None:
     model = Chain()
     with offload_activations(model=model, **options) as offloader:
         loss = model(batch()).sum()
@@ -86,7 +86,7 @@ def test_it_goes_with_its_model(options: dict[str, Any]) -> None:
     assert reference() is None
 
 
-def test_one_disk_for_all_and_it_goes_with_the_last(options: dict[str, Any], tmp_path: Path) -> None:
+def test_all_share_one_disk_that_the_last_one_closes(options: dict[str, Any], tmp_path: Path) -> None:
     models = [Chain() for _ in range(3)]
     attachments = [attach(model, device_budget=f"{1 + n}MiB", **options) for n, model in enumerate(models)]
     assert len({spool_of(attachment.offloader).files for attachment in attachments}) == 1
@@ -106,7 +106,7 @@ def test_the_disk_budget_holds_for_the_sum(options: dict[str, Any]) -> None:
     taken = [spool_statistics(attachment.offloader).allocated_bytes for attachment in attachments]
     assert spool_statistics(attachments[0].offloader).arena_bytes <= budget
     assert 0 < sum(taken) <= budget
-    assert attachments[1].offloader.statistics().degraded, "the first one's is most of it"
+    assert attachments[1].offloader.statistics().degraded, "the first attachment holds most of it"
     for model, loss, gradient in zip(models, losses, expected, strict=True):
         loss.backward()
         assert_same_gradients(gradients(model), gradient)

@@ -331,7 +331,7 @@ def test_a_step_with_all_regions_again_is_the_base_of_the_choice_and_the_next_on
     assert planned_from == base
     assert on_paper.once == (1, 3), "no step has saved these regions' tensors yet"
     assert pilot.plan is not None
-    assert not any("checkpointed regions" in line for line in told), "no plan is announced that was only made on paper"
+    assert not any("checkpointed regions" in line for line in told), "a plan made only on paper is not announced"
     _steps(offloader, 1)
     _, _, profile = planner.profiles
     assert [region.again_s is None for region in profile.regions] == [False, True, False, True]
@@ -360,7 +360,7 @@ def test_without_a_plan_that_keeps_the_budget_other_regions_are_chosen_for_less(
     planner.errors_left = 2
     _steps(offloader, 1)
     assert set(_once(offloader)) == set(), "nor one for these regions, nor one on paper for none: all moves"
-    assert pilot.plan is None, "and the next step is recorded"
+    assert pilot.plan is None, "the next step is recorded"
 
 
 @pytest.mark.usefixtures("regions")
@@ -414,7 +414,7 @@ def test_a_recorded_step_that_is_no_shorter_than_the_bases_is_not_followed(make_
     _steps(offloader, 1)
     assert (_once(offloader), pilot.plan.once) == (ALL_AGAIN, ())
     _steps(offloader, 12)
-    assert _once(offloader) == ALL_AGAIN, "and is not tried again within the same budget"
+    assert _once(offloader) == ALL_AGAIN, "the choice is not tried again within the same budget"
 
 
 @pytest.mark.usefixtures("regions")

@@ -287,7 +287,7 @@ def test_pytorchs_composable_checkpoint_is_one_as_well(make_offloader: MakeOfflo
     assert offloader.statistics().regions_once == 1
 
 
-def test_left_alone_they_all_run_again_and_nothing_is_counted(make_offloader: MakeOffloader) -> None:
+def test_with_checkpoints_left_alone_all_run_again_and_none_counts(make_offloader: MakeOffloader) -> None:
     model = Blocks()
     offloader = following(make_offloader(checkpoints="leave"), 0, 1, 2)
     assert model.step(offloader)[1] == [0, 1, 2, 2, 1, 0]
@@ -714,7 +714,7 @@ def test_two_offloaders_wrap_a_block_once(make_offloader: MakeOffloader) -> None
         model(batch()).sum().backward()
     assert second.statistics().regions == 3
     second.close()
-    assert wrapped(model), "the first one's"
+    assert wrapped(model), "the first offloader's wrapper stays"
     first.close()
     assert wrapped(model) == []
 
@@ -726,6 +726,6 @@ def test_blocks_are_the_members_of_outermost_containers_of_equals() -> None:
     assert list(find_blocks(GPT(GPTConfig(layers=3, width=32)))) == [f"stack.blocks.{n}" for n in range(3)]
     assert list(find_blocks(Unchecked())) == ["layers.a", "layers.b", "layers.c"]
     assert find_blocks(nn.Linear(2, 2)) == {}
-    assert find_blocks(nn.Sequential(nn.ReLU(), nn.ReLU())) == {}, "nothing to recompute for"
+    assert find_blocks(nn.Sequential(nn.ReLU(), nn.ReLU())) == {}, "these blocks save too little to recompute"
     nested = nn.ModuleDict({"one": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "two": nn.ReLU()})
     assert list(find_blocks(nested)) == ["one.0", "one.1"]

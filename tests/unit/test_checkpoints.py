@@ -53,7 +53,6 @@ class Cache(TorchDispatchMode):
 
 
 def active_hooks() -> Hooks:
-    """The innermost hooks."""
     hooks: Hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks
 

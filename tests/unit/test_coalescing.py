@@ -74,7 +74,7 @@ def test_a_batch_is_one_request_each_way(make_offloader: MakeOffloader) -> None:
 
 
 def test_a_plan_that_bounds_the_memory_waits_for_no_batch_that_is_never_full(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(engine="memory")  # without a budget of the user's small tensors wait for each other
+    offloader = make_offloader(engine="memory")  # without a budget of the user's, small tensors wait for each other
     offloader.store.shared.budget.limit_bytes = 2 * NBYTES
     saved = Saved(offloader, activations(3))
     assert states_of(offloader).count("spilled") >= 1
@@ -180,7 +180,7 @@ class OneRangeEngine(CountingEngine):
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_where_each_goes_alone(options: dict[str, Any], make_offloader: MakeOffloader) -> None:
+def test_options_that_write_each_record_alone(options: dict[str, Any], make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(**({"engine": CountingEngine} | options))
     saved = Saved(offloader, activations(2 * FULL))
     offloader.synchronize()
@@ -232,7 +232,7 @@ def test_synchronize_also_begins_the_batch_of_tensors_saved_meanwhile(make_offlo
     assert_empty(offloader)
 
 
-def test_waiting_for_all_ends_however_saves_fall_in_between(make_offloader: MakeOffloader) -> None:
+def test_synchronize_ends_while_another_thread_saves(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(engine="memory")
     tensors = activations(3, 64 * KIB)
     done = threading.Event()
@@ -421,7 +421,7 @@ def test_a_storage_freed_by_its_owner_during_the_write_stays(
     assert_empty(offloader)
 
 
-def test_a_storage_that_was_freed_once_counts_so_though_it_is_filled_again_at_its_old_address() -> None:
+def test_a_storage_freed_once_counts_as_freed_though_refilled_at_its_old_address() -> None:
     storage, moved = torch.arange(16).untyped_storage(), Mock()
     record = Record(storage, storage.data_ptr(), 0, 16, torch.device("cpu"))
     untouched = Sources([record], [])
@@ -435,12 +435,12 @@ def test_a_storage_that_was_freed_once_counts_so_though_it_is_filled_again_at_it
     assert not untouched.moved()
 
 
-def test_of_many_that_move_each_is_looked_at_in_turn(make_offloader: MakeOffloader) -> None:
+def test_records_under_way_are_checked_in_turn(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(engine=GateEngine)
     tensors = activations(80, 64 * KIB)
     saved = Saved(offloader, tensors)
     with freed(tensors[40]):
-        for _ in range(20):  # each is an occasion to look at some
+        for _ in range(20):  # each checks some records
             Saved(offloader, activations(1, 64 * KIB)).check_rest()
     only_engine(offloader).open()
     offloader.synchronize()
@@ -449,7 +449,7 @@ def test_of_many_that_move_each_is_looked_at_in_turn(make_offloader: MakeOffload
     assert_empty(offloader)
 
 
-def test_one_that_its_owner_frees_before_its_batch_is_begun_stays_alone(make_offloader: MakeOffloader) -> None:
+def test_a_storage_freed_by_its_owner_before_its_batch_begins_stays_alone(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(engine="posix")
     tensors = activations(2)
     saved = Saved(offloader, tensors)
@@ -523,7 +523,7 @@ def test_a_bad_block_is_an_error_of_the_tensor_that_it_belongs_to(make_offloader
     offloader = make_offloader(engine=BadBlockEngine)
     saved = Saved(offloader, activations(FULL))
     offloader.synchronize()
-    only_engine(offloader).bad = 1 * NBYTES + 4096  # in the second
+    only_engine(offloader).bad = 1 * NBYTES + 4096  # in the second record
     for index in (3, 2, 0):
         saved.check(index)
     with pytest.raises(StorageReadError, match="bad block"):

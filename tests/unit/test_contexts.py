@@ -130,7 +130,7 @@ def _no_hooks_left() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt, SystemExit, asyncio.CancelledError, GeneratorExit])
-def test_whatever_ends_an_attached_forward_leaves_the_context(
+def test_an_attached_forward_leaves_the_context_however_it_ends(
     options: dict[str, Any], error: type[BaseException]
 ) -> None:
     failing = _Failing()
@@ -193,7 +193,7 @@ def test_attached_twice_with_equal_options_it_counts_once(options: dict[str, Any
     again = actoffload.attach(model, **options)
     assert again is not attachment
     again.offloader.close()
-    assert actoffload.attach(model, **options) is not again, "a closed offloader takes nothing more"
+    assert actoffload.attach(model, **options) is not again, "a closed offloader admits no tensor"
 
 
 def test_attached_twice_with_other_options_is_an_error_that_names_one(options: dict[str, Any]) -> None:
@@ -470,7 +470,7 @@ def test_a_copy_is_attached_and_detached_by_itself(options: dict[str, Any]) -> N
         assert set(vars(each)) == names
 
 
-def test_a_class_that_looks_at_its_subclasses_sees_none_of_ours(options: dict[str, Any]) -> None:
+def test_a_class_that_registers_its_subclasses_sees_none_of_ours(options: dict[str, Any]) -> None:
     known: list[type] = []
 
     class Registered(Chain):

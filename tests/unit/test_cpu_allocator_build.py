@@ -34,7 +34,7 @@ def quickly_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """No library is in use and none in the cache, as far as `cpu_allocator` knows; the cache's place."""
+    """No library is in use and the cache is empty, as far as `cpu_allocator` knows; returns its folder."""
     monkeypatch.setattr(cpu_allocator._Process, "library", None)
     monkeypatch.setattr(cpu_allocator._Process, "reason", None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -76,7 +76,7 @@ def test_one_call_of_the_library_changes_the_mode_once(mode: list[int], monkeypa
     assert mode == [GLOBAL]
 
 
-def test_a_capture_is_looked_for_once_in_each_call_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_query_for_a_capture_in_each_call_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     device, asked = accelerator.Accelerator("cuda"), []
 
     def no(index: int) -> bool:
@@ -193,7 +193,7 @@ def test_a_tensor_of_a_compiled_graph_is_known(monkeypatch: pytest.MonkeyPatch) 
     assert not device.is_of_a_graph(tensor)
 
 
-def test_the_installed_trees_are_as_they_are_asked() -> None:
+def test_the_installed_trees_have_the_functions_that_we_call() -> None:
     trees: Any = pytest.importorskip("torch._inductor.cudagraph_trees")
     assert "create_if_none_exists" in inspect.signature(trees.get_manager).parameters
     for node in (trees.CUDAGraphNode, trees.CUDAWarmupNode):

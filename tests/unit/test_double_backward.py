@@ -81,7 +81,6 @@ def forces(net: nn.Module, x: Tensor) -> Tensor:
 
 
 def penalty(net: nn.Module, x: Tensor) -> Tensor:
-    """A gradient penalty."""
     (gradient,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
     return (gradient.square().sum(1).sqrt() - 1).square().mean()
 

@@ -267,7 +267,7 @@ class StopAt:
     def reached(self) -> Iterator[None]:
         """Inside this context the thread stands still."""
         try:
-            assert self._reached.wait(WAIT_S), "nothing came to the place where it was to stop"
+            assert self._reached.wait(WAIT_S), "no event reached the place to stop at"
             yield
         finally:
             self._go.set()
@@ -285,7 +285,7 @@ def _saved_once(where: str = "cpu") -> Tensor:
 
 
 def _assert_released(offloader: Offloader) -> None:
-    """No record lives and nothing is held. Itself it empties no mailbox."""
+    """No record lives and nothing is held. This check does not empty the mailbox itself."""
     accounts = accounts_of(offloader)
     wait_until(lambda: accounts.live_records == 0, "records are left")
     assert (accounts.baseline_bytes, accounts.resident_bytes) == (0, 0)
@@ -296,7 +296,7 @@ def _assert_released(offloader: Offloader) -> None:
 
 @ON_EACH_DEVICE
 @pytest.mark.usefixtures("_no_garbage_collection")
-def test_a_handle_that_dies_while_a_write_ends_is_worked_off_at_once(make_offloader: MakeOffloader, where: str) -> None:
+def test_a_handle_that_dies_while_a_write_ends_is_released_at_once(make_offloader: MakeOffloader, where: str) -> None:
     stop = StopAt(EventKind.WRITE, RECORD_BYTES, "" if where == "cpu" else "to disk")
     offloader = make_offloader(engine=GateEngine, trace=stop)
     with offloader:

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.simulated
 
 def test_a_plan_declines_where_hooks_keep_the_host_from_the_device(device: SimulatedDevice) -> None:
     row = host_bound.run(device, host_bound.LAUNCHES["host-bound"])
-    assert max(row["seconds"][:2]) > 1.1 * row["keep_s"], "the steps that were recorded"
-    assert max(row["seconds"][2:]) <= 1.02 * row["keep_s"], "the first plan knows it"
+    assert max(row["seconds"][:2]) > 1.1 * row["keep_s"], "the recorded steps"
+    assert max(row["seconds"][2:]) <= 1.02 * row["keep_s"], "the first plan declines"
     assert "declined: " in row["explained"]
     assert "why is a step slower:\n" not in row["explained"]
 
@@ -28,7 +28,7 @@ def test_the_first_plan_prices_the_hooks_time_of_the_host(device: SimulatedDevic
     assert max(row["seconds"][:2]) > 4 * row["keep_s"], "a recorded step"
     assert max(row["seconds"][2:]) <= 1.02 * row["keep_s"]
     assert row["history"] == ["first plan"]
-    assert row["unhooked"] == 6, "as nothing moves"
+    assert row["unhooked"] == 6, "nothing moves"
 
 
 def test_one_step_corrects_a_price_that_the_recorded_step_did_not_show(
@@ -59,7 +59,7 @@ def test_a_step_is_longer_by_the_devices_idle_time_in_hooks(device: SimulatedDev
     assert one.idle_s == pytest.approx(late_s, rel=0.3, abs=0.01 * row["keep_s"])
 
 
-def test_the_first_hook_of_a_step_that_is_watched_is_no_sign_that_the_device_idles(device: SimulatedDevice) -> None:
+def test_the_first_hook_of_a_watched_step_counts_no_idle_time(device: SimulatedDevice) -> None:
     """Work enqueued by the end of the last watched step, some steps ago, ended long ago."""
     accelerator = SimulatedAccelerator()
     x = torch.ones(1024, device=NAME, requires_grad=True)
@@ -79,7 +79,7 @@ def test_the_first_hook_of_a_step_that_is_watched_is_no_sign_that_the_device_idl
         del out
 
 
-def test_a_hook_that_the_device_did_not_notice_counts_once_that_has_caught_up(device: SimulatedDevice) -> None:
+def test_a_hook_during_the_devices_work_counts_once_the_device_has_caught_up(device: SimulatedDevice) -> None:
     accelerator = SimulatedAccelerator()
     x = torch.ones(1024, device=NAME, requires_grad=True)
     with simulated(accelerator) as offloader:

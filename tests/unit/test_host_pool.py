@@ -320,7 +320,7 @@ def test_page_locked_memory_that_no_step_uses_any_more_is_given_back() -> None:
     _steps(pool, 4)
     assert len(pins.unlocked) == unlocked, "memory that steps use stays"
     _steps(pool, 16, 2)
-    assert pool.mapped_bytes >= 8 * SLAB, "and more is had again"
+    assert pool.mapped_bytes >= 8 * SLAB, "more is mapped again"
     pool.close()
     assert pins.locked == {}
 

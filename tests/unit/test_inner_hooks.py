@@ -45,8 +45,6 @@ WAYS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 class Doubled(torch.autograd.Function):
-    """A custom function."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)

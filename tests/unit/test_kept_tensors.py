@@ -84,7 +84,7 @@ def read_once(ctx: Any, gradient: Tensor) -> Tensor:
 
 
 def emptied(ctx: Any, gradient: Tensor) -> Tensor:
-    """As Transformer Engine does, to have the memory back at once."""
+    """Transformer Engine does so, to have the memory back at once."""
     (saved,) = ctx.saved_tensors
     result: Tensor = gradient * saved
     saved.data = torch.empty(0)
@@ -222,7 +222,7 @@ def test_views_and_conjugates_of_kept_storages_come_back_as_they_were(make_offlo
 
 
 @pytest.mark.parametrize("first_out", [0, 1])
-def test_its_memory_goes_with_the_last_graph(first_out: int, make_offloader: MakeOffloader) -> None:
+def test_memory_of_a_kept_storage_dies_with_the_last_graph(first_out: int, make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(policy=_plan(count=1))
     with offloader, no_garbage_collection():
         saved = _input() * 1.0
@@ -302,7 +302,7 @@ def test_tensors_stay_and_move_side_by_side_on_a_device(device: SimulatedDevice,
 
 
 def _saves_in_many_ways(offloader: Offloader) -> list[Tensor]:
-    """Steps that save storages again: as they are, as views, changed, with other counters, and never unpacked."""
+    """Steps that save storages again: whole, as views, changed, with other counters, and never unpacked."""
     found: list[Tensor] = []
     for _ in range(3):
         x = _input()

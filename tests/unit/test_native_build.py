@@ -31,7 +31,7 @@ class Elsewhere(Tensor):
 
 @pytest.fixture
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Nothing was loaded or refused yet, and nothing is in the cache; the cache's place."""
+    """Nothing was loaded or refused yet, and the cache is empty; returns its folder."""
     monkeypatch.setattr(native._Process, "module", None)
     monkeypatch.setattr(native._Process, "reason", None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -90,7 +90,7 @@ def test_a_refusal_has_its_reason(
 
 
 @pytest.mark.parametrize("switch", ["1", "hooks", ""])
-def test_another_release_is_tried_where_that_was_asked_for(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_release_is_tried_on_request(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "9.1.0+cpu")
     monkeypatch.setenv(native_build.SWITCH, switch)
     if switch:

@@ -171,7 +171,7 @@ def seen(make_offloader: MakeOffloader, what: str, where: str) -> tuple[Any, ...
 
 @pytest.mark.parametrize("where", ["forward", "region"])
 @pytest.mark.parametrize("what", SAVED)
-def test_both_do_the_same(what: str, where: str, make_offloader: MakeOffloader) -> None:
+def test_compiled_hooks_and_python_do_the_same(what: str, where: str, make_offloader: MakeOffloader) -> None:
     ours = seen(make_offloader, what, where)
     with in_python():
         assert ours == seen(make_offloader, what, where)
@@ -275,7 +275,7 @@ def test_unpack_returns_the_leaf_itself(hooks: Hooks) -> None:
     assert type(hooks.unpack(row)) is Tensor
     assert hooks.notes == [("parameter", 4 * ELEMENTS, False), ("parameter", 16, False)]
     weight.data = torch.zeros(4)
-    assert hooks.unpack(handle).shape == (4,), "as autograd, which keeps the leaf"
+    assert hooks.unpack(handle).shape == (4,), "autograd keeps the leaf, too"
     number = id(weight)
     del weight  # PyTorch keeps the Python object of a tensor that is still referenced
     assert (id(hooks.unpack(handle)), hooks.unpack(handle).mine) == (number, 7)
@@ -293,7 +293,7 @@ def test_a_leaf_that_is_a_view_and_wants_a_gradient_counts_as_a_parameter(hooks:
 # -- tensors that Python packs -----------------------------------------------------------------------------------------
 
 
-def test_python_is_asked_where_more_than_size_decides(hooks: Hooks) -> None:
+def test_python_packs_if_more_than_size_decides(hooks: Hooks) -> None:
     small = ones(4)
     assert hooks.takes(small)
     hooks.marked.add(small, "marked")
@@ -347,7 +347,7 @@ def test_python_packs_inside_a_transform(transform: Any, hooks: Hooks) -> None:
     assert hooks.takes(plain)
 
 
-def test_in_inference_it_is_unpacked_all_the_same(hooks: Hooks) -> None:
+def test_unpack_works_in_inference_mode(hooks: Hooks) -> None:
     x = ones(4)
     handle = hooks.pack(x)
     with torch.inference_mode():
@@ -359,7 +359,7 @@ def test_in_inference_it_is_unpacked_all_the_same(hooks: Hooks) -> None:
 # -- counts, references, the collector --------------------------------------------------------------------------------
 
 
-def test_each_is_noted_as_it_comes_and_goes(hooks: Hooks) -> None:
+def test_each_handle_is_noted_at_its_birth_and_death(hooks: Hooks) -> None:
     held = [hooks.pack(ones(size)) for size in (4, 5, 5, 4)]
     small = "below min_bytes"
     births = [(small, 16, True), (small, 20, True), (small, 20, True), (small, 16, True)]

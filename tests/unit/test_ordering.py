@@ -702,8 +702,6 @@ def test_no_memory_for_a_prefetch_fails_nothing(device: SimulatedDevice, monkeyp
 
 
 class _ReadsTwice(torch.autograd.Function):
-    """Its backward reads its saved tensor twice."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)

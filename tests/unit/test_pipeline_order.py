@@ -19,7 +19,7 @@ from tests.harness import WAIT_S, MakeOffloader, assert_empty, same_bits
 
 
 def _forward() -> Tape[Any]:
-    """One that has saved something."""
+    """A forward that has saved a tensor."""
     tape: Tape[Any] = Tape()
     tape.append(None, 100)
     return tape
@@ -192,7 +192,7 @@ def test_hints_keep_the_tail_from_the_first_step_on(make_pipeline: Callable[...,
     assert_empty(pipeline.offloader)
 
 
-def test_the_next_backwards_tail_is_fetched_before_it_is_asked_for(make_pipeline: Callable[..., _Pipeline]) -> None:
+def test_the_next_backwards_tail_is_fetched_before_its_unpack(make_pipeline: Callable[..., _Pipeline]) -> None:
     pipeline = make_pipeline(keep_last_bytes=0)
     pipeline.step("F0 F1 B0 B1")
     pipeline.reads.clear()

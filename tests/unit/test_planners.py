@@ -85,7 +85,7 @@ def test_without_enough_bandwidth_a_part_moves_and_the_tail_stays(width: int, la
     assert predicted_s(tight) > 1.2 * profile.step_s  # the plan without a budget avoids this slowdown
 
 
-def test_a_drive_that_reads_slowly_is_asked_early_enough() -> None:
+def test_reads_of_a_slow_drive_begin_early_enough() -> None:
     drive = Accelerator(name="one drive", flops=140e12, host=None, disk=link(3, 1.5))
     profile = transformer_profile(8192, 25, 1, accelerator=drive)
     made = plan(profile, Limits())

@@ -180,7 +180,7 @@ INPUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 CAREFUL = ("smaller than one that it saves", "saved after", "of two regions")
-"""If it is unknown, or if its bytes stay, an input counts as saved all the same."""
+"""On paper these inputs count as saved although they may not be: their other uses are unknown, or their bytes stay."""
 
 
 def _region(x: Tensor, function: Callable[[Tensor], Tensor] = _inner, *more: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def test_most_steps_of_a_model_of_which_nothing_moves_run_without_hooks(model: n
     found = attachment.offloader.statistics()
     hooked = found.steps - found.unhooked
     assert saved[2:MOST_REST] == saved[1:2] * (MOST_REST - 2)
-    assert saved[-1] == hooked * saved[0] > saved[1], "hooks have looked again"
+    assert saved[-1] == hooked * saved[0] > saved[1], "a later step has hooks again"
     assert hooked <= 6
     assert f": {hooked} forward passes: " in attachment.offloader.report()
     assert f"as nothing moves, {found.unhooked} more forward passes ran without hooks" in attachment.offloader.report()
@@ -73,7 +73,7 @@ def test_a_forward_of_other_inputs_has_its_hooks_before_it_saves_anything(model:
     assert _saved(attachment) > before
     before = _saved(attachment)
     train_step(model, batch(SMALL))
-    assert _saved(attachment) == before, "the small ones rest still"
+    assert _saved(attachment) == before, "small inputs still need no hooks"
 
 
 def test_a_second_call_with_other_inputs_in_one_context_has_its_hooks(model: nn.Module, tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_forward_beside_the_model_in_a_context_has_its_hooks(model: nn.Module,
 
 
 def test_a_step_of_several_calls_never_rests(model: nn.Module, tmp_path: Path) -> None:
-    """As in contrastive learning: the second call's hooks would see another forward than the plan's."""
+    """Contrastive learning has such steps: the second call's hooks would see another forward than the plan's."""
     context = _context(model, tmp_path)
     for _ in range(MOST_REST):
         with context:
@@ -150,7 +150,7 @@ def test_a_call_that_may_save_more_has_its_hooks_at_once(
     assert after.packed_tensors - before.packed_tensors > 20
     for _ in range(16 if change is None else 0):
         deep(x, deep=False).sum().backward()
-        assert attachment.offloader.statistics().unhooked == after.unhooked, "as such steps are not all alike"
+        assert attachment.offloader.statistics().unhooked == after.unhooked, "such steps differ from each other"
 
 
 def test_hooks_of_the_program_around_the_context_change_nothing(model: nn.Module, tmp_path: Path) -> None:
@@ -168,9 +168,7 @@ def test_hooks_of_the_program_around_the_context_change_nothing(model: nn.Module
 
 
 @pytest.mark.parametrize("options", [{"device_budget": "1GiB"}, {"trace": "trace.json"}], ids=str)
-def test_steps_that_something_looks_at_have_their_hooks(
-    model: nn.Module, tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_steps_with_an_observer_have_their_hooks(model: nn.Module, tmp_path: Path, options: dict[str, Any]) -> None:
     if "trace" in options:
         options = {"trace": str(tmp_path / options["trace"])}
     attachment = _attach(model, tmp_path, **options)
@@ -205,10 +203,10 @@ class _RunsOut(nn.Module):
 
 
 @pytest.mark.parametrize("rows", [SMALL, 256], ids=["nothing to plan", "a plan"])
-def test_running_out_of_memory_without_hooks_gives_the_next_step_its_hooks(
+def test_without_memory_in_a_step_without_hooks_the_next_step_has_hooks(
     model: nn.Module, tmp_path: Path, rows: int
 ) -> None:
-    """And a limit, if the bytes of a step are known: else the plan would be the same again."""
+    """The plan gets a limit as well, if the bytes of a step are known: else it would be the same again."""
     fragile = _RunsOut(model)
     attachment = _attach(fragile, tmp_path)
     for _ in range(3 * MOST_REST):  # a plan's steps vary on a loaded machine, and the library measures again
@@ -259,7 +257,7 @@ def test_hooks_that_come_late_leave_the_programs_hooks_in_their_place(model: nn.
 
     with context:
         model(batch(SMALL))
-        assert top() is None, "it rests"
+        assert top() is None, "the step has no hooks"
         with saved_tensors_hooks(take, lambda tensor: tensor):
             out = model(batch(LARGE))
         assert top() is None, "the program's hooks are gone with their context"
@@ -330,7 +328,7 @@ def test_an_interrupt_as_a_rest_begins_or_ends_pops_no_hooks_of_the_program(
 
 
 @pytest.mark.simulated
-def test_steps_of_which_the_host_only_just_keeps_up_are_not_longer_though_the_recorded_one_was(
+def test_a_long_recorded_step_does_not_lengthen_steps_in_which_the_host_only_just_keeps_up(
     device: SimulatedDevice,
 ) -> None:
     """On an H200 a recorded step took 4.6 times as long as one that kept all, and no later step was compared with it.
@@ -345,7 +343,7 @@ def test_steps_of_which_the_host_only_just_keeps_up_are_not_longer_though_the_re
     assert found["unhooked"] >= 20
 
 
-def test_waits_are_no_sign_that_the_recorded_step_was_late() -> None:
+def test_waits_do_not_prove_that_the_recorded_step_was_late() -> None:
     """The device may have computed meanwhile."""
     recorded = Profile(storages=(), forward_s=1.0, backward_s=2.0)
     assert pace_of(Observed(step_s=2.0), recorded, 0.01) == 2.0
@@ -361,7 +359,7 @@ def test_idle_time_of_the_device_in_hooks_is_no_part_of_keeps_step() -> None:
     assert pace_of(Observed(step_s=3.0, idle_s=0.1), recorded, 0.05) is None
 
 
-def test_one_step_in_which_hooks_take_too_much_is_enough_to_look_at_the_plan() -> None:
+def test_one_step_with_too_long_hooks_is_enough_to_review_the_plan() -> None:
     assert StepsUnderPlan().add(Observed(step_s=1.0, idle_s=0.02), 0.01) is not None
     steps = StepsUnderPlan()
     found = [steps.add(Observed(step_s=1.0, idle_s=0.02), float("inf")) for _ in range(REVIEW_STEPS)]
@@ -390,7 +388,7 @@ def test_a_device_that_had_work_left_at_the_last_hook_has_idled_in_hooks_alone()
 
     assert [idled(5.0, lead_s) for lead_s in (0.0, 1.0, 4.0)] == [5.0, 4.0, 2.0]
     assert idled(5.0, 4.0, watched=0) == 5.0, "another step is timed"
-    assert idled(1.5, 4.0) == 1.5, "too little to look at events"
+    assert idled(1.5, 4.0) == 1.5, "too little for a query of events"
 
 
 def test_steps_that_wait_for_longer_than_predicted_are_planned_again_unless_a_budget_lets_them() -> None:

@@ -69,7 +69,7 @@ def test_a_sample_without_a_prediction_has_its_error(tmp_path: Path) -> None:
     assert "the peak for recompute is not known" in hybrid["error"]
 
 
-def test_one_command_predicts_and_writes_both_pictures_which_say_so(tmp_path: Path) -> None:
+def test_one_command_predicts_and_writes_both_pictures_marked_as_predicted(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "r.json"
     options = ["rok", "--preset", "tiny", "--gpu", "h100-sxm", "--out", str(file)]

@@ -72,11 +72,11 @@ class _Saved:
 
 
 _MODEL = torch.nn.Identity()
-"""Known, or else all live modules are looked through for each program."""
+"""Known to the offloader; else each program searches all live modules."""
 
 
 def follow(options: dict[str, Any], elements: list[int], program: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """Run a program; each unpack gives the bits that were saved, or an error where they were changed in place."""
+    """Run a program; each unpack returns the saved bits, or raises an error after an in-place change."""
     offloader = Offloader(OffloadConfig(target="nvme", path="/tmp", devices="cpu", **options)).use(_MODEL)
     tensors = [_Tensor(activation(number, size)) for number, size in enumerate(elements)]
     saved: list[_Saved] = []
@@ -156,7 +156,7 @@ def test_a_view_of_less_does_not_stand_for_the_whole(options: dict[str, Any], ma
     offloader.synchronize()
     for one, view in zip(saved, views, strict=True):
         assert same_bits(one.unpack(), view)
-    assert offloader.statistics().live_records == 3, "the piece lies in the first one"
+    assert offloader.statistics().live_records == 3, "the piece lies in the first storage"
     assert offloader.statistics().deduplicated_bytes == 512
     saved.clear()
     del one
@@ -310,7 +310,7 @@ def test_a_mode_saves_and_drops_while_a_tensor_is_saved(options: dict[str, Any],
 
 @POLICIES
 @pytest.mark.parametrize("more", range(0, 60, 5))
-def test_the_collector_lets_go_of_the_record_that_is_looked_at(
+def test_the_collector_frees_the_record_that_a_save_has_found(
     more: int, options: dict[str, Any], make_offloader: MakeOffloader
 ) -> None:
     offloader = make_offloader(**options)

@@ -177,7 +177,7 @@ def _an_end_that_is_not_recomputed(x: Tensor) -> Tensor:
         (_an_end_that_is_not_recomputed, MATMULS),
     ],
 )
-def test_programs_have_the_gradients_that_they_have_without(function: Any, policy: Any, offloader: Offloader) -> None:
+def test_programs_have_the_same_gradients_as_without(function: Any, policy: Any, offloader: Offloader) -> None:
     x = matrix()
     with no_garbage_collection():
         expected = gradients_of(function, x)
@@ -207,7 +207,7 @@ class _OfTheProgram(plain._CachedTorchDispatchMode):
     """A second context that relies on the data that PyTorch's first one stores."""
 
 
-def test_contexts_that_ours_cannot_stand_for_stay_in_a_program(offloader: Offloader) -> None:
+def test_contexts_that_ours_cannot_replace_stay(offloader: Offloader) -> None:
     x = matrix()
 
     def function(x: Tensor) -> Tensor:
@@ -400,7 +400,7 @@ def test_a_change_that_the_cached_tensors_counter_does_not_see(make_offloader: M
 
     expected = gradients_of(function, x, w)
     plain = gradients_of(partial(region, function, make=plain_contexts), x, w)
-    assert not same_bits(plain[0], expected[0]), "PyTorch has mended it: the special case may go"
+    assert not same_bits(plain[0], expected[0]), "PyTorch has fixed it: remove the special case"
     offloader = make_offloader(policy="all", engine=GateEngine)  # it would read the product after the change
     for _ in range(2):
         with offloader:

@@ -232,7 +232,7 @@ def test_a_window_that_shortens_no_wait_is_widened_no_more(accelerator: Simulate
 def test_a_stream_that_waits_for_data_widens_the_window(
     device: SimulatedDevice, accelerator: SimulatedAccelerator, fixed: bool
 ) -> None:
-    """As a wait of the host does; the host of a device is ahead of it, and never waits."""
+    """A wait of the host does so, too; the host of a device runs ahead of it, and never waits."""
     model = _model()
     options = {"prefetch_bytes": 64 << 10} if fixed else {}
     with simulated(accelerator, pending_bytes=1, policy="all", **options) as offloader:

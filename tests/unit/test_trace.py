@@ -64,7 +64,7 @@ def _traced(make_offloader: MakeOffloader, file: Path, *, steps: int = 2, **opti
 
 
 def assert_nested(trace: TraceFile) -> None:
-    """Spans of one track do not cross each other, or a viewer shows them wrong; times are rounded to nanoseconds."""
+    """Spans of one track nest, or a viewer shows them wrong; times are rounded to nanoseconds."""
     ends: dict[str, list[float]] = {}
     for span in sorted((*trace.phases, *trace.waits, *trace.transfers), key=lambda span: (span.begin_s, -span.end_s)):
         around = ends.setdefault(span.track, [])
@@ -120,7 +120,7 @@ def test_a_viewer_gets_steps_rows_in_order_and_an_arrow_from_each_write_to_its_r
             assert 4 * math.prod(shape) == nbytes
 
 
-def test_memory_is_looked_at_while_nothing_is_saved(make_offloader: MakeOffloader, tmp_path: Path) -> None:
+def test_memory_is_sampled_while_nothing_is_saved(make_offloader: MakeOffloader, tmp_path: Path) -> None:
     offloader = make_offloader(trace=tmp_path / "run.json", policy="keep")
     model = Chain()
     offloader.use(model)
@@ -143,7 +143,7 @@ def test_memory_is_looked_at_while_nothing_is_saved(make_offloader: MakeOffloade
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-def test_a_fork_in_the_middle_of_a_look_at_memory(
+def test_a_fork_in_the_middle_of_a_sample_of_memory(
     make_offloader: MakeOffloader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks, goes_on = threading.Event(), threading.Event()
@@ -179,8 +179,8 @@ def _asked(parameter: Any) -> Any:
 _Watched: Any = type("_Watched", (nn.Parameter,), {"grad": property(_asked)})
 
 
-def test_gradients_are_looked_at_only_by_threads_that_make_them(make_offloader: MakeOffloader, tmp_path: Path) -> None:
-    """Autograd gives a parameter its gradient without any lock: another thread that reads it then may crash."""
+def test_only_threads_that_make_gradients_read_them(make_offloader: MakeOffloader, tmp_path: Path) -> None:
+    """Autograd assigns a parameter's gradient without a lock: another thread that reads it then may crash."""
     model = Chain(depth=8)
     model.extra = _Watched(torch.ones(8))
     offloader = make_offloader(trace=tmp_path / "run.json", policy="keep").use(model)
@@ -367,7 +367,7 @@ def test_two_threads_that_close_an_offloader_end_its_part_of_a_file_once(
     closing = [threading.Thread(target=first.close) for _ in range(2)]
     for thread in closing:
         thread.start()
-    time.sleep(0.1)  # both wait for the look to end
+    time.sleep(0.1)  # both wait for the end of the sample
     goes_on.set()
     for thread in closing:
         thread.join(WAIT_S)
@@ -413,7 +413,7 @@ def test_no_event_is_written_behind_the_end_of_the_file(tmp_path: Path) -> None:
     assert not writer.failed
 
 
-def test_two_offloaders_of_one_step_tell_its_phases_once(make_offloader: MakeOffloader, tmp_path: Path) -> None:
+def test_two_offloaders_of_one_step_write_its_phases_once(make_offloader: MakeOffloader, tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     outer, inner = (make_offloader(trace=file, policy=policy) for policy in ("keep", "greedy"))
     model = Chain()
