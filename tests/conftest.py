@@ -92,7 +92,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _ctrl_c_interrupts() -> Iterator[None]:
-    """As in a terminal: a shell starts a job in the background with the signal ignored, and children inherit that."""
+    """Handle Ctrl-C as in a terminal: shells start background jobs with the signal ignored, which children inherit."""
     before = signal.getsignal(signal.SIGINT)
     if before is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -102,7 +102,7 @@ def _ctrl_c_interrupts() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _freeze_the_imports_of_a_file() -> Iterator[None]:
-    """As above, after each file of tests: PyTorch's compiler alone makes such a search ten times as long."""
+    """Freeze them after each file of tests, too: PyTorch's compiler alone makes such a search ten times as long."""
     yield
     gc.collect()
     gc.freeze()

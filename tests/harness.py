@@ -363,7 +363,6 @@ def simulated(accelerator: SimulatedAccelerator | None = None, **options: Any) -
 
 
 def copy_out(copies: CopyStreams, source: Tensor, host: Tensor) -> Batch:
-    """Begin one copy to the host."""
     batch = copies.gather("out", 0, None)
     batch.add("source", host, source, host.nbytes, [])
     copies.begin_out(batch)

@@ -108,7 +108,7 @@ class _Layer(nn.Module):
 
 
 class _Checkpointed(nn.Module):
-    """As a program does it that has the flag of its framework on."""
+    """A layer under the program's checkpoint, as with a framework's flag."""
 
     def __init__(self, layer: _Layer) -> None:
         super().__init__()

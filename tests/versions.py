@@ -137,7 +137,6 @@ def _run_files(folder: Path, interpreter: str) -> Iterator[dict[str, dict[str, A
 
 
 def _sum(files: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """One result of many files."""
     total: dict[str, Any] = {"passed": 0, "skipped": 0, "failed": [], "status": 0}
     for found in files:
         total = {key: value + found[key] for key, value in total.items()}

@@ -141,7 +141,7 @@ def test_saved_tensors_can_be_looked_at(make_offloader: Maker) -> None:
 @pytest.mark.parametrize("settled", [True, False])
 @pytest.mark.parametrize("count", [50, 50_000])
 def test_changing_a_restored_tensor_raises(settled: bool, count: int, make_offloader: Maker) -> None:
-    """As without an offloader: the next backward may receive the same tensor."""
+    """The next backward may receive the same tensor, so autograd's check applies to it, too."""
     x = leaf(count)
     offloader = make_offloader(debug=True)
 

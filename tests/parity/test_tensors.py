@@ -34,7 +34,7 @@ def score(x: Tensor) -> Tensor:
 
 
 def in_place_chunks(x: Tensor) -> Tensor:
-    """As GRU cells do: each chunk of one storage counts its own changes."""
+    """GRU cells do so: each chunk of one storage counts its own changes."""
     one, two, three, _ = (x * 1).unsafe_chunk(4, 1)
     return one.sigmoid_() * two.exp_() + three.tanh_().sin() * one
 

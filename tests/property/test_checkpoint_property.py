@@ -29,8 +29,6 @@ EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=list(H
 
 @dataclass(frozen=True)
 class Kind:
-    """The properties of one region."""
-
     dropout: bool = False
     nested: str = ""  # "", "once" or "twice": checkpoints inside
     arguments: str = "position"  # or "keyword", "closure"
@@ -46,8 +44,6 @@ class Kind:
 
 @dataclass(frozen=True)
 class Step:
-    """The properties of one step."""
-
     kinds: tuple[Kind, ...]
     once: frozenset[int]
     policy: str = "all"
@@ -236,7 +232,6 @@ def steps(draw: Any) -> Step:
 
 
 def check(step: Step, device: str, **options: Any) -> None:
-    """The step with and without an offloader."""
     count = regions_of(step.kinds)
     policy: Any = step.policy
     if step.given:

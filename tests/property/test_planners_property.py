@@ -33,7 +33,7 @@ def _any_gain() -> Iterator[None]:
 
 
 def _check_without_budget(profile: Profile) -> None:
-    """Never slower than keep by more than 1 %, never more memory, and the published cut frees no more at no loss."""
+    """A plan is at most 1 % slower than keep, takes no more memory, and the published cut frees no more at no loss."""
     made = plan(profile, Limits())
     seen = simulate(profile, made, detail=False)
     assert seen.step_s <= 1.01 * profile.step_s
@@ -45,7 +45,7 @@ def _check_without_budget(profile: Profile) -> None:
 
 
 def _check_budget(profile: Profile, share: float) -> None:
-    """Under a budget between the floor and the peak: never above it, and hardly slower than the published cut."""
+    """A plan never exceeds a budget between the floor and the peak, and is hardly slower than the published cut."""
     lowest = Search(profile, Limits()).floor()
     budget = int(lowest + share * (profile.baseline_peak_bytes - lowest))
     seen = simulate(
@@ -142,7 +142,7 @@ def test_near_the_best_plan_that_there_is() -> None:
 @pytest.mark.parametrize("share", [0.7, 1.0, 1.3])
 @pytest.mark.parametrize("speed", [0.1, 0.5, 1.0, 4.0])
 def test_within_five_percent_of_the_best_mix(speed: float, share: float) -> None:
-    """Regions and cuts together, against every set of regions with every cut."""
+    """Regions and cuts are chosen together, against every set of regions with every cut."""
     for seed in range(6):
         base = checkpointed(random_profile(seed, storages=16, blocks=4))
         links = {name: one.scaled(speed) for name in ("host", "disk") if (one := getattr(base, name)) is not None}

@@ -109,7 +109,6 @@ def take_gradient(tensor: Tensor) -> Tensor:
 
 
 def activations(count: int, nbytes: int = NBYTES) -> list[Tensor]:
-    """Tensors of random numbers."""
     generator = torch.Generator().manual_seed(count)
     return [torch.randn(nbytes // 4, generator=generator) for _ in range(count)]
 

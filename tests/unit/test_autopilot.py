@@ -189,7 +189,7 @@ def test_an_evaluation_before_a_step_is_not_recorded_with_it(make_offloader: Mak
 
 
 def test_another_shape_has_a_plan_of_its_own(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a known model, too: the first storage distinguishes the shapes."""
+    """The first storage distinguishes the shapes, also if no model is known."""
     monkeypatch.setattr("actoffload.autotune.making.PLANNING_SHARE", 1e9)
     offloader = make_offloader(policy="auto")
     planner = _Scripted(lambda *_: True)
@@ -419,7 +419,7 @@ def test_a_recorded_step_that_is_no_shorter_than_the_bases_is_not_followed(make_
 
 @pytest.mark.usefixtures("regions")
 def test_measured_steps_decide_at_last(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the plans the mix is shorter; measured, it is longer than the base's prediction and than the base's steps."""
+    """The plans predict a shorter mix; measured, it is longer than the base's prediction and than the base's steps."""
     monkeypatch.setattr("actoffload.autotune.making.PLANNING_SHARE", 1e9)
     offloader = make_offloader(policy="auto", device_budget="1GiB")
     planner = _Scripted(lambda *_: True, frozenset({0, 1, 2, 3}))

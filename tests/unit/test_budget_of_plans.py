@@ -133,7 +133,7 @@ def test_memory_in_use_counts_beside_saved_tensors_only_where_that_is_measured(
 def test_a_storage_that_backward_takes_leaves_its_room_to_the_next_fetch(
     device: SimulatedDevice, let_go: bool, each: int
 ) -> None:
-    """Once evicted: the budget is for the next record, and for one that backward may need at once."""
+    """If it is evicted, the budget has room for the next record, and for one that backward may need at once."""
     x = torch.linspace(-1, 1, RECORD_BYTES // 4).to(NAME).requires_grad_()
     records: list[Any] = []
     ahead: list[int] = []
@@ -257,7 +257,7 @@ def test_room_is_made_before_the_forward_of_a_region_takes_it(device: SimulatedD
 def test_no_room_is_made_where_nothing_may_be_ordered(
     make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """During graph capture and after abort()."""
+    """During graph capture and after abort() the library orders nothing."""
     offloader = make_offloader(device_budget=1000)
     (tier,) = offloader.store.tiers.by_device.values()
     asked: list[int] = []
@@ -274,7 +274,7 @@ def test_no_room_is_made_where_nothing_may_be_ordered(
 
 
 def test_a_read_under_way_is_not_counted_twice(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has had its room since it began: backward must not wait for writes to make that room again."""
+    """A read has its room from its begin on: backward must not wait for writes to make that room again."""
     offloader = make_offloader(device_budget="1MiB", engine=GateEngine)
     x = torch.ones(1024, requires_grad=True)
     with offloader:

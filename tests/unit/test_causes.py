@@ -249,7 +249,7 @@ class _Keeps(torch.autograd.Function):
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_tensors_that_a_function_keeps_on_ctx(make_offloader: MakeOffloader, kept: bool) -> None:
-    """They are visible while the graph is alive: until the loss is gone, also after backward."""
+    """The library sees them while the graph is alive: until the loss is gone, also after backward."""
     offloader, model, x = make_offloader(policy="all"), nn.Linear(64, 64), batch()
     with offloader:
         loss = sum((_Keeps.apply(model(x), kept).sum() for _ in range(4)), torch.zeros(()))

@@ -196,7 +196,7 @@ def test_threads_count_for_themselves(make_offloader: MakeOffloader) -> None:
 
 
 def test_a_region_that_raises_or_whose_generator_is_closed_is_left(make_offloader: MakeOffloader) -> None:
-    """Else every later region would count as nested in it."""
+    """An open region would make every later one count as nested in it."""
 
     def fails(x: Tensor) -> Tensor:
         raise ArithmeticError(x.exp().sum())
@@ -366,7 +366,7 @@ def change_weight(y: Tensor, layer: nn.Module) -> None:
 def test_a_region_whose_saves_are_changed_in_place_goes_on_running_again(
     make_offloader: MakeOffloader, change: Callable[[Tensor, nn.Module], None], selective: bool, raises: bool
 ) -> None:
-    """Its program trains without an error, so no plan may cause one."""
+    """The program trains without an error, so no plan may cause one."""
     torch.manual_seed(0)
     layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
     options: dict[str, Any] = {"use_reentrant": False}

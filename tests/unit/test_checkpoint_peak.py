@@ -52,7 +52,7 @@ def test_in_little_memory_no_plan_is_longer_than_the_programs_own_checkpoints(na
 
 
 def test_steps_of_a_device_are_as_long_as_they_are_on_it() -> None:
-    """Its host enqueues several micro-batches in the time of one, and waits in the last."""
+    """The host enqueues several micro-batches in the time of one, and waits in the last."""
     with virtual_time():
         device = install()
         training = Training(device, "conv", (), LINK)

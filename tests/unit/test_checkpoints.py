@@ -147,8 +147,6 @@ def test_a_selective_region_inside_of_one_that_runs_again(inside: bool, offloade
 
 
 class Outer(nn.Module):
-    """A model under one checkpoint."""
-
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
@@ -160,5 +158,4 @@ class Outer(nn.Module):
 
 @pytest.fixture
 def offloader(make_offloader: MakeOffloader) -> Offloader:
-    """Moves everything."""
     return make_offloader(policy="all")

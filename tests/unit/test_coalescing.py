@@ -99,7 +99,7 @@ def test_a_wait_for_room_ends_if_its_batch_is_given_up(make_offloader: MakeOfflo
 
 @pytest.mark.simulated
 def test_a_wait_for_host_memory_begins_the_batch_of_another_devices_tensors() -> None:
-    """It waits for tensors under way: for ever, if a batch of CPU tensors waited for more of them meanwhile."""
+    """The wait would last for ever if an open batch of CPU tensors waited for more of them meanwhile."""
     options: dict[str, Any] = {"target": "nvme", "engine": "memory", "host_budget": "8MiB", "policy": "all"}
     with Offloader(OffloadConfig(devices=("cpu", NAME), min_bytes=1, announce="none", **options)) as offloader:
         pass
@@ -401,7 +401,7 @@ def test_a_batch_that_is_still_needed_while_it_is_read(make_offloader: MakeOfflo
 def test_a_storage_freed_by_its_owner_during_the_write_stays(
     filled_again: bool, options: dict[str, Any], count: int, nbytes: int, make_offloader: MakeOffloader
 ) -> None:
-    """With its whole batch: the written bytes may be another owner's. Freed memory of 4 MiB leaves the process."""
+    """The whole batch stays, as the written bytes may be another owner's. Freed memory of 4 MiB leaves the process."""
     offloader = make_offloader(**({"engine": GateEngine} | options))
     tensors = activations(count, nbytes)
     saved = Saved(offloader, tensors)
@@ -580,7 +580,7 @@ def test_a_tensor_in_memory_can_be_unpacked_after_abort(nbytes: int, make_offloa
 
 
 def test_a_tensor_that_is_larger_than_the_limit_by_itself_moves(make_offloader: MakeOffloader) -> None:
-    """While at most half of the limit is under way."""
+    """The tensor moves while at most half of the limit is under way."""
     offloader = make_offloader(engine=GateEngine, pending_bytes=4 * NBYTES)
     saved = Saved(offloader, activations(2, 6 * NBYTES))
     assert states_of(offloader) == ["spilling", "resident"]

@@ -90,7 +90,6 @@ def _gives_none(file: object) -> None:
 
 @pytest.fixture(params=list(ENTRIES))
 def enter(request: pytest.FixtureRequest) -> Any:
-    """Enter by each of the ways in."""
     return ENTRIES[request.param]
 
 

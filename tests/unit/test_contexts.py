@@ -295,7 +295,7 @@ def _threads() -> set[threading.Thread]:
 
 @pytest.fixture
 def nothing_is_left() -> Iterator[None]:
-    """After the test, no thread of ours and no file is open that was not open before."""
+    """The test leaves no thread of ours and no open file behind."""
     threads, files = _threads(), descriptors()
     yield
 
@@ -324,7 +324,7 @@ def test_an_offloader_that_is_dropped_without_close_ends(tmp_path: Path) -> None
 
 @pytest.mark.usefixtures("nothing_is_left")
 def test_one_that_follows_a_plan_ends_too(tmp_path: Path) -> None:
-    """Even if the storage that was saved first died first, and no call has counted the later deaths."""
+    """The storage that was saved first dies first, and no call counts the later deaths."""
     plan = Plan(tuple(PlanEntry(index=index, nbytes=4 * 4096, action="keep") for index in range(2)))
     offloader = Offloader(OffloadConfig(target="nvme", path=tmp_path, min_bytes=0, policy=plan))
     for _ in range(2):  # from the second forward on the plan is proven
@@ -337,7 +337,7 @@ def test_one_that_follows_a_plan_ends_too(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("nothing_is_left")
 @pytest.mark.parametrize("contended", [False, True])
 def test_a_closed_offloader_ends_after_its_last_handle(tmp_path: Path, contended: bool) -> None:
-    """Even if the last handle dies while another thread holds the lock."""
+    """The last handle may die while another thread holds the lock."""
     offloader = Offloader(OffloadConfig(target="nvme", path=tmp_path, min_bytes=0, keep_last_bytes=0))
     with offloader:
         loss = _saved_once()

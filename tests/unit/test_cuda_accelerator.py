@@ -93,7 +93,7 @@ def test_one_query_for_a_capture_in_each_call_of_the_library(monkeypatch: pytest
 
 
 def test_a_wait_of_the_host_neither_polls_nor_spins(mode: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It blocks on a CUDA event of its own, recorded after the awaited one, with the capture mode relaxed."""
+    """The host blocks on a CUDA event of its own, recorded after the awaited one, with the capture mode relaxed."""
     calls: list[tuple[object, ...]] = []
     side, index = SimpleNamespace(stream_id=7, device_index=1, device_type=1), 1
 

@@ -75,7 +75,6 @@ def test_the_budget_bounds_forward_and_backward(
 
 
 def test_a_storage_that_backward_needs_out_of_order_has_room(device: SimulatedDevice) -> None:
-    """Prefetch leaves room for one storage out of order."""
     x = torch.linspace(-1, 1, RECORD_BYTES // 4).to(NAME).requires_grad_()
     with simulated(device_budget=BUDGET_BYTES) as offloader:
         with offloader:

@@ -322,7 +322,7 @@ def test_without_a_number_a_loss_makes_no_step_take_more_than_checkpointing(devi
 def test_an_input_that_the_program_holds_counts_where_its_region_runs_once(
     device: SimulatedDevice, head: bool, share: float, link: tuple[float, float]
 ) -> None:
-    """Then no hook sees the model's own input. In virtual time, without `Offloader.use`, which knows the input."""
+    """No hook sees the model's own input then. In virtual time, without `Offloader.use`, which knows the input."""
     launch_s = scaled_llama.LAUNCHES["host ahead"]
     limit = int(share * scaled_llama.run(None, launch_s, checkpointed=True, head=head)["peak_bytes"])
     number = {"device_memory": limit}
@@ -509,7 +509,7 @@ def test_without_accumulation_every_step_after_the_first_shows_it(make_offloader
 
 @pytest.mark.simulated
 def test_tensors_of_a_recomputation_are_a_part_of_the_saved_ones(device: SimulatedDevice) -> None:
-    """With the number that checkpointing takes, saved tensors get the bytes that checkpointing saves."""
+    """If the number is checkpointing's own peak, saved tensors get the bytes that checkpointing saves."""
     model = nn.Sequential(*(_Checkpointed(_Block()) for _ in range(4))).to(NAME)
     optimizer = torch.optim.Adam(model.parameters(), foreach=False)
 

@@ -96,7 +96,6 @@ STEPS: dict[str, Step] = {"forces": forces, "penalty": penalty, "laplacian": lap
 
 
 def run(step: Step, kind: str, offloader: Offloader | None, *, steps: int = 1, inside: bool = False) -> list[Any]:
-    """Losses and gradients."""
     net, found = network(kind), []
     for seed in range(steps):
         x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()
@@ -137,7 +136,7 @@ def test_plans_hold_for_it(options: dict[str, Any], make_offloader: MakeOffloade
 
 
 def test_memory_falls(make_offloader: MakeOffloader) -> None:
-    """After the writes hardly a byte of the graph is in memory; without moving all of it would be."""
+    """When the writes have ended, hardly a byte of the graph is in memory; without moving all of it would be."""
     offloader = make_offloader(policy="all", min_bytes=1)
     net = network("layers")
     x = torch.randn(ROWS, WIDTH).requires_grad_()

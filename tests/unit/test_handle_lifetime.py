@@ -280,7 +280,6 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _saved_once(where: str = "cpu") -> Tensor:
-    """A graph with one saved storage."""
     return (torch.linspace(-1, 1, NUMEL, device=where).requires_grad_() * 1.0).sin().sum()
 
 

@@ -34,7 +34,7 @@ def test_the_first_plan_prices_the_hooks_time_of_the_host(device: SimulatedDevic
 def test_one_step_corrects_a_price_that_the_recorded_step_did_not_show(
     device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For example, its waits for copies had hidden the time of hooks."""
+    """Waits for copies may hide the time of hooks in the recorded step."""
     monkeypatch.setattr(DeviceStopwatch, "hooks_s", 0.0)
     row = host_bound.run(device, 1.3, link=0.5)
     assert [one > 1.02 * row["keep_s"] for one in row["seconds"][2:]] == [True] * 2 + [False] * 16

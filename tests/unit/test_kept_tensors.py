@@ -374,7 +374,7 @@ def test_a_storage_that_a_plan_keeps_counts_as_long_as_it_lives(make_offloader: 
 
 
 class ReturnsSaved(torch.autograd.Function):
-    """Its gradient is the first of the two tensors that it saved, itself."""
+    """Returns the first of its two saved tensors, itself, as a gradient."""
 
     generate_vmap_rule = True
 
@@ -410,7 +410,7 @@ def _step_in_a_compiled_function(forward: Callable[[], Tensor]) -> None:
 def test_a_saved_tensor_that_is_a_leafs_gradient_is_not_shared_with_it(
     make_offloader: MakeOffloader, kind: str, way: str
 ) -> None:
-    """Else an in-place change of the gradient changes the saved tensor, its owner's tensor, and other gradients."""
+    """If they shared memory, an in-place change of the gradient would change the saved tensor and other gradients."""
 
     def run(context: Any) -> list[Tensor]:
         one, other = torch.zeros(ELEMENTS, requires_grad=True), torch.zeros(ELEMENTS, requires_grad=True)

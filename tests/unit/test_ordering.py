@@ -55,7 +55,7 @@ TARGETS = ("host", "nvme", "tiered")
 
 
 def _loss(model: nn.Sequential, x: Tensor, other: torch.Stream | None = None) -> Tensor:
-    """With another stream: every other block computes there."""
+    """The loss of one forward; with ``other``, that stream computes every second block."""
     for number, block in enumerate(model):
         if other is None or number % 2:
             x = block(x)
@@ -265,7 +265,7 @@ def _memory_left_by_an_interrupt_has_no_new_owner(device: SimulatedDevice) -> bo
 
 
 def _memory_of_another_stream_is_reported(device: SimulatedDevice) -> bool:
-    """With several compute streams a block may belong to another stream than the one that saved it."""
+    """A block of memory may belong to another compute stream than the one that saved it."""
     copies, owner, out, _ = _streams()
     source, host = _on_device(7), _on_host(0)
     device.synchronize()

@@ -188,7 +188,7 @@ def test_backward_reads_a_refilled_buffer_however_it_was_filled(
 @pytest.mark.parametrize("adversary", ADVERSARIES)
 @pytest.mark.parametrize("target", ["host", "nvme"])
 def test_a_buffer_of_a_device_that_is_filled_again(device: SimulatedDevice, target: str, adversary: Adversary) -> None:
-    """As the rule above; copies under way, or made, are of an earlier filling."""
+    """Copies under way, or made, are of an earlier filling, and backward must not read them."""
     accelerator = SimulatedAccelerator()
     hinder(device, accelerator, adversary)
     with simulated(accelerator, target=target, **ALL) as offloader:
@@ -204,7 +204,7 @@ def test_a_buffer_of_a_device_that_is_filled_again(device: SimulatedDevice, targ
 @pytest.mark.simulated
 @pytest.mark.parametrize("target", ["host", "nvme"])
 def test_memory_of_a_device_that_is_freed_and_filled_again(device: SimulatedDevice, target: str) -> None:
-    """After its copy, of which the owner knows nothing: unpack returns the storage if it has memory, else the copy."""
+    """The owner, which knows of no copy, frees after it: unpack returns the storage if it has memory, else the copy."""
     with simulated(target=target, **ALL) as offloader:
         for ahead in (False, True):
             tensor, other = _weights(1).to(NAME), _weights(2).to(NAME)
@@ -299,7 +299,7 @@ def test_a_storage_that_the_program_holds_is_not_read_back_and_stays_resident(ma
 
 @pytest.mark.simulated
 def test_copies_of_other_parts_of_a_storage_do_not_hold_it_elsewhere(device: SimulatedDevice) -> None:
-    """All of them are being copied to the host as backward takes the originals."""
+    """All parts are being copied to the host as backward takes the originals."""
     x = torch.randn(768, 64).to(NAME).requires_grad_()
     with simulated(policy="auto") as offloader:
         for _ in range(5):
@@ -332,7 +332,7 @@ def test_a_storage_released_before_backward_is_gone_and_comes_back(make_offloade
 
 
 def test_a_forwards_own_variables_do_not_count(make_offloader: MakeOffloader) -> None:
-    """They hold tensors during their writes, and are gone when the forward has ended."""
+    """The variables hold tensors during their writes, and are gone when the forward has ended."""
     offloader = make_offloader(**ALL, engine="memory")
     x = _input()
 
@@ -403,7 +403,7 @@ def test_an_unseen_change_of_a_storage_that_dies_has_no_part_in_backward(
 
 
 def test_a_storage_without_memory_is_read_from_its_copy_until_it_is_filled_again(make_offloader: MakeOffloader) -> None:
-    """Its owner has freed it after the write. Bytes read ahead meanwhile are not the ones that backward gets."""
+    """The owner has freed the storage after the write; bytes read ahead do not replace its new contents."""
     offloader = make_offloader(**ALL)
     tensor = _weights(1)
     with offloader:

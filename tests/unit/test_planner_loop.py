@@ -71,7 +71,7 @@ def test_slow_first_steps_are_unlearned_under_a_budget(make_rig: MakeRig) -> Non
 
 @pytest.mark.parametrize("budget", [None, BUDGET])
 def test_a_disk_that_is_throttled_for_a_while(make_rig: MakeRig, budget: int | None) -> None:
-    """Under a small model, too, which moves too little to fill a link."""
+    """The small model moves too little to fill the link, and its plan follows the disk all the same."""
     _throttled(make_rig, budget, 8)
     _throttled(make_rig, budget and budget // 4, 2)
 
@@ -316,7 +316,7 @@ def test_a_share_that_no_step_keeps_is_the_floor_with_one_warning(make_rig: Make
     ],
 )
 def test_a_sample_of_the_cases(make_rig: MakeRig, model: str, scenario: str, limited: bool) -> None:
-    """All of them are in the table that ``python -m benchmarks.planner`` makes."""
+    """``python -m benchmarks.planner`` makes the table of all cases."""
     row = planner_cases.run(make_rig, model, scenario, limited)
     assert row["holds"], row
 

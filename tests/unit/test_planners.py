@@ -197,7 +197,7 @@ def test_more_regions_run_once_if_that_is_shorter_by_little() -> None:
 
 
 def test_the_last_region_is_nearly_free() -> None:
-    """Its saved tensors are in memory as backward begins anyway: without a link it is the first to run once."""
+    """The region's saved tensors are in memory as backward begins anyway: without a link it runs once first of all."""
     base = replace(_llama(1, vocabulary=100), host=None)
     assert propose(base, Limits(device_budget=int(1.05 * base.baseline_peak_bytes))).once == {15}
 
@@ -211,7 +211,7 @@ def test_with_enough_memory_all_run_once() -> None:
 
 
 def test_a_number_for_the_whole_device_has_less_room_where_regions_run_once() -> None:
-    """Less by an input that the program holds and, if no region runs again, by all the saved tensors of one region."""
+    """The room shrinks by an input that the program holds and, if no region runs again, by one region's saves."""
     base = _llama(0.2, layers=3)
     held = replace(base.storages[0], kept=KeepReason.ALIVE.value, input_of=0)
     base, places = replace(base, storages=(held, *base.storages[1:])), {0, 1, 2}
@@ -269,7 +269,7 @@ def test_the_input_of_a_region_that_runs_once_may_be_saved_by_more_than_one_oper
 
 
 def test_the_end_of_a_region_that_saves_nothing_moves_no_save() -> None:
-    """Its recomputation ends early, with the last save; so do its recorded times."""
+    """The region's recomputation ends early, with the last save, and so do its recorded times."""
     region = Region(
         place=0, name="block", begin_s=0.0, end_s=3.0, again_s=3.0, recompute_s=1.0, backward_end_s=5.0,
         saves=(RegionSave(offset_s=0.25, nbytes=2), RegionSave(offset_s=1.0, nbytes=3)),
@@ -306,7 +306,7 @@ def test_no_mix_keeps_the_budget() -> None:
 
 
 def test_choosing_and_planning_take_half_a_second() -> None:
-    """Half a second of process time for 32 layers and 256 storages; ten times as long on a slow machine."""
+    """The bound is in process time, for 32 layers and 256 storages; on a slow machine ten times as long."""
     base = _llama(52, layers=32)
     began_s = time.process_time()
     best(base, Limits(device_budget=base.baseline_peak_bytes))

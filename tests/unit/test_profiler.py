@@ -286,7 +286,6 @@ def test_a_step_without_backward_is_of_no_use_and_one_still_running_has_no_profi
 
 @pytest.mark.simulated
 def test_a_step_on_a_device_is_timed_without_its_stalls(device: SimulatedDevice) -> None:
-    """Slow copies change no time except the waits for them."""
     model, x = Chain().to(NAME), batch().to(NAME)
 
     def step_s(bytes_per_s: float) -> tuple[float, float]:
@@ -334,7 +333,7 @@ def test_small_tensors_share_a_moment(make_offloader: MakeOffloader, monkeypatch
 
 
 def test_waits_of_the_host_are_no_compute_time(make_offloader: MakeOffloader) -> None:
-    """Under a budget that one tensor fills, forward and backward wait for a slow disk."""
+    """One tensor fills the budget, so forward and backward wait for a slow disk."""
     engine = partial(SlowEngine, bandwidth_bytes_per_s=1e6)
     offloader = make_offloader(engine=engine, device_budget=40 << 10)
     began_s = time.perf_counter()

@@ -87,7 +87,7 @@ class Steps:
 
 @pytest.mark.parametrize(("launch", "budget"), [(AHEAD, None), (AHEAD, SAVED // 2), (BOUND, SAVED // 2)])
 def test_the_allocators_peak_is_the_plans(gpu: SimulatedDevice, launch: float, budget: int | None) -> None:
-    """Within 4 %, without the memory that a run which keeps all has beside saved tensors."""
+    """The allocator's peak is within 4 %, apart from the memory beside saved tensors that keeping all takes as well."""
     _model(gpu, launch, link=0.6)
     keep, run = Steps(gpu), Steps(gpu)
     keep.run(nullcontext(), 2)

@@ -180,7 +180,7 @@ def test_steps_with_an_observer_have_their_hooks(model: nn.Module, tmp_path: Pat
 def test_long_steps_of_few_tensors_have_their_hooks(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They cost little there, and measure the links."""
+    """Hooks cost little there, and measure the links."""
     monkeypatch.setattr("actoffload.autotune.resting.HOOKS_S", 1e-12)
     attachment = _attach(model, tmp_path)
     for _ in range(8):

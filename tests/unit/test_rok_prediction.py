@@ -19,7 +19,6 @@ CASE = Case(model="gpt-small", hidden=2048, layers=4, batch=8, seq=512, vocab=10
 
 
 def predicted(case: Case = CASE, gpu: str = "a100-pcie", *levels: str) -> dict[str, Any]:
-    """The samples by series and level."""
     variants = replace(PRESETS["cpu"], levels=levels).variants
     found = predict({"case": asdict(case), "variants": [asdict(v) for v in variants], "gpu": gpu})["samples"]
     return {s["series"] + s["level"]: s for s in found}

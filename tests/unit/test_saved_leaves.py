@@ -108,7 +108,7 @@ def test_a_leaf_is_checked_and_may_be_swapped(make_offloader: MakeOffloader) -> 
 
 
 def test_a_graph_that_dies_lets_go_of_its_leaves(make_offloader: MakeOffloader) -> None:
-    """Also after backward has read them, with no help of the garbage collector."""
+    """Reference counts alone free the leaves, also after backward has read them."""
 
     def seen(saved: tuple[Tensor, ...]) -> Any:
         return torch.ones(WIDTH, WIDTH), torch.ones(WIDTH, WIDTH)
@@ -156,7 +156,7 @@ RETURNS: dict[str, Callable[[tuple[Tensor, ...]], Any]] = {
 def test_a_gradient_does_not_share_memory_with_a_saved_tensor(
     make_offloader: MakeOffloader, returned: str, options: str
 ) -> None:
-    """Else the second backward of a retained graph adds to the saved tensor, and an optimizer changes it."""
+    """If they shared memory, a second backward would add to the saved tensor, and an optimizer would change it."""
 
     def run(context: Any) -> list[Tensor]:
         weight, x = _numbers(1).requires_grad_(), _numbers(2).requires_grad_()

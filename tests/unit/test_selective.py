@@ -110,7 +110,6 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.fixture
 def offloader(make_offloader: MakeOffloader) -> Offloader:
-    """Moves everything."""
     return make_offloader(policy="all")
 
 
@@ -381,7 +380,7 @@ def test_a_change_inside_of_the_region_raises_in_backward(function: Any, policy:
 
 
 def test_changes_may_be_allowed(offloader: Offloader) -> None:
-    """Then PyTorch's own contexts are used, which return the changed bytes."""
+    """The region then uses PyTorch's own contexts, which return the changed bytes."""
     x = matrix()
     function = partial(region, lambda x: (x @ x).relu_().sin().cos(), policy=MATMULS, allow_cache_entry_mutation=True)
     assert_same(gradients_of(function, x, context=offloader), gradients_of(function, x))
@@ -706,7 +705,7 @@ def test_the_result_of_a_collective_moves_after_it_has_arrived(late_op: Any, off
 
 
 def test_the_result_of_a_collective_is_awaited_before_it_moves(late_op: Any, offloader: Offloader) -> None:
-    """Even if the region itself does not need it."""
+    """The copy waits for the collective even if the region itself does not."""
 
     class Unread(torch.autograd.Function):
         @staticmethod

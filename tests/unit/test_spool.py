@@ -52,7 +52,6 @@ def test_written_bytes_come_back(make_spool: MakeSpool, engine: str, verify: boo
 
 
 def place(extent: Extent) -> tuple[str, int]:
-    """The directory and the offset of an extent."""
     return extent.arena.file.path, extent.offset
 
 

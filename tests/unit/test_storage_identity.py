@@ -189,7 +189,7 @@ def test_two_threads_save_one_storage_under_a_budget(make_offloader: MakeOffload
 def test_an_interrupt_in_the_comparison_of_counters_leaves_the_version(
     make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a graph that the library does not know would raise autograd's error in its backward."""
+    """A changed version would raise autograd's error in a graph that the library does not know."""
     x = _leaf(*BIG)
     y = x * 2
     plain = y.square()

@@ -204,7 +204,7 @@ def test_statistics_have_the_waits_of_streams(accelerator: SimulatedAccelerator,
 def test_a_sample_of_many_waits_is_timed_and_stands_for_all(
     accelerator: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a plan that needs all of them."""
+    """No planner uses the waits under ``policy="all"``."""
     model = nn.Sequential(nn.Linear(64, 64), *[nn.Hardtanh() for _ in range(150)]).to(NAME)
     asked: list[None] = []
 

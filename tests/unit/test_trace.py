@@ -241,7 +241,7 @@ def test_a_killed_run_leaves_a_trace_marked_as_truncated(tmp_path: Path) -> None
 def test_a_disk_that_is_full_leaves_a_trace_that_can_be_read(
     until: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may have room again when the trace ends."""
+    """The disk may have room again when the trace ends."""
     file, write = tmp_path / "run.json", os.pwrite
     writer = TraceWriter(str(file), {"rank": 0})
     writer.open()
@@ -305,7 +305,7 @@ def test_an_event_without_its_end_is_found(make_offloader: MakeOffloader, tmp_pa
 
 
 def test_it_has_the_clock_of_the_profiler(make_offloader: MakeOffloader, tmp_path: Path) -> None:
-    """Both files' events lie on one time line: our forward within the profiler's region around it."""
+    """Both files' events lie on one time line: our forward is within the profiler's region around it."""
     offloader = make_offloader(trace=tmp_path / "run.json", policy="keep")
     model = Chain()
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
@@ -337,7 +337,7 @@ def test_each_rank_has_a_file_of_its_own_and_ends_it_at_exit(tmp_path: Path) -> 
 
 
 def test_two_offloaders_share_a_file(make_offloader: MakeOffloader, tmp_path: Path) -> None:
-    """One after the other, as after an interrupt, or at the same time."""
+    """The two follow each other, as after an interrupt, or run at the same time."""
     file, model = tmp_path / "run.json", Chain()
     first, second = (make_offloader(trace=file, policy=policy) for policy in ("keep", "greedy"))
     for offloader in (first, second):

@@ -79,7 +79,7 @@ def test_all_memory_has_a_use(device: SimulatedDevice, tmp_path: Path) -> None:
 
 
 def test_forwards_of_several_threads_take_each_ended_time_once(device: SimulatedDevice, tmp_path: Path) -> None:
-    """Each takes ended times that another thread might take at the same moment."""
+    """Two threads may look for ended times at the same moment."""
     device.model()
     offloader = Offloader(OffloadConfig(trace=tmp_path / "run.json", target="host", min_bytes=0, announce="none"))
 

@@ -154,7 +154,7 @@ def test_a_prediction_for_a_micro_batch_stands_beside_its_measured_time() -> Non
 
 
 def test_no_link_is_in_use_for_more_than_all_of_a_step() -> None:
-    """Even if transfers overlap: time that they share counts once."""
+    """Time that several transfers share counts once."""
     trace = _by_hand().trace
     ours, _ = trace.transfers
     each = [replace(ours, begin_s=8.0 + n / 8, end_s=10.0 - n / 8, track=f"disk write #{n}") for n in range(1, 4)]
@@ -332,7 +332,6 @@ def file(traces: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture(scope="module")
 def page(file: Path) -> Iterator[Page]:
-    """The page in a browser."""
     if PROGRAM is None:
         pytest.skip("there is no Chromium")
     with browser(file.parent / "browser") as shown:
@@ -371,7 +370,7 @@ def test_each_colour_is_one_thing_and_none_is_missing(file: Path) -> None:
 
 
 def test_no_text_can_be_cut(file: Path, traces: dict[str, Path]) -> None:
-    """Without a browser: each rule that keeps a text on one line is for a few letters, and long words break."""
+    """Each rule that keeps a text on one line is for a few letters, and long words break; this needs no browser."""
     text = file.read_text(encoding="utf-8")
     found = re.findall(r"^\s*([^{}@]+) \{ ([^{}]*) \}$", text.partition("<style>")[2], re.MULTILINE)
     rules = dict(reversed(found))  # the first rule of a selector, before the rules for narrow windows
@@ -392,7 +391,7 @@ def test_a_browser_shows_the_page_without_an_error_or_the_network(page: Page) ->
 
 
 def test_the_figures_of_a_moment_are_under_the_pointer(page: Page) -> None:
-    """The browser shows a title after a moment. No line or label of the chart covers it."""
+    """The browser shows a title after a moment, and no line or label of the chart covers it."""
     title = """(() => {
       const area = document.querySelectorAll(".memory")[1];
       area.scrollIntoView({block: "center"});
