@@ -100,7 +100,7 @@ def test_rules_for_every_choice_of_regions(base: Profile, mask: int) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(base=bases(), mask=st.integers(0, 63))
-def test_none_is_the_step_as_it_was_and_all_takes_the_most(base: Profile, mask: int) -> None:
+def test_no_region_once_is_the_recorded_step_and_all_once_is_the_shortest(base: Profile, mask: int) -> None:
     assert with_regions(base, ()) == base
     some = with_regions(base, subset(base, mask))
     everything = with_regions(base, choosable(base))

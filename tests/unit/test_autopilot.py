@@ -100,7 +100,7 @@ def _steps(offloader: Offloader, count: int, model: nn.Module | None = None) -> 
         _step(offloader, model, batch())
 
 
-def test_the_step_after_the_warm_up_is_planned_from_and_the_plan_is_followed(make_offloader: MakeOffloader) -> None:
+def test_the_step_after_the_warm_up_becomes_a_plan_that_is_followed(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(policy="auto", engine="memory")
     planner = _Scripted(lambda index, nbytes: index % 2 == 0)
     pilot = plan_with(offloader, planner)

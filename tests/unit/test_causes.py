@@ -474,7 +474,7 @@ def test_if_nothing_moves_the_largest_reason_and_its_remedy_are_named(reason: st
     assert step in lines[1]
 
 
-def test_a_report_names_three_causes_of_which_each_list_has_its_heaviest_first() -> None:
+def test_a_report_names_three_causes_with_the_heaviest_of_each_list_first() -> None:
     many = facts(
         {"degraded": {"no room on disk": 3}, "nvme_peak_bytes": 90 * MIB},
         step={"backward_wait_s": 5.0},
@@ -544,7 +544,7 @@ def test_a_larger_budget_is_named_with_its_gain() -> None:
     assert "is predicted to peak at" in lines[1]
 
 
-def test_no_budget_is_named_that_buys_no_time() -> None:
+def test_a_budget_that_saves_no_time_is_not_named() -> None:
     profile = transformer()
     lines = diagnose(facts(step={"backward_wait_s": 5.0}, planned=planned(profile, profile.baseline_peak_bytes)))
     assert "of a step waits" in lines[0]
@@ -557,7 +557,7 @@ def test_if_activations_do_not_fill_the_memory() -> None:
     assert diagnose(facts({"process_peak_bytes": 1000 * MIB}, before_bytes=None))[0].startswith("diagnosis: OK")
 
 
-def test_in_time_and_much_stays_a_budget_is_priced() -> None:
+def test_if_much_stays_in_a_step_in_time_a_budget_and_its_price_are_named() -> None:
     plan = planned(transformer(layers=4, write_gb_s=0.5), None)
     peak = plan.profile.baseline_peak_bytes
     kept = {"plan_peak_bytes": int(0.9 * peak), "baseline_peak_bytes": peak, "process_peak_bytes": 2 * peak}

@@ -456,7 +456,7 @@ def test_a_number_that_cannot_work_is_refused(options: dict[str, Any], problem: 
     assert caught.value.field == "device_memory"
 
 
-def test_the_environment_has_it_too() -> None:
+def test_the_environment_sets_the_number_too() -> None:
     options = OffloadConfig.options_from_environment({"ACTOFFLOAD_DEVICE_MEMORY": "95%"})
     assert OffloadConfig(**options).device_memory == "95%"
     assert OffloadConfig(device_memory="auto").device_memory == "auto"
@@ -494,7 +494,7 @@ def test_a_micro_batch_that_begins_without_gradients_does_not_settle_the_need(
     assert settled == 4 * [False] + 2 * [False, True, True, True]
 
 
-def test_without_accumulation_every_step_after_the_first_shows_it(make_offloader: MakeOffloader) -> None:
+def test_without_accumulation_every_step_after_the_first_settles_the_need(make_offloader: MakeOffloader) -> None:
     offloader, model = make_offloader(policy="auto"), Chain()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     settled = []

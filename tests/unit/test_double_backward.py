@@ -115,7 +115,7 @@ def run(step: Step, kind: str, offloader: Offloader | None, *, steps: int = 1, i
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize("kind", ["layers", "functions"])
 @pytest.mark.parametrize("name", STEPS)
-def test_it_moves_and_gradients_have_the_same_bits(
+def test_its_graph_moves_and_gradients_have_the_same_bits(
     name: str, kind: str, inside: bool, make_offloader: MakeOffloader
 ) -> None:
     offloader = make_offloader(policy="all", min_bytes=1)

@@ -108,7 +108,7 @@ def test_memory_that_is_gone_is_an_error_and_no_crash(engine: UringEngine) -> No
 # -- few turns, bounded, reads not held up ----------------------------------------------------------------------------
 
 
-def test_one_larger_than_the_window_goes_alone(
+def test_a_request_larger_than_the_window_goes_alone(
     engine: UringEngine, file: SpoolFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(uring_module, "WINDOW_BYTES", BLOCK)
@@ -134,7 +134,7 @@ def test_many_threads_that_wait_for_each_transfer_are_never_forgotten(engine: Ur
 # -- errors of our own ------------------------------------------------------------------------------------------------
 
 
-def test_an_error_before_the_kernel_has_it_is_that_of_the_request(
+def test_an_error_before_the_system_call_fails_the_request(
     engine: UringEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(ring: Ring, *arguments: object) -> None:

@@ -281,7 +281,7 @@ def test_memory_that_a_copy_may_use_stays_locked_and_mapped_after_the_pool() -> 
     assert address not in pins.locked
 
 
-def test_closing_waits_for_copies_if_it_shall() -> None:
+def test_close_waits_for_copies_on_request() -> None:
     pins = _Pins()
     done: set[object] = set()
     pool = _pool(slabs=2, pin=pins.pin, unpin=pins.unpin, is_done=done.__contains__, wait_for=done.add)

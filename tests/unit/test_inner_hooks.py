@@ -97,7 +97,7 @@ def hook_count(model: nn.Module) -> int:
 @pytest.mark.parametrize("by", ["attach", "model="])
 @pytest.mark.parametrize("around", ["modules", "functions", "custom"])
 @pytest.mark.parametrize("way", WAYS)
-def test_they_are_named_once_with_the_module_and_counted(
+def test_inner_hooks_are_named_once_with_the_module_and_counted(
     way: str, around: str, by: str, options: dict[str, Any]
 ) -> None:
     hooks, owner = WAYS[way]
@@ -127,7 +127,7 @@ def test_they_are_named_once_with_the_module_and_counted(
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_no_warning_without_them_nor_of_a_checkpoint(reentrant: bool, options: dict[str, Any]) -> None:
+def test_no_warning_without_inner_hooks_nor_of_a_checkpoint(reentrant: bool, options: dict[str, Any]) -> None:
     class Checkpointed(Chain):
         def forward(self, x: Tensor) -> Tensor:
             y: Tensor = checkpoint(super().forward, x * 1, use_reentrant=reentrant)
@@ -140,7 +140,7 @@ def test_no_warning_without_them_nor_of_a_checkpoint(reentrant: bool, options: d
         assert SAID not in str(attachment.offloader.report())
 
 
-def test_nothing_is_looked_at_under_a_compiler(options: dict[str, Any]) -> None:
+def test_no_search_for_inner_hooks_under_a_compiler(options: dict[str, Any]) -> None:
     """Hooks on modules would break its graph, and their removal would make it compile again."""
     graphs: list[Any] = []
 

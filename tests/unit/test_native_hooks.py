@@ -198,7 +198,7 @@ def test_python_packs_an_object_that_is_no_plain_tensor(name: str, hooks: Hooks)
     assert hooks.notes == []
 
 
-def test_a_tangent_is_left_behind(hooks: Hooks) -> None:
+def test_unpack_returns_no_tangent(hooks: Hooks) -> None:
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(values(), torch.ones(ELEMENTS))
         back = hooks.unpack(hooks.pack(dual))

@@ -72,7 +72,7 @@ def test_nodes_without_cpus_belong_to_devices(
     assert numa.nodes_with_cpus() == expected
 
 
-def test_no_nodes_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_known_nodes_memory_lies_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numa, "NODES", tmp_path / "none")
     assert numa.nodes_with_cpus() == set()
     assert not numa.keep_off_devices(0, 4096)

@@ -173,7 +173,7 @@ def test_pending_bytes_bound_the_plan(make_rig: MakeRig) -> None:
     assert (pilot.plan.pending_bytes or 0) <= 3 * MIB
 
 
-def test_it_comes_to_rest(make_rig: MakeRig) -> None:
+def test_planning_comes_to_rest(make_rig: MakeRig) -> None:
     """Steps and a disk that are a little faster or slower each time are no reason for other plans."""
     noise = random.Random(0)
     rig = make_rig(bytes_per_s=SLOW, device_budget=BUDGET)

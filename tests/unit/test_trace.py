@@ -304,7 +304,7 @@ def test_an_event_without_its_end_is_found(make_offloader: MakeOffloader, tmp_pa
         load(file)
 
 
-def test_it_has_the_clock_of_the_profiler(make_offloader: MakeOffloader, tmp_path: Path) -> None:
+def test_a_trace_has_the_clock_of_the_profiler(make_offloader: MakeOffloader, tmp_path: Path) -> None:
     """Both files' events lie on one time line: our forward is within the profiler's region around it."""
     offloader = make_offloader(trace=tmp_path / "run.json", policy="keep")
     model = Chain()
