@@ -45,7 +45,7 @@ def seed(value: int) -> None:
 
 
 def samples_of(op: Any, most: int) -> list[Any]:
-    """At most ``count`` samples, evenly spread, the first and the last among them."""
+    """At most ``most`` samples, evenly spread, the first and the last among them."""
     seed(0)
     samples = [
         sample  # `op.sample_inputs` yields the same, and looks through all modules and the stack for each

@@ -359,7 +359,7 @@ def test_without_a_plan_that_keeps_the_budget_other_regions_are_chosen_for_less(
     assert planner.limits[-1].device_budget == int(TIGHTER * (1 << 30))
     planner.errors_left = 2
     _steps(offloader, 1)
-    assert set(_once(offloader)) == set(), "nor one for these regions, nor one on paper for none: all moves"
+    assert set(_once(offloader)) == set(), "no plan keeps it, for these regions or on paper for all again: all moves"
     assert pilot.plan is None, "the next step is recorded"
 
 

@@ -138,7 +138,7 @@ def test_tensors_of_a_small_forward_do_not_come_back_all_at_once(make_offloader:
 
 
 @pytest.mark.parametrize(("first", "second", "fetched"), [(4, 16, 4), (16, 4, 2)])
-def test_near_the_end_of_a_forward_too(make_offloader: MakeOffloader, first: int, second: int, fetched: int) -> None:
+def test_the_window_near_a_forwards_end(make_offloader: MakeOffloader, first: int, second: int, fetched: int) -> None:
     offloader = make_offloader(policy="all", min_bytes=1)
     near: list[int] = []
 

@@ -131,7 +131,7 @@ def test_host_memory_keeps_its_budget_when_backward_comes_in_an_unforeseen_order
 def test_memory_that_cannot_be_registered_is_page_locked_by_pytorch(
     device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offered: bool
 ) -> None:
-    """Devices other than CUDA's work so; without this too, memory is pageable, with one warning."""
+    """PyTorch page-locks for devices other than CUDA's; if that fails too, memory is pageable, with one warning."""
     monkeypatch.setattr(SimulatedAccelerator, "pin", lambda *_: False)
     if not offered:
         plain = torch.empty

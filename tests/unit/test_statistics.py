@@ -131,7 +131,7 @@ def test_a_change_by_another_thread_hides_no_peak(change: str) -> None:
 
 
 class _Accumulated:
-    """A training loop with ``micro`` micro-batches a step."""
+    """A training loop with ``microbatches`` a step."""
 
     def __init__(self, offloader: Offloader, microbatches: int) -> None:
         self.offloader, self.microbatches = offloader, microbatches
