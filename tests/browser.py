@@ -15,7 +15,7 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 PROGRAM = next(filter(None, map(shutil.which, NAMES)), None)
-"""Where it is; None where there is none."""
+"""The path of Chromium; None where there is none."""
 MOST_S = 60.0
 OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars")
 
@@ -42,7 +42,7 @@ class Page:
         self.wait_for("document.readyState == 'complete'")
 
     def look(self, width: int, scheme: str, height: int = 900) -> None:
-        """Be so many pixels wide, and light or dark."""
+        """Set the window's width in pixels, and light or dark."""
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self._call("Emulation.setEmulatedMedia", features=features)
@@ -60,7 +60,7 @@ class Page:
             time.sleep(0.05)
 
     def screenshot(self, file: Path, height: float | None = None) -> None:
-        """Write a picture of the page, or of so many pixels from its top."""
+        """Write a picture of the page, or only of its top ``height`` pixels."""
         options = {"format": "png", "captureBeyondViewport": True}
         size = self._call("Page.getLayoutMetrics")["cssContentSize"]
         clip = {**size, "height": min(size["height"], height or size["height"]), "scale": 1}
@@ -98,7 +98,7 @@ class Page:
 
 @contextmanager
 def browser(folder: Path) -> Iterator[Page]:
-    """A browser with an empty page, which keeps what it writes in a folder."""
+    """A browser with an empty page; its files lie in ``folder``."""
     assert PROGRAM is not None, "there is one"
     their_in, to_browser = os.pipe()
     from_browser, their_out = os.pipe()
@@ -112,7 +112,7 @@ def browser(folder: Path) -> Iterator[Page]:
     try:
         yield Page(to_browser, from_browser)
     finally:
-        os.close(to_browser)  # it ends when nobody is at the other end
+        os.close(to_browser)  # the browser ends when this end of its pipe is closed
         os.close(from_browser)
         try:
             process.wait(10)

@@ -13,12 +13,12 @@ runner = CliRunner()
 
 
 def invoke(*arguments: str, status: int = 0, columns: int = 400) -> str:
-    """What a command prints; it has to end with ``status``."""
+    """Run a command and return its output; it has to end with ``status``."""
     result = runner.invoke(app, arguments, env={"COLUMNS": str(columns)})
     assert result.exit_code == status, result.output
     return result.output
 
 
 def answer(*arguments: str) -> Any:
-    """What a command says with ``--json``."""
+    """Return the parsed output of a command with ``--json``."""
     return json.loads(invoke(*arguments, "--json"))

@@ -1,4 +1,4 @@
-"""What every test shares: markers that skip, plugins that may be absent, and Hypothesis without a clock."""
+"""Markers that skip tests, plugins that may be absent, and Hypothesis without a clock: shared by all tests."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ else:
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Let the settings of pytest-timeout stand where that is not installed; `--strict-config` would refuse them."""
-    parser.addoption("--simulated", action="store_true", help="run what needs an accelerator, on the simulated one")
-    parser.addoption("--thorough", action="store_true", help="run all cases of what is sampled otherwise")
+    parser.addoption("--simulated", action="store_true", help="run tests for an accelerator, on the simulated one")
+    parser.addoption("--thorough", action="store_true", help="run all cases of sampled tests")
     if not pluginmanager.hasplugin("timeout"):
         for name in ("timeout", "timeout_method"):
             parser.addini(name, "for pytest-timeout, which is not installed here")
@@ -52,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run the tests marked ``gpu`` where there is an accelerator, and with ``--simulated`` no others."""
+    """Skip tests marked ``gpu`` without an accelerator; ``--simulated`` runs only these and the simulated ones."""
     chosen = items
     if config.getoption("simulated"):
         chosen = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("simulated")]
@@ -73,7 +73,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _sampled(items: list[pytest.Item]) -> list[pytest.Item]:
-    """One in so many of the cases of each test that is marked ``sampled``; all of the others."""
+    """Of each test marked ``sampled(every)`` one case in ``every``; all cases of other tests."""
     chosen, seen = [], Counter[str]()
     for item in items:
         marker = item.get_closest_marker("sampled")
@@ -85,14 +85,14 @@ def _sampled(items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported by now stays: no test has to look at it in search of garbage, or of live modules."""
+    """Freeze all objects that imports have made, so that no test searches them for garbage or for live modules."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _ctrl_c_interrupts() -> Iterator[None]:
-    """As in a terminal: a shell starts a job in the background with the signal ignored, and children inherit that."""
+    """Handle Ctrl-C as in a terminal: shells start background jobs with the signal ignored, which children inherit."""
     before = signal.getsignal(signal.SIGINT)
     if before is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -101,8 +101,8 @@ def _ctrl_c_interrupts() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _what_a_file_has_imported_stays() -> Iterator[None]:
-    """As above, once the tests of a file are over: PyTorch's compiler alone makes each such look ten times as long."""
+def _freeze_the_imports_of_a_file() -> Iterator[None]:
+    """Freeze them after each file of tests, too: PyTorch's compiler alone makes such a search ten times as long."""
     yield
     gc.collect()
     gc.freeze()
@@ -110,7 +110,7 @@ def _what_a_file_has_imported_stays() -> Iterator[None]:
 
 @pytest.fixture
 def make_offloader(tmp_path: Path) -> Iterator[Callable[..., Offloader]]:
-    """Make offloaders that move everything to disk, without a plan, unless told otherwise; they end with the test."""
+    """Make offloaders that by default move everything to disk without a plan; they end with the test."""
     made: list[Offloader] = []
 
     def make(**options: Any) -> Offloader:

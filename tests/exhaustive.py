@@ -1,4 +1,4 @@
-"""All choices that there are for a small profile, to compare what a search finds with. For tests."""
+"""All choices that there are for a small profile, to compare the search with. For tests."""
 
 from __future__ import annotations
 

@@ -23,7 +23,6 @@ MODES = {
 
 
 def load(name: str) -> Any:
-    """Return a file of results."""
     return json.loads((ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8"))
 
 

@@ -1,4 +1,4 @@
-"""What the tests of the offloader share: bit-exact comparison, a program that saves much, counts to return to."""
+"""For tests of the offloader: bit-exact comparison, a program that saves much, counts that return to zero."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def train_step(
     Args:
         model: what to run.
         x: its input.
-        offloader: whose context to run the forward in; None for plain PyTorch.
+        offloader: its context surrounds the forward; None for plain PyTorch.
         between: called between forward and backward.
         inside: run backward inside the context as well.
     """
@@ -134,7 +134,7 @@ def train_step(
     return gradients(model)
 
 
-# -- what tests look at inside of an offloader: each of it in one place, here ----------------------------------------
+# -- the inside of an offloader that tests read, each part in one place ------------------------------------------------
 
 
 def accounts_of(offloader: Offloader) -> Any:
@@ -157,7 +157,7 @@ def is_locked(offloader: Offloader) -> bool:
 
 
 def pending_bytes(offloader: Offloader) -> int:
-    """Bytes on their way out whose memory is still held."""
+    """Bytes of tensors that are being offloaded and whose memory is still held."""
     found: int = offloader.store.shared.pending_bytes
     return found
 
@@ -175,30 +175,30 @@ def pools_of(offloader: Offloader) -> list[Any]:
 
 
 def tier_of(offloader: Offloader) -> Any:
-    """What moves the records of the one device that the offloader serves."""
+    """The tier that moves the records of the offloader's only device."""
     (tier,) = offloader.store.tiers.by_device.values()
     return tier
 
 
 def recorder_of(offloader: Offloader) -> Profiler:
-    """What records a step for the planner."""
+    """The profiler that records a step for the planner."""
     return offloader.store.profiler
 
 
 def autopilot_of(offloader: Offloader) -> Any:
-    """What plans and corrects, under ``policy="auto"``."""
+    """The autopilot, which plans and corrects under ``policy="auto"``."""
     return offloader.autopilot
 
 
 def plan_with(offloader: Offloader, planner: Any) -> Any:
-    """Have another planner make the plans of ``policy="auto"``; returns what asks it."""
+    """Have another planner make the plans of ``policy="auto"``; returns the autopilot that calls it."""
     pilot = autopilot_of(offloader)
     pilot.making.planner = planner
     return pilot
 
 
 def after_fork_in_child(offloader: Offloader) -> None:
-    """Do what is done in the child of a fork, as if this were one."""
+    """Run the hook for the child of a fork, in this process."""
     offloader.store.after_fork_in_child()
 
 
@@ -209,11 +209,11 @@ def records_of(offloader: Offloader) -> list[Any]:
 
 
 def tape_records(offloader: Offloader) -> list[Any]:
-    """The records of the forward that runs in this thread; ask inside the context."""
+    """The records of the forward that runs in this thread; only inside the context."""
     return list(offloader._forwards.stack[-1].tape.records)
 
 
-# -- what is derived from it ------------------------------------------------------------------------------------------
+# -- derived from it ---------------------------------------------------------------------------------------------------
 
 
 def states_of(offloader: Offloader) -> list[str]:
@@ -230,7 +230,7 @@ def wait_until(holds: Callable[[], object], what: str = "it did not come to pass
 
 
 def run_in_threads(*works: Callable[[], object]) -> None:
-    """Run each in a thread of its own, all at once; fail if one hangs, and raise what one of them raised."""
+    """Run each in a thread of its own, all at once; fail if a thread hangs, and raise the first exception of any."""
     raised: list[BaseException] = []
 
     def run(work: Callable[[], object]) -> None:
@@ -269,13 +269,13 @@ def pool_bytes(offloader: Offloader) -> int:
 
 
 def assert_empty(offloader: Offloader) -> None:
-    """Nothing that an offloader gave out is still held: records, resident bytes, extents, transfers, slots, names."""
+    """An offloader holds nothing any more: no records, resident bytes, extents, transfers, slots or names."""
     offloader.synchronize()
     assert offloader.statistics().live_records == 0
     accounts = accounts_of(offloader)
 
     def nothing_is_counted() -> bool:
-        offloader.statistics()  # looks at what is alive
+        offloader.statistics()  # counts the tensors that are alive
         return (accounts.resident_bytes, accounts.baseline_bytes) == (0, 0)
 
     # The thread of a write lets go of the memory after it has notified; a recomputation may have used that memory.
@@ -312,7 +312,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def only_engine(offloader: Offloader) -> Any:
-    """The one storage engine of an offloader, typed loosely: tests call what their fault engine adds."""
+    """The one storage engine of an offloader, typed loosely: tests call methods that only their fault engine has."""
     (engine,) = spool_of(offloader).engines
     return engine
 
@@ -325,7 +325,7 @@ ADVERSARIES: tuple[Adversary, ...] = ("late copies", "late kernels", "all late",
 
 
 def hinder(device: SimulatedDevice, accelerator: SimulatedAccelerator, adversary: Adversary, seed: int = 0) -> None:
-    """Have copies, or kernels, run when somebody waits for them and not before; or all as a seed says."""
+    """Delay copies, kernels or both until a wait needs them; or all of them at random, from a seed."""
     if adversary == "random":
         device.delay(0.001, seed)
         return
@@ -338,7 +338,7 @@ def hinder(device: SimulatedDevice, accelerator: SimulatedAccelerator, adversary
 
 @contextlib.contextmanager
 def on_stream(stream: torch.Stream, *, ordered: bool = True) -> Iterator[None]:
-    """Make a stream current; if ordered, after all of the one before, which goes on after it."""
+    """Make a stream current; if ordered, it waits for the previous stream first, and that one for it at the end."""
     before = torch.accelerator.current_stream()
     if ordered:
         stream.wait_stream(before)
@@ -363,7 +363,6 @@ def simulated(accelerator: SimulatedAccelerator | None = None, **options: Any) -
 
 
 def copy_out(copies: CopyStreams, source: Tensor, host: Tensor) -> Batch:
-    """Begin one copy to the host."""
     batch = copies.gather("out", 0, None)
     batch.add("source", host, source, host.nbytes, [])
     copies.begin_out(batch)
@@ -380,14 +379,15 @@ def copy_in(copies: CopyStreams, host: Tensor, after: Batch | None = None) -> tu
 
 
 def forget_failed_backward() -> None:
-    """Let go of a graph whose backward raised.
+    """Free a graph whose backward raised.
 
-    Its error's traceback holds it, and autograd's queue keeps the nodes it had not come to until the next backward.
+    The error's traceback holds it, and autograd's queue keeps the nodes that backward did not reach until the next
+    backward.
     """
     gc.collect()
     flush_autograd()
 
 
 def flush_autograd() -> None:
-    """Have autograd's queue let go of the nodes that a backward which raised had not come to."""
+    """Empty autograd's queue of the nodes that a failed backward did not reach."""
     torch.zeros(1, requires_grad=True).sum().backward()

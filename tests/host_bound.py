@@ -2,7 +2,7 @@
 
 They are like those of a model of 1 billion parameters at 2,048 tokens on an H100. `run` has 8 MiB saved for each 53 µs
 of forward, and 50 GB/s on the link, all sizes here an eighth of that. The host's time is virtual too: it takes some for
-each kernel and copy, and for each tensor that moves what `micro_2026-11-25_device.json` has measured. `run_measured`
+each kernel and copy, and for each tensor that moves the time that `micro_2026-11-25_device.json` has. `run_measured`
 has the figures of 2026-11-27: `MEASURED`.
 """
 
@@ -55,11 +55,11 @@ class Host:
 MEASURED = Host(pack_s=0.3e-3, unpack_s=0.3e-3, outside=0.3, recording_s=0.3e-3, staying_s=50e-6)
 """On an H100, on 2026-11-27."""
 MOVABLE, SMALL, SMALL_BYTES = 228, 425, 1 << 10
-"""The tensors of that step which may move, and the others."""
+"""The tensors of that step that may move, and the small ones."""
 HOST_S, DEVICE_S = 52e-3, 48e-3
-"""What it takes of the host and of the device with everything kept: 55 ms together."""
+"""Seconds of the host and of the device with everything kept: 55 ms together."""
 LAUNCHES = {"host-bound": 0.9, "device-bound": 0.1}
-"""What the host takes to launch a kernel, as a share of what the device takes for it."""
+"""The host's time to launch a kernel, as a share of the device's time for it."""
 SETTLED = 12
 """Steps after which the plan has been corrected."""
 SLOW = 1.1
@@ -81,9 +81,9 @@ def run(
     Args:
         device: the simulated device.
         launch: see `LAUNCHES`.
-        watched: whether the library looks at what its hooks take of the host.
+        watched: whether the library measures the host's time that its hooks take.
         budget: ``device_budget``.
-        host: what hooks take.
+        host: the seconds that hooks take.
         link: the share of the link's bandwidth.
         steps: how many.
     """
@@ -93,7 +93,7 @@ def run(
 
 
 def run_measured(device: SimulatedDevice, host_s: float = HOST_S, *, steps: int = 40) -> dict[str, Any]:
-    """As `run`, for the step that was measured; ``host_s``: what it takes of the host with everything kept."""
+    """As `run`, for the step that was measured; ``host_s``: the host's seconds with everything kept."""
     model, fast = _Sines(MOVABLE, NBYTES // 4, SMALL), {"flops": 1e18, "latency_s": 0.0}
     device.model(**fast, memory_bytes_per_s=1e18, launch_s=1.0)
     launches = round(_steps(device, model, None, 2)[-1])

@@ -145,7 +145,7 @@ def scratch_reused(x: Tensor) -> Tensor:
 
 
 def change_what_was_saved_and_save_its_data(x: Tensor) -> Tensor:
-    """`.data` counts its own changes, from 0 again: as many as had been counted when the other was saved."""
+    """`.data` counts its own changes, again from 0: here both counters agree, though the contents differ."""
     factor = torch.full_like(x.detach(), 3.0)
     y = (x * 2).exp() * 0 + x * factor
     factor.add_(1)

@@ -2,7 +2,7 @@
 
 Blocks like those of GPT, BERT, Llama and a convolutional network, each under ``torch.utils.checkpoint``, are trained
 with AdamW, four micro-batches a step and two shapes in turns. `limited` gives the device a part of the memory that
-keeping everything takes, and the library that number. `mixes` tries what a person could set by hand: which blocks the
+keeping everything takes, and the library that number. `mixes` tries a person's settings: which blocks the
 program checkpoints, and ``device_budget``; `within` tries the best of these in the limited memory. Sizes are divided as
 in `tests.scaled_llama`.
 
@@ -40,7 +40,7 @@ SLOWER = 4
 """Times fewer operations a second: so narrow a model would have hardly any for each byte that it saves."""
 ACCUMULATION = 4
 BUDGETS = (0.0, 0.1, 0.25, 0.5, 1.0)
-"""Shares of what is saved if all is kept, for `mixes`: the last one moves nothing."""
+"""Shares of the bytes saved if all are kept, for `mixes`: the last one moves nothing."""
 NOTHING = 1024
 """Bytes that hold no storage: a budget of fewer would be refused, as it may be meant as a percentage."""
 MIX_STEPS = 5
@@ -63,7 +63,7 @@ class _Attention(nn.Module):
 
 
 class _Transformer(nn.Module):
-    """A block of GPT; with ``after`` BERT's, whose norms stand behind and which drops."""
+    """A block of GPT; with ``after`` of BERT, with norms behind each part and dropout."""
 
     def __init__(self, *, after: bool) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class _Net(nn.Module):
 
 
 class Training:
-    """A model on the simulated device, and what each of its steps took.
+    """A model on the simulated device, and the time and peak of each of its steps.
 
     Args:
         device: the simulated device.
@@ -168,7 +168,7 @@ class Training:
         self.peaks.append(max(peaks))
 
     def bits(self) -> str:
-        """A checksum of the parameters: those that were trained with equal gradients have equal ones."""
+        """A checksum of the parameters: equal gradients in every step leave it equal."""
         found = hashlib.sha256()
         for parameter in self.model.parameters():
             found.update(parameter.detach().cpu().numpy().tobytes())
@@ -196,7 +196,7 @@ def run(name: str, link: tuple[float, float], steps: int, plain: Iterable[int] =
         attachment = actoffload.attach(training.model, host_budget=1 << 30, announce="none", **options)
     found: dict[str, Any] = {}
     if limit is not None:
-        torch.accelerator.empty_cache()  # else what an earlier run has left is used, whatever the limit
+        torch.accelerator.empty_cache()  # else the cache of an earlier run serves this one, beyond the limit
         device.limit(limit)
     predicted: list[float | None] = []
     try:
@@ -267,7 +267,7 @@ def within(name: str, link: tuple[float, float], share: float, by_hand: dict[str
     """The mixes again that may be a shape's best, in ``share`` of the memory that keeping all takes.
 
     An allocator near the end of the memory gives its cache back, for which the device idles. So a mix is no faster
-    than with all memory, and those need not run that were slower than the best is here.
+    than with all memory, and a mix need not run again if it was slower there than the best is here.
     """
     limit = int(share * by_hand["keep"]["peak"])
     left = [mix for mix in by_hand["mixes"] if mix["peak"] <= limit]
@@ -283,7 +283,7 @@ def within(name: str, link: tuple[float, float], share: float, by_hand: dict[str
 
 
 def _mix(name: str, link: Any, plain: Any, budget: float, saved: int, **limit: int) -> dict[str, Any] | None:
-    """What one mix takes; None if it fails."""
+    """Time and peak of one mix; None if it fails."""
     moves = {"target": "host", "device_budget": max(NOTHING, int(budget * saved)), "checkpoints": "leave"}
     mix = run(name, link, MIX_STEPS * len(SHAPES), plain, **(moves if budget < 1 else {}), **limit)
     if "failed" in mix:
@@ -297,7 +297,7 @@ def _last(seconds: list[float]) -> list[float]:
 
 
 def main(argument: str) -> int:
-    """Print what the JSON object ``argument`` asks for: ``what`` (one of four functions) and its arguments."""
+    """Print the result of one of four functions; the JSON object ``argument`` has its name and its arguments."""
     torch.set_num_threads(1)
     spec = json.loads(argument)
     kinds: list[Callable[..., dict[str, Any]]] = [limited, mixes, within, alone]

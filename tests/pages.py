@@ -13,15 +13,15 @@ HISTORY = ("CHANGELOG.md", "benchmarks/LOG.md")
 PROGRAMS = "accelerate|actoffload|apt-get|make|pip|pre-commit|pytest|python|torchrun"
 COMMAND = rf"(?:\w+=\S+ )*(?:{PROGRAMS}) [^`\n]+"
 NAME = re.compile(r"(actoffload|accelerate) [\w-]+")
-"""Within a sentence this is what a command is called."""
+"""A command's name within a sentence."""
 MARK = re.compile("needs a GPU|needs the network|by hand", re.IGNORECASE)
-"""In the comment or clause of a command, or in the heading above it: it needs what CI has not."""
+"""In the comment or clause of a command, or in the heading above it: it has needs that CI does not meet."""
 CLAUSE = re.compile(r"(?:`[^`]+`|[^`;|.]|\.(?!\s))+")
 PIECE = re.compile(r"^#+ (?P<heading>[^\n]+)$|^```(?P<kind>\S*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 class Piece(NamedTuple):
-    """A block of code and its language, or what stands between two of them (``prose``)."""
+    """A block of code and its language, or the text between two blocks (``prose``)."""
 
     name: str
     """The page and the heading above."""
@@ -38,7 +38,7 @@ class Command(NamedTuple):
 
 
 def read(file: Path) -> str:
-    """A page; of a program, how its docstring says to start it."""
+    """Return the text of a page; of a program, the commands in its docstring."""
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".py":
         lines = re.findall(rf"^    ({COMMAND})$", text.split('"""')[1].replace("\\\n", ""), re.MULTILINE)
@@ -47,7 +47,7 @@ def read(file: Path) -> str:
 
 
 def pieces() -> Iterator[Piece]:
-    """What the documentation consists of."""
+    """Yield the pieces of all pages, in order."""
     for file in (file for folder in FOLDERS for file in sorted(ROOT.glob(folder))):
         if (page := str(file.relative_to(ROOT))) not in HISTORY:
             text, name, end = read(file), page, 0

@@ -29,7 +29,7 @@ Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
 PLANNERS = ("greedy", "auto", "SSDTrain's cut")
 LINKS = (0.5, 1.0, 2.0, 4.0)
-"""So many times what a step saves passes them while it computes."""
+"""The bytes that the disk can write during a step's compute, as a multiple of the saved bytes."""
 
 
 def predict_cut(profile: Profile, limits: Limits) -> Prediction:
@@ -70,7 +70,7 @@ def _before_the_cut(search: Search, order: list[int]) -> int:
 
 
 def wins(row: Row, name: str, factor: float = 1.005) -> bool:
-    """Whether it is as good as the best: the step under a budget, else the peak of a step that is not longer."""
+    """Whether a row is as good as the best: the step under a budget, else the peak of a step that is not longer."""
     valid = {n: seen for n in PLANNERS if (seen := row[n])["valid"]}
     key = "step" if row["budget"] else "peak"
     return name in valid and valid[name][key] <= factor * min(seen[key] for seen in valid.values())
@@ -81,7 +81,7 @@ def _seen(step: float, peak: float, budget: float | None) -> Row:
 
 
 def recorded() -> dict[str, Row]:
-    """The recorded steps in the simulator, each under what is planned for it."""
+    """The recorded steps in the simulator, each under the plan of each planner."""
     rows: dict[str, Row] = {}
     for file in sorted((ROOT / "tests" / "recorded").glob("*.json")):
         recorded = Profile.load(file)

@@ -20,16 +20,16 @@ from tests.exhaustive import best_cut, every_choice
 from tests.planner_rig import MIB, MakeRig
 
 SOON = 10
-"""So many steps after a change a step has to be as the best plan makes it."""
+"""From this many steps after a change on, a step has to be as good as the best plan's."""
 NEAR = 1.05
 AT_REST = 30
-"""So many steps after the last change hardly another plan is made."""
+"""This many steps after the last change, hardly another plan is made."""
 NO_LOSS = 1.01
-"""Without a budget a plan may be so much slower than keeping all, which is what planners allow themselves."""
+"""Planners allow themselves this much slowdown without a budget, as a multiple of keeping all."""
 EVERY = 20_000
-"""Up to so many choices are all tried."""
+"""Up to this number, all choices are tried."""
 FAST, SLOW = 4.0, 0.5
-"""Disks: so many times what a step saves can be written while it computes."""
+"""Disks: the bytes that they can write during a step's compute, as a multiple of the saved bytes."""
 BUDGET = 0.4
 """Of the peak with all kept."""
 
@@ -42,7 +42,6 @@ class Workload:
 
     @property
     def saved_bytes(self) -> int:
-        """What a step saves."""
         return sum(map(sum, self.blocks))
 
     @property
@@ -68,8 +67,8 @@ MODELS = {
 class Phase:
     """Steps in which nothing changes: how many, how fast the disk and the computer are, the sizes that take turns.
 
-    In the part of a step that ``others`` names somebody else takes half of the disk's time, as an optimizer does whose
-    states are there.
+    In the part of a step that ``others`` names, another program takes half of the disk's time, as an optimizer does
+    whose states are there.
     """
 
     steps: int
@@ -80,7 +79,7 @@ class Phase:
 
     @property
     def shares(self) -> dict[str, float]:
-        """The share of the disk's time that others take, by part of a step."""
+        """The share of the disk's time that another program takes, by part of a step."""
         return {self.others: 0.5} if self.others else {}
 
 
@@ -98,7 +97,7 @@ FROM_A_FILE = "a plan from a file"
 
 @dataclass(frozen=True)
 class Best:
-    """The best step that any plan gave: seconds and peak in bytes."""
+    """The best step under any plan: seconds and peak in bytes."""
 
     step_s: float
     peak_bytes: int
@@ -115,7 +114,6 @@ def names() -> Iterator[tuple[str, str, bool]]:
 
 
 def budget_of(work: Workload, limited: bool, scale: float = 1.0) -> int | None:
-    """The budget of a case."""
     return int(BUDGET * work.saved_bytes * scale) if limited else None
 
 

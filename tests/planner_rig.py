@@ -25,7 +25,7 @@ MIB = 1 << 20
 TOKENS = 1000
 """Numbers in the model's input, which has their share of all sizes."""
 NOBODY: Mapping[str, float] = {}
-"""Nobody else uses the disk."""
+"""No other program uses the disk."""
 
 
 class Clock:
@@ -42,14 +42,14 @@ class Clock:
         return self.now_s
 
     def compute(self, seconds: float) -> None:
-        """Pass so much time at speed 1, and let every transfer end that ends meanwhile."""
+        """Pass the time of a computation, ``seconds`` at speed 1, and end the transfers that end meanwhile."""
         until_s = self.now_s + seconds / self.speed
         while (end_s := self._next_end_s()) <= until_s:
             self._end_next(end_s)
         self.now_s = until_s
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Pass the time until the next transfer ends: what `threading.Condition.wait` is here."""
+        """Pass the time until the next transfer ends, in place of `threading.Condition.wait`."""
         end_s = self._next_end_s()
         assert end_s < float("inf"), "the training thread waits for ever"
         self._end_next(end_s)
@@ -77,9 +77,9 @@ class Disk(StorageEngine):
         self._running: dict[IoKind, tuple[float, IoRequest]] = {}
         self.written_bytes = self.read_bytes = 0
         self.other_bytes = 0
-        """What the disk serves of somebody else's before each of these transfers."""
+        """Bytes of another program that the disk serves before each of these transfers."""
         self.others = 0.0
-        """The share of the disk's time that somebody else takes now."""
+        """The share of the disk's time that another program takes now."""
         self._closed = False
         clock.disks.append(self)
 
@@ -89,7 +89,7 @@ class Disk(StorageEngine):
 
     @property
     def next_end_s(self) -> float:
-        """When the transfer ends that ends first."""
+        """When the first of the running transfers ends."""
         return min((end_s for end_s, _ in self._running.values()), default=float("inf"))
 
     def submit(self, request: IoRequest) -> None:
@@ -106,7 +106,7 @@ class Disk(StorageEngine):
             queue.appendleft(request)
 
     def end_next(self) -> None:
-        """End the transfer that ends first, and start what follows it."""
+        """End the first of the running transfers, and start the one behind it."""
         kind = min(self._running, key=lambda kind: self._running[kind][0])
         _, request = self._running.pop(kind)
         if kind is IoKind.WRITE:
@@ -138,7 +138,7 @@ class Disk(StorageEngine):
 
 
 class _Work(torch.autograd.Function):
-    """Takes time, saves its input, and makes an output of some size that nobody reads."""
+    """Takes time, saves its input, and makes an output of some size that is never read."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: _Layer, nbytes: int) -> Tensor:
@@ -160,7 +160,7 @@ class _Layer(nn.Module):
     def __init__(self, clock: Clock, forward_s: float, sizes: Sequence[int]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
-        self.compute, self.sizes = clock.compute, tuple(sizes)  # a block that held the clock would hold what changes
+        self.compute, self.sizes = clock.compute, tuple(sizes)  # a block that held the clock would hold the rig
         self.forward_s = forward_s / len(self.sizes)
 
     def forward(self, x: Tensor, scale: float) -> Tensor:
@@ -174,7 +174,7 @@ class Model(nn.Module):
 
     Args:
         clock: passes the time.
-        blocks: for each of them, bytes of what each operator makes, which the next one saves; the last is the next
+        blocks: for each block, the bytes of each operator's output, which the next one saves; the last is the next
             block's input.
         forward_s: of one block; backward takes twice as long.
     """
@@ -217,7 +217,7 @@ class Rig:
 
         Args:
             scale: of all sizes, as another sequence length has it.
-            others: the share of the disk's time that somebody else takes in ``"backward"`` and in ``"optimizer"``. The
+            others: another program's share of the disk's time in ``"backward"`` and in ``"optimizer"``. The
                 optimizer takes a tenth of the compute.
         """
         began_s, moved = self.clock.now_s, self.disk.written_bytes
@@ -235,14 +235,13 @@ class Rig:
         self.moved.append(self.disk.written_bytes - moved)
 
     def steps(self, count: int, scale: float = 1.0, others: Mapping[str, float] = NOBODY) -> float:
-        """Train so many steps; the seconds of the last one."""
+        """Train ``count`` steps; the seconds of the last one."""
         for _ in range(count):
             self.step(scale, others)
         return self.seconds[-1]
 
     @property
     def plans(self) -> int:
-        """Plans made so far."""
         pilot = self.offloader.autopilot
         return 0 if pilot is None else len(pilot.history)
 
@@ -254,7 +253,7 @@ MakeRig = Callable[..., Rig]
 def rigs(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
     """Make rigs of a disk, a model and options of an offloader; they end with the block.
 
-    ``sizes`` are those of ``blocks`` equal blocks, or has one sequence for each block.
+    ``sizes`` describes ``blocks`` equal blocks, or has one sequence for each block.
     """
     made: list[Rig] = []
 

@@ -20,7 +20,7 @@ SAVED_PER_BLOCK = (
     ("mlp.act", 4.0, 0.68),
     ("mlp.down", 4.0, 0.72),
 )
-"""What a transformer block saves: module, size in batch × sequence × width, and when in its forward (share)."""
+"""Saved tensors of a transformer block: module, size in batch × sequence × width, and when in its forward (share)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Accelerator:
 
 
 def link(write_gb_s: float, read_gb_s: float | None = None) -> Link:
-    """A link by GB/s each way (the same unless told otherwise)."""
+    """A link by GB/s each way; one number stands for both ways."""
     read = write_gb_s if read_gb_s is None else read_gb_s
     return Link(write_bytes_per_s=write_gb_s * 1e9, read_bytes_per_s=read * 1e9, latency_s=20e-6)
 
@@ -57,7 +57,7 @@ def transformer_profile(
         layers: number of blocks.
         batch: sequences of one micro-batch.
         sequence: tokens of each.
-        shards: tensor parallel ways; what a device saves and computes is divided by it.
+        shards: tensor parallel ways, which divide a device's saved bytes and its compute.
         element_bytes: bytes of an activation's element.
         vocabulary: rows of the head.
         accelerator: the device.
@@ -97,7 +97,7 @@ def slow_profile() -> Profile:
 
 
 def _block_storages(layer: int, block_s: float, end_s: float, unit: int) -> list[Storage]:
-    """What one block saves; backward takes twice as long as forward and ends at ``end_s``."""
+    """The storages that one block saves; backward takes twice as long as forward and ends at ``end_s``."""
     storages = []
     for number, (module, units, share) in enumerate(SAVED_PER_BLOCK):
         birth_s = (layer + share) * block_s
@@ -119,7 +119,7 @@ def random_profile(seed: int, *, storages: int | None = None, blocks: int | None
     """A random step that could be: blocks, loose storages, some unmovable, any mix of links; the same for one seed.
 
     Args:
-        seed: what it is made from.
+        seed: of the random numbers.
         storages: how many; None for 1 to 60.
         blocks: how many; None for 0 to 6.
     """

@@ -45,7 +45,7 @@ GPU = {
 LAUNCHES = {"host ahead": 6e-6, "host bound": 150e-6}
 """Seconds of the host for each kernel and copy: with the second one it takes longer than the device does."""
 STEPS = 10
-"""After so many the default's plan has been made, corrected and followed."""
+"""After this many steps the default's plan has been made, corrected and followed."""
 ASK_THE_DRIVER = ("record", "wait", "done", "synchronize", "seconds_between", "used_on")
 """Methods of `Accelerator`, as far as there are such, each of which is one call of CUDA's driver (`seconds_between`
 three, and ``used_on`` of its allocator)."""
@@ -53,7 +53,7 @@ Context = AbstractContextManager[Any]
 
 
 class _Attention(torch.autograd.Function):
-    """Saves what FlashAttention saves: queries, keys, values and its output."""
+    """Saves the tensors that FlashAttention saves: queries, keys, values and its output."""
 
     @staticmethod
     def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class _Layer(nn.Module):
 
 
 class _Checkpointed(nn.Module):
-    """As a program does it that has the flag of its framework on."""
+    """A layer under the program's checkpoint, as with a framework's flag."""
 
     def __init__(self, layer: _Layer) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class _Head(nn.Module):
 
 
 class Step:
-    """The model, its input, and what a step of it took.
+    """The model, its input, and its steps.
 
     Args:
         device: the simulated device.
@@ -167,13 +167,13 @@ class Step:
         self.take(nullcontext())  # makes the gradients, which stay
         device.synchronize()
         self.base_bytes = torch.accelerator.memory_allocated()
-        """What is there between steps: parameters, gradients and the input."""
+        """Bytes between steps: parameters, gradients and the input."""
 
     def take(self, context: Context, *, backward_inside: bool = False, apart: bool = False) -> dict[str, float]:
         """Take one step; bytes and seconds of the full model.
 
         Args:
-            context: what the forward runs in.
+            context: that the forward runs in.
             backward_inside: backward as well.
             apart: the host waits for the device between forward and backward, so that ``forward_s`` is the device's.
         """
@@ -225,7 +225,7 @@ def _modules(package: str) -> list[ModuleType]:
 
 
 def count_calls(patch: pytest.MonkeyPatch) -> Counter[str]:
-    """Count what the library calls of the driver from now on: by method of `Accelerator`, and every single copy."""
+    """Count the library's calls of the driver from now on: by method of `Accelerator`, and every single copy."""
     calls: Counter[str] = Counter()
 
     def counted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -261,13 +261,13 @@ def run(
     head: bool = False,
     link: tuple[float, float] | None = None,
 ) -> dict[str, Any]:
-    """Train in one mode and return its last step, as `Step.take` does, with ``saved_bytes`` and what was counted.
+    """Train in one mode and return its last step, as `Step.take` does, with ``saved_bytes`` and the counts.
 
     ``peaks_bytes`` has the peak of each step, ``highest_bytes`` the highest, ``steps_s`` how long each took.
 
     Args:
-        options: of the offloader; None to keep everything. A ``device_budget`` of at most 1 is a share of what is
-            saved. ``device_memory`` is without what is there between steps, and without the division by `BYTES`.
+        options: of the offloader; None to keep everything. A ``device_budget`` of at most 1 is a share of the
+            saved bytes. ``device_memory`` excludes the memory used between steps, and has no division by `BYTES`.
         launch_s: see `LAUNCHES`.
         steps: how many are taken.
         layers, checkpointed, plain, head, link: see `Step`.
@@ -300,7 +300,7 @@ def run(
                 found = step.take(offloader)
                 taken.append(found)
                 found_calls = dict(calls)
-            after = offloader.statistics()  # counts what the last step waited for as well
+            after = offloader.statistics()  # also waits for the last step
             plan = offloader.autopilot.plan if offloader.autopilot is not None else None
             predicted = None if plan is None else plan.predicted_peak_bytes
             once = 0 if plan is None or plan.once is None else len(plan.once)
@@ -326,7 +326,7 @@ def _offloader(options: dict[str, Any]) -> Offloader:
 
 
 def _saved_bytes(step: Step) -> int:
-    """What a step saves that could move, as the library counts it."""
+    """Bytes of a step's saved tensors that could move, by the library's own count."""
     offloader = _offloader({"policy": "greedy"})
     try:
         step.take(offloader)
@@ -336,14 +336,14 @@ def _saved_bytes(step: Step) -> int:
 
 
 def _run_trl(step: Step, steps: int, patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """TRL's own code by its own factory. Its hooks take no time of the host here but for what they launch.
+    """TRL's own code by its own factory. Of the host's time its hooks take only that of the kernels they launch.
 
     Page-locked memory is held until the end, as CUDA's allocator takes it again without a wait: the simulated device's
     waits for all streams before it lets go of any.
     """
     device = torch.device(NAME, 0)
     module = torch.get_device_module(NAME)
-    # `torch.cuda` has these names beside PyTorch's general ones, and TRL asks the device's module for them.
+    # `torch.cuda` has these names beside PyTorch's general ones, and TRL uses the device's module.
     patch.setattr(module, "Stream", lambda: torch.Stream(device), raising=False)
     patch.setattr(module, "stream", lambda stream: stream, raising=False)
     patch.setattr(module, "current_stream", lambda: torch.accelerator.current_stream(device), raising=False)
@@ -367,7 +367,7 @@ def _run_trl(step: Step, steps: int, patch: pytest.MonkeyPatch) -> dict[str, Any
 
 
 def main(argument: str) -> int:
-    """Print what the mode of the JSON object ``argument``, arguments of `run`, has taken."""
+    """Print the result of `run` for the JSON object ``argument``, its arguments."""
     torch.set_num_threads(1)
     print(json.dumps(run(**json.loads(argument))))
     return 0

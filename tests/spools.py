@@ -1,4 +1,4 @@
-"""What the tests of the storage room share: data put into an extent, and got back; io_uring, if it is here."""
+"""For tests of the storage room: write data into an extent, read it back; io_uring, where the system has it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests on several releases of PyTorch and Python, each in an environment of its own, and a table of what passed.
+"""Tests on several releases of PyTorch and Python, each in an environment of its own, and a table of the results.
 
     python -m tests.versions [TORCH:PYTHON ...]
 
@@ -49,7 +49,7 @@ FRAMEWORKS = {"frameworks": "test_*.py", "Megatron-LM main": "test_megatron*.py"
 FOLDER = harness.ROOT / ".versions"
 INSTALL_S, SUITE_S = 3600, 3600
 WEEK_S = 6 * 86400
-"""After so long the newest releases are others, and are installed anew."""
+"""After this time newer releases have appeared, and the environment is made anew."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -62,14 +62,14 @@ def main(arguments: Sequence[str]) -> int:
         torch, _, python = pair.partition(":")
         for row in run_pair(torch, python):
             rows[pair] = row
-            results.write(rows=rows)  # a run that is stopped leaves what it has found
+            results.write(rows=rows)  # a run that is stopped leaves its rows so far
     columns = ("PyTorch, Python", *SUITES, *FRAMEWORKS)
     results.finish(harness.markdown_table(columns, [_shown(row) for row in rows.values()]))
     return int(any("missing" in row or any(map(_failed, row["suites"].values())) for row in rows.values()))
 
 
 def run_pair(torch: str, python: str) -> Iterator[dict[str, Any]]:
-    """What the suites say in one environment, once more after each of them; ``missing`` says why there is none."""
+    """Yield the results of one environment after each suite; ``missing`` has the reason why there is none."""
     row: dict[str, Any] = {"torch": torch, "python": python, "suites": {}}
     folder = FOLDER / f"torch-{torch}-python-{python}"
     try:
@@ -117,7 +117,7 @@ def _output(command: list[str]) -> str:
 
 
 def _run_files(folder: Path, interpreter: str) -> Iterator[dict[str, dict[str, Any]]]:
-    """All found so far, after each file: one that hangs, or that ends pytest, costs the results of no other."""
+    """Yield all results so far after each file: a file that hangs or ends pytest costs only its own results."""
     kept = folder / "files.json"
     found: dict[str, dict[str, Any]] = json.loads(kept.read_text()) if kept.exists() else {}
     commit = commit_of(harness.ROOT)
@@ -137,7 +137,6 @@ def _run_files(folder: Path, interpreter: str) -> Iterator[dict[str, dict[str, A
 
 
 def _sum(files: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """One result of many files."""
     total: dict[str, Any] = {"passed": 0, "skipped": 0, "failed": [], "status": 0}
     for found in files:
         total = {key: value + found[key] for key, value in total.items()}
@@ -148,7 +147,7 @@ def _run_suite(folder: Path, interpreter: str, files: list[str], path: str | Non
     """How many tests passed, were skipped and failed, and which."""
     report = folder / "report.xml"
     report.unlink(missing_ok=True)
-    # A native program refuses releases that it does not know: here it is to try.
+    # A native program refuses releases that it does not know: here it is tried on them.
     variables = os.environ | {"ACTOFFLOAD_NATIVE": "1", "OMP_NUM_THREADS": "1"}
     if path:
         variables["PYTHONPATH"] = path

@@ -105,7 +105,7 @@ def test_every_name_makes_the_engine_of_that_name(file: SpoolFile, name: str) ->
     except EngineUnavailableError as exc:
         if name in {"aiofiles", "gds", "uring"} and str(exc).startswith(f"engine='{name}': "):
             pytest.skip(str(exc))
-        raise  # the others are always there
+        raise  # other engines are always there
     assert engine.capabilities.name == name
     engine.close()
 
@@ -115,7 +115,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(file: SpoolFile) -> None
         create_engine("nvme", file)
 
 
-def test_auto_says_what_it_chose_and_why(file: SpoolFile) -> None:
+def test_auto_names_its_engine_and_the_reason(file: SpoolFile) -> None:
     engine, reason = choose_engine(file, threads=1)
     engine.close()
     first = next(name for name in AUTO_ORDER if f"not {name}" not in reason)

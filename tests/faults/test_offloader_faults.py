@@ -95,7 +95,7 @@ def test_writes_that_fail(make_offloader: MakeOffloader, first: int, count: int 
 
 
 def test_a_failed_write_under_warnings_as_errors_harms_nothing(make_offloader: MakeOffloader) -> None:
-    """The warning comes out where the user's filter can raise it, and nothing hangs or leaks."""
+    """The warning is raised where the user's filter applies, and nothing hangs or leaks."""
     offloader = make_offloader(engine=FullEngine)
     model, x = Chain(), batch()
     expected = train_step(model, x)
@@ -202,10 +202,10 @@ def test_corruption_on_disk_is_found(make_offloader: MakeOffloader) -> None:
     assert_same_gradients(found, train_step(model, batch()))
 
 
-# -- the gate: what is decided while I/O waits or runs ----------------------------------------------------------------
+# -- the gate: decisions while I/O waits or runs -----------------------------------------------------------------------
 
 
-def test_what_is_unpacked_before_its_write_began_is_never_written(make_offloader: MakeOffloader) -> None:
+def test_unpack_before_a_write_begins_cancels_the_write(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(engine=partial(GateEngine, threads=1), min_bytes=ROW_BYTES)
     model, x = Chain(), batch()
     expected = train_step(model, x)

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork()")
 def _in_child(work: Any) -> int:
     """Run ``work`` in a forked child; returns its exit code (120: it raised)."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of threads: that is what is tested
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of a fork beside threads
         pid = os.fork()
     if pid == 0:
         try:
@@ -57,7 +57,7 @@ def _in_child(work: Any) -> int:
 
 @pytest.mark.parametrize("settle", [True, False])
 def test_a_child_forked_in_mid_step(make_offloader: MakeOffloader, settle: bool) -> None:
-    torch.set_num_threads(1)  # the pool's threads do not survive a fork, whoever forks
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
     offloader = make_offloader()
     model, x = Chain(), batch()
     expected = train_step(model, x)
@@ -69,7 +69,7 @@ def test_a_child_forked_in_mid_step(make_offloader: MakeOffloader, settle: bool)
         def child() -> None:
             nonlocal loss
             assert offloader.forked
-            found = model(x).square().sum()  # still inside the context: what it saves stays
+            found = model(x).square().sum()  # still inside the context: its saved tensors stay
             assert offloader.statistics().kept_bytes["forked process"] > 0
             del found, loss
             offloader.close()
@@ -85,7 +85,7 @@ def test_a_child_forked_in_mid_step(make_offloader: MakeOffloader, settle: bool)
     assert offloader.statistics().nvme_read_bytes > 0
 
 
-def test_a_child_forked_while_only_a_graph_holds_what_was_saved(tmp_path: Path) -> None:
+def test_a_child_forked_while_only_a_graph_holds_the_saved_tensors(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     offloader = Offloader(OffloadConfig(target="nvme", path=tmp_path, min_bytes=0, policy="all", engine="posix"))
     x = batch().requires_grad_()
@@ -107,8 +107,8 @@ def test_a_child_forked_while_only_a_graph_holds_what_was_saved(tmp_path: Path) 
     assert same_bits(x.grad, x.detach().cos())
 
 
-def test_a_child_forked_while_a_tensor_is_on_its_way_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine's thread, which the child does not have, has given the bytes to the record and not yet its state."""
+def test_a_child_forked_while_a_record_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's thread, which the child lacks, has stored the bytes in the record but not yet changed its state."""
     torch.set_num_threads(1)
     offloader = Offloader(OffloadConfig(target="nvme", path=tmp_path, min_bytes=0, policy="all", engine="posix"))
     x = batch().requires_grad_()

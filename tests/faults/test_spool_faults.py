@@ -52,7 +52,7 @@ def _move(start: Callable[..., Transfer], extent: Extent, memory: Memory) -> Tra
 
 
 def assert_write_error(error: BaseException | None, number: int, path: str) -> None:
-    """Checks that an error says everything that a write error must say."""
+    """Checks that an error names all parts of a failed write."""
     assert isinstance(error, StorageWriteError)
     assert error.errno == number
     assert error.filename == path
@@ -175,7 +175,7 @@ def test_odd_short_transfers_of_a_direct_file_continue_on_a_boundary(make_spool:
 
 
 @pytest.mark.parametrize("position", [0, MIB - 1, MIB, 3 * MIB - 1])
-def test_verify_finds_what_changed_on_disk(make_spool: MakeSpool, tmp_path: Path, position: int) -> None:
+def test_verify_finds_bytes_that_changed_on_disk(make_spool: MakeSpool, tmp_path: Path, position: int) -> None:
     spool = make_spool(engine="posix", verify=True)
     extent, memory = spool.allocate(3 * MIB), Memory(3 * MIB, fill=0x5A)
     assert write(spool, extent, memory).error is None
@@ -290,7 +290,7 @@ def test_random_cancels_and_frees_never_mix_bytes_up(make_spool: MakeSpool, engi
 
 
 def churn(spool: Spool, seed: int) -> None:
-    """Writes extents, takes back every third one, and reads the others back."""
+    """Writes extents, cancels every third write, and reads the other extents back."""
     for turn in range(40):
         fill = (seed * 97 + turn * 7) % 251 + 1
         source, target = Memory(2 * MIB, fill), Memory(2 * MIB)

@@ -12,7 +12,7 @@ from tests.harness import MakeOffloader
 
 @pytest.fixture
 def make_offloader(make_offloader: MakeOffloader) -> MakeOffloader:
-    """Make offloaders that move everything that may, and poison what was freed; they end with the test."""
+    """Make offloaders that move all that may move, and poison freed memory; they end with the test."""
 
     def make(**options: Any) -> Offloader:
         defaults: dict[str, Any] = {"policy": "all", "debug": True, "allow_any_filesystem": True}

@@ -1,4 +1,4 @@
-"""On an accelerator: the allocator's own peak is what the budget and the statistics promise."""
+"""On an accelerator: the allocator's own peak is the one that the budget and the statistics promise."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ pytestmark = pytest.mark.gpu
 TENSOR_BYTES = (16 if torch.cuda.is_available() else 2) << 20
 LAYERS = 48
 SLACK_BYTES = 8 * TENSOR_BYTES
-"""What the computation itself holds beside saved tensors: the operands and gradients of an operation or two."""
+"""The computation's own memory beside saved tensors: the operands and gradients of an operation or two."""
 
 PLAIN: dict[str, Any] = {"policy": "auto", "min_bytes": None, "keep_last_bytes": None, "debug": False}
 """The library's defaults."""
 
 
 def peak_over(context: Any, steps: int) -> int:
-    """The allocator's peak over what was allocated before, in bytes; the chain saves ``LAYERS`` tensors."""
+    """The allocator's peak above the bytes allocated before; the chain saves ``LAYERS`` tensors."""
     accelerator = torch.accelerator.current_accelerator()
     x = torch.randn(TENSOR_BYTES // 4, device=accelerator).requires_grad_()
     torch.accelerator.synchronize()
@@ -83,7 +83,7 @@ def test_device_memory_returns_when_graphs_are_dropped(make_offloader: MakeOfflo
             x.grad = None
         del out
     torch.accelerator.synchronize()
-    with offloader:  # the next forward is when what has completed meanwhile is let go
+    with offloader:  # the next forward releases memory whose copies have ended
         out = chain(x[:1])
     del out
     torch.accelerator.synchronize()

@@ -1,8 +1,8 @@
-"""On an accelerator: the order of copies holds when the side streams are late, and its absence would be seen.
+"""On an accelerator: the order of copies holds when the side streams are late, and without it gradients are wrong.
 
-Every copy is preceded by a sleep on its stream, so that whatever does not wait for it runs first. Memory never holds
-the right bytes by luck: freed device memory is overwritten with NaN on the compute stream at once, memory that a copy
-will fill holds NaN until then, and freed host memory is poisoned by ``debug=True``.
+Every copy is preceded by a sleep on its stream, so that work without an edge to it runs first. Memory never holds the
+right bytes by luck: freed device memory is overwritten with NaN on the compute stream at once, memory that a copy will
+fill holds NaN until then, and freed host memory is poisoned by ``debug=True``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _late_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def sleep(seconds: float) -> None:
-    """Have the current stream do nothing for about so long."""
+    """Have the current stream do nothing for about ``seconds``."""
     if ON_CUDA:
         torch.cuda._sleep(int(seconds * 2e9))
     else:
@@ -45,7 +45,7 @@ def sleep(seconds: float) -> None:
 
 
 def delay_copies(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Every copy is late by so much, and what it fills on the device holds NaN before."""
+    """Every copy is late by ``seconds``; the device memory that it fills holds NaN before."""
     copy, empty = Accelerator.copy, Accelerator.empty
 
     def late(self: Accelerator, copies: Any, stream: Any) -> None:
@@ -69,7 +69,7 @@ def accelerator() -> torch.device:
 
 
 def litter(tensors: int = 3) -> None:
-    """Overwrite device memory that was freed: what still needs it reads NaN."""
+    """Overwrite freed device memory: a kernel that still needs it reads NaN."""
     junk = [torch.full((ELEMENTS,), float("nan"), device=accelerator()) for _ in range(tensors)]
     del junk
 
@@ -134,13 +134,13 @@ def test_late_compute_changes_nothing(make_offloader: MakeOffloader) -> None:
 def test_a_missing_edge_would_be_seen(
     edge: str, make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stress above can fail: without this edge, the gradient is wrong."""
+    """Without this edge the gradient is wrong, so the stress above can fail."""
     reference = gradient(None)
     offloader = make_offloader(target="host", device_budget=4 * 4 * ELEMENTS)
     monkeypatch.setattr(CopyStreams, edge, ignore)
     if edge == "_order_use_after_fill":
         delay_copies(monkeypatch, 20 * LATE_S)  # by far more than the whole backward takes
-    litter(8 * LAYERS)  # else the free memory still holds the reference's values, which are the right ones
+    litter(8 * LAYERS)  # else the free memory still holds the reference's values, which are right
     torch.accelerator.synchronize()
     wrong = gradient(offloader, late_compute=edge == "_order_after_producer")
     assert not torch.equal(wrong, reference)

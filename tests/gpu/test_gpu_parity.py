@@ -53,7 +53,7 @@ def gradients(
     micro_batches: int = 1,
     settled: bool = False,
 ) -> list[Tensor]:
-    """Gradients of one step, the same batch and dropout each time; ``settled``: what moves is away before backward."""
+    """Gradients of one step, the same batch and dropout each time; ``settled``: backward begins after all copies."""
     model.zero_grad()
     torch.manual_seed(1)
     losses = []
@@ -189,7 +189,7 @@ def test_tensors_saved_during_graph_capture_stay(make_offloader: MakeOffloader) 
     reference = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     offloader = make_offloader(target="host")
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(warm_up):  # whose events must not be asked for during the capture
+    with torch.cuda.stream(warm_up):  # its events must not be queried during the capture
         for _ in range(2):
             with offloader:
                 loss = model(x).square().mean()
@@ -208,7 +208,7 @@ def test_tensors_saved_during_graph_capture_stay(make_offloader: MakeOffloader) 
 
 
 def test_a_copy_that_is_waited_for_ends_no_capture(make_offloader: MakeOffloader, tmp_path: Path) -> None:
-    """CUDA's default mode forbids other threads most calls while one captures."""
+    """CUDA's default mode forbids other threads most calls while one thread captures."""
     if accelerator().type != "cuda":
         pytest.skip("needs CUDA graphs")
     torch.manual_seed(0)
@@ -220,7 +220,7 @@ def test_a_copy_that_is_waited_for_ends_no_capture(make_offloader: MakeOffloader
     offloader = make_offloader(target="nvme", path=tmp_path)
     graph, captured, doubled = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.zeros(8, device=accelerator())
     torch.cuda.synchronize()
-    torch.cuda._sleep(1_000_000_000)  # what leaves is on its way until then, half a second or so
+    torch.cuda._sleep(1_000_000_000)  # holds the copies to the host back for half a second or so
     with offloader:
         loss = model(x).square().mean()
     with torch.cuda.stream(captured):

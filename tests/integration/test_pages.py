@@ -23,9 +23,9 @@ from tests import pages
 
 ELSEWHERE = {
     r"make (test|simulated)|pytest --simulated": "../Makefile::test",
-    r"make quick": "unit/test_contributing.py::test_what_make_quick_runs_is_there",
+    r"make quick": "unit/test_contributing.py::test_the_tests_of_make_quick_exist",
     r"make tiny": "unit/test_benchmarks.py::test_the_suite_on_the_simulated_device",
-    r"pip install \.": "unit/test_packaging.py::test_the_distributions_hold_what_they_should",
+    r"pip install \.": "unit/test_packaging.py::test_the_distributions_have_their_files",
     r"actoffload doctor": "unit/test_cli.py::test_doctor_really_writes_and_reads_a_path",
     r"actoffload demo( --profile \S+)?": "unit/test_cli.py::test_the_demo_is_identical_and_its_counters_agree",
     r"make options": "integration/test_options.py::test_the_repetitions_are_those_of_make_options",
@@ -40,8 +40,8 @@ ELSEWHERE = {
     r"python .*\.pretrain_gpt .*": "integration/test_megatron.py::test_the_example_runs_and_ends_with_a_row",
     r"README\.md, .*": "unit/test_readme.py::test_the_examples_run",
     r"CONTRIBUTING\.md, Add an? (engine|policy|integration|planner)": "unit/test_contributing.py::example",
-    r"docs/tuning\.md, Tuning a slow step.*": "unit/test_causes.py::test_the_tuning_page_shows_what_its_program_prints",
-    r"docs/streams\.md, .*": "unit/test_reading_streams.py::test_what_the_page_says_helps",
+    r"docs/tuning\.md, Tuning a slow step.*": "unit/test_causes.py::test_the_tuning_page_shows_its_programs_output",
+    r"docs/streams\.md, .*": "unit/test_reading_streams.py::test_the_remedies_of_the_page_help",
     r"docs/checkpointing\.md, Switch .*": "integration/test_framework_checkpoints.py::test_the_page_runs",
     r"docs/schedules\.md, .*": "unit/test_schedules.py::test_the_page_runs",
     r"docs/hooks\.md, .*": "unit/test_hook_stack.py::test_the_page_runs",

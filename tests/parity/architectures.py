@@ -83,7 +83,7 @@ LINEAR: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """What to build: ``kind`` is the head, ``sizes`` come on top of the common ones; a None takes a size away."""
+    """How to build a model: ``kind`` is the head, ``sizes`` are added to the common ones; a None takes a size away."""
 
     name: str
     kind: str

@@ -32,7 +32,7 @@ def gradients(
 def assert_parity(
     maker: Maker, forward: Callable[[], Tensor], leaves: Iterable[Tensor], offloader: Offloader | None = None
 ) -> Offloader:
-    """The same bits when everything was away, and when copies are still under way; returns the offloader."""
+    """Compare the bits with all copies ended, and with copies under way; returns the offloader."""
     wanted = list(leaves)
     offloader = offloader or maker(debug=True)
     before = offloader.statistics()

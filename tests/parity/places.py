@@ -1,6 +1,6 @@
 """Where saved tensors go in the parity tests: one `Place` for each target that this machine has.
 
-Every test that asks for ``make_offloader`` runs at each place of `PLACES`; the matrix runs on the simulated device too.
+Every test that uses ``make_offloader`` runs at each place of `PLACES`; the matrix runs on the simulated device too.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from actoffload.testing.simulated_device import NAME
 
 @dataclass(frozen=True)
 class Place:
-    """A target, and how to tell that tensors really went there and came back.
+    """A target, and how to check that tensors really went there and came back.
 
     Attributes:
         name: the test's id.
         options: fields of the configuration.
         device: where the models live.
-        settle: makes everything that moves leave the device, so that backward has to bring it back.
-        medium: ``"nvme"`` or ``"host"``: whose counters have to show bytes.
+        settle: waits until every tensor that moves has left the device, so that backward has to bring it back.
+        medium: ``"nvme"`` or ``"host"``: its counters have to show bytes.
     """
 
     name: str
@@ -57,7 +57,7 @@ SIMULATED = [
 
 
 class Maker:
-    """What the fixture ``make_offloader`` gives: makes offloaders at one place, and closes them at the end."""
+    """The fixture ``make_offloader``: makes offloaders at one place, and closes them at the end."""
 
     def __init__(self, place: Place, path: Path) -> None:
         self.place = place

@@ -1,4 +1,4 @@
-"""Graphs that are walked more than once, in parts, in other threads, or whose saved tensors are handed on."""
+"""Backward runs more than once, in parts, in other threads, or returns a saved tensor as a gradient."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ class HandsOn(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("count", [50, 50_000])
-def test_a_saved_tensor_that_is_handed_on_as_a_gradient(count: int, make_offloader: Maker) -> None:
-    """Autograd adds other gradients into it in place: the next backward must not see that."""
+def test_a_saved_tensor_that_backward_returns_as_a_gradient(count: int, make_offloader: Maker) -> None:
+    """Autograd adds other gradients into such a gradient in place, which the next backward must not see."""
     x, weight = leaf(count), leaf(count, seed=1)
     offloader = make_offloader(debug=True)
 
@@ -95,7 +95,7 @@ def test_a_saved_tensor_that_is_handed_on_as_a_gradient(count: int, make_offload
                 make_offloader.settle(offloader)
             (gradient,) = torch.autograd.grad(loss, y, retain_graph=time < 2)
             found.append(gradient.clone())
-            found.append(gradient.mul_(5))  # and the user does as he likes with it
+            found.append(gradient.mul_(5))  # the user may change a gradient, too
         return found
 
     reference = run(None, False)
@@ -112,7 +112,7 @@ def test_a_gradient_outlives_the_graph_and_the_offloader(make_offloader: Maker) 
     make_offloader.settle(offloader)
     loss.backward()
     del loss
-    with offloader:  # what was given back is used again
+    with offloader:  # uses the released memory and extents again
         other = (leaf(5000) * 1).sin().sum()
     make_offloader.settle(offloader)
     other.backward()
@@ -141,7 +141,7 @@ def test_saved_tensors_can_be_looked_at(make_offloader: Maker) -> None:
 @pytest.mark.parametrize("settled", [True, False])
 @pytest.mark.parametrize("count", [50, 50_000])
 def test_changing_a_restored_tensor_raises(settled: bool, count: int, make_offloader: Maker) -> None:
-    """As without an offloader: what was handed out may be what the next backward gets."""
+    """The next backward may receive the same tensor, so autograd's check applies to it, too."""
     x = leaf(count)
     offloader = make_offloader(debug=True)
 
@@ -211,7 +211,7 @@ def test_threads(make_offloader: Maker) -> None:
 
 
 def test_nested_contexts(make_offloader: Maker) -> None:
-    """The innermost context decides; the same one twice, another one, a region left alone, somebody else's hooks."""
+    """The innermost context decides: the same one twice, another one, `no_offload`, hooks of the program."""
     outer, inner = make_offloader(debug=True), make_offloader(debug=True)
     x = leaf(48, 48)
     packed: list[int] = []

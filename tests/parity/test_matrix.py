@@ -17,7 +17,7 @@ from tests.harness import assert_same_bits
 from .places import Maker
 from .tower import CHECKPOINTS, LAYERS, Tower, tokens, tower
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")  # what the compiler says
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")  # warnings of the compiler
 
 SHAPES = ("one", "many", "retained", "unused")
 

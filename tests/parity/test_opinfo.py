@@ -17,9 +17,9 @@ from tests.harness import assert_same_bits, same_bits
 
 MOST_SAMPLES = 12
 MOST_INPLACE_SAMPLES = 4
-"""Sample inputs for each operator; where there are more, so many of them, evenly spread."""
+"""Sample inputs for each operator; where there are more, this number of them, evenly spread."""
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # what operators say about themselves
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # warnings of operators
 
 OFFLOADER_OPTIONS = {"policy": "all"}
 """Of the fixture ``offloader``."""
@@ -38,14 +38,14 @@ Run = tuple[list[Tensor], list[Tensor | None]]
 
 
 def seed(value: int) -> None:
-    """Seed what is there: ``torch.manual_seed`` formats the whole stack for each accelerator that is absent."""
+    """Seed the devices that exist: ``torch.manual_seed`` formats the whole stack for each absent accelerator."""
     torch.default_generator.manual_seed(value)
     if torch.accelerator.is_available():
         torch.get_device_module().manual_seed(value)
 
 
 def samples_of(op: Any, most: int) -> list[Any]:
-    """At most so many, evenly spread, the first and the last among them."""
+    """At most ``most`` samples, evenly spread, the first and the last among them."""
     seed(0)
     samples = [
         sample  # `op.sample_inputs` yields the same, and looks through all modules and the stack for each
@@ -60,8 +60,8 @@ def samples_of(op: Any, most: int) -> list[Any]:
 class Inputs:
     """One sample's inputs, made anew for each run.
 
-    What the operator gets are no leaves (a leaf that wants a gradient is taken for a parameter and stays), so that they
-    can be changed in place, and are saved and moved like any activation. They lie in memory as the sample's do.
+    The operator gets no leaves (a leaf that requires a gradient counts as a parameter and stays). So its inputs can be
+    changed in place, and they are saved and moved like any activation. They lie in memory as the sample's do.
     """
 
     def __init__(self, sample: Any) -> None:
@@ -84,9 +84,9 @@ class Inputs:
 
 
 def run(function: Callable[..., Any], sample: Any, offloader: Offloader | None) -> Run:
-    """Outputs and gradients of one sample; with an offloader, backward finds everything that moved on disk only.
+    """Outputs and gradients of one sample; with an offloader, backward finds moved tensors on disk only.
 
-    So nothing but the graph holds the operator's inputs and outputs when backward begins: what is alive is not read.
+    So only the graph holds the operator's inputs and outputs when backward begins: a storage that is alive is not read.
     """
     inputs = Inputs(sample)
     seed(1)
@@ -162,8 +162,8 @@ STATISTICS_UPDATED = {"native_batch_norm", "_native_batch_norm_legit", "_batch_n
 """They save the running statistics and then update them; in training backward reads the batch's own instead."""
 
 
-def test_no_other_operator_fills_what_it_has_saved() -> None:
-    """A tensor that is written after it was saved, without a new version, cannot be copied as it is saved."""
+def test_no_other_operator_fills_a_tensor_after_saving_it() -> None:
+    """`rrelu` alone writes a tensor after it was saved without a new version; pack would copy it too early."""
     found = set()
     for op in OPS:
         for sample in samples_of(op, 2):

@@ -17,16 +17,16 @@ from .architectures import ARCHITECTURES, Architecture
 
 pytestmark = [
     pytest.mark.simulated,
-    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),  # what operators and models say
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),  # warnings of operators and models
 ]
 
 OFFLOADER_OPTIONS = {"policy": "all"}
 """Of the fixture ``offloader``."""
 SAMPLES = 2
 NO_KERNEL = "sparse.sampled_addmm sparse.mm to_sparse as_strided tensor_split nn.functional.embedding_bag"
-"""Operators that the simulated device does not have, or not for all samples: of sparse tensors, or told by a tensor."""
+"""Operators that the simulated device lacks for some samples: on sparse tensors, or with a tensor as an option."""
 RESIZES = "nn.functional.mse_loss"
-"""The CPU's kernel resizes what it is given, which lies in memory of the device."""
+"""The CPU's kernel resizes its output, whose memory is the device's."""
 OPS = [op for op in test_opinfo.OPS if op.name not in f"{NO_KERNEL} {RESIZES}".split()]
 
 

@@ -34,7 +34,7 @@ def score(x: Tensor) -> Tensor:
 
 
 def in_place_chunks(x: Tensor) -> Tensor:
-    """As GRU cells do: each chunk of one storage counts its own changes."""
+    """GRU cells do so: each chunk of one storage counts its own changes."""
     one, two, three, _ = (x * 1).unsafe_chunk(4, 1)
     return one.sigmoid_() * two.exp_() + three.tanh_().sin() * one
 
@@ -159,7 +159,7 @@ def test_embedding_bag_and_losses(make_offloader: Maker) -> None:
 
 
 class Unknown(Tensor):
-    """A subclass that nobody can take apart."""
+    """A tensor subclass without `__tensor_flatten__`."""
 
 
 def test_wrapper_subclass(make_offloader: Maker) -> None:
@@ -189,7 +189,7 @@ def test_unknown_subclass_stays_and_is_counted(make_offloader: Maker) -> None:
 @pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
 @pytest.mark.parametrize("made", ["as_nested_tensor", "from_jagged", "leaf"])
 def test_jagged_nested_tensors(offloader: Offloader, made: str) -> None:
-    """PyTorch knows a ragged size by its tensor of offsets: what backward is handed has to have the same one."""
+    """PyTorch knows a ragged size by its tensor of offsets: unpack has to return one with the same offsets."""
     width = 64
 
     def train(context: Any) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Training loops: the weights have the same bits after several steps, whatever the options and the way in."""
+"""After several steps of a training loop the weights have the same bits, with every option and every entry point."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def train(
 ) -> list[Tensor | None]:
     """Losses and weights after some steps, the batches of different lengths.
 
-    ``settle`` is called between forward and backward of every second step: then what moves is really away, however
-    slow the disk. The other steps take it as it comes.
+    ``settle`` is called between forward and backward of every second step, so that tensors that move have left even if
+    the disk is slow. The other steps overlap with their writes.
     """
     torch.manual_seed(0)
     model = Tower(kind).to(device)
@@ -117,14 +117,14 @@ def test_options(name: str, make_offloader: Maker, reference: list[Tensor | None
     assert statistics.moved_bytes > 0
     assert statistics.degraded == {}
     assert statistics.live_records == 0
-    check_what_the_option_did(name, statistics)
+    check_effect_of_option(name, statistics)
 
 
-def check_what_the_option_did(name: str, statistics: Statistics) -> None:
+def check_effect_of_option(name: str, statistics: Statistics) -> None:
     if name == "pressure":
         assert statistics.kept_bytes["pressure"] > 0
     if name == "small budget":
-        # What backward needs at once comes whatever the budget says: one record may stand above it.
+        # Backward always gets the record it needs at once: one record may stand above the budget.
         assert statistics.resident_peak_bytes <= 2 * (32 << 10) < statistics.baseline_peak_bytes
         assert "pressure" not in statistics.kept_bytes
     if name == "keep the last":

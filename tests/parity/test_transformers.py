@@ -15,7 +15,7 @@ from tests.harness import assert_same_bits
 
 from .architectures import ARCHITECTURES, Architecture
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # what the models say
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # warnings of models
 
 OFFLOADER_OPTIONS = {"verify": True}
 """Of the fixture ``offloader``."""
@@ -61,7 +61,7 @@ def check(model: nn.Module, batch: dict[str, Tensor], offloader: Offloader, *, i
     assert after.live_records == 0
     assert after.degraded == {}
     kept = {reason for reason, nbytes in after.kept_bytes.items() if nbytes > before.kept_bytes.get(reason, 0)}
-    # The program of these tests holds the batch, and what the model returned.
+    # The program of these tests holds the batch and the model's output.
     assert kept <= STATIC | {"held elsewhere"} | ({"saved during backward"} if inside else set())
 
 

@@ -63,7 +63,7 @@ class Tower(nn.Module):
         return checkpointed(torch.compile(block, backend=backend, fullgraph=True), kind)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of predicting each token from those before it, and what the side branch says."""
+        """The loss of predicting each token from the tokens before it, and the output of the side branch."""
         x = self.tokens(tokens[:, :-1])
         for run in self._runs:
             x = run(x)
@@ -80,5 +80,4 @@ def tower(kind: str = "none", backend: str | None = None, device: str = "cpu") -
 
 
 def tokens(seed: int, device: str = "cpu") -> Tensor:
-    """One batch."""
     return torch.randint(0, VOCABULARY, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(seed)).to(device)

@@ -1,4 +1,4 @@
-"""Whatever set of checkpointed regions runs once, and whatever those are like: the bits of PyTorch's checkpoints."""
+"""Any set of checkpointed regions of any kind runs once: gradients have the bits of PyTorch's checkpoints."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=list(H
 
 @dataclass(frozen=True)
 class Kind:
-    """What one region is like."""
-
     dropout: bool = False
     nested: str = ""  # "", "once" or "twice": checkpoints inside
     arguments: str = "position"  # or "keyword", "closure"
@@ -46,8 +44,6 @@ class Kind:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step is like."""
-
     kinds: tuple[Kind, ...]
     once: frozenset[int]
     policy: str = "all"
@@ -62,7 +58,7 @@ class Step:
 
 
 class Error(Exception):
-    """What a region of the program raises."""
+    """Raised by a region of the program."""
 
 
 class Net(nn.Module):
@@ -78,7 +74,6 @@ class Net(nn.Module):
         self.log: list[str] = []
 
     def block(self, place: int, x: Tensor, scale: Tensor) -> Tensor:
-        """What a region computes."""
         kind = self.kinds[place]
         inner = partial(self.inner, place)
         if kind.nested and not kind.reentrant:
@@ -90,14 +85,13 @@ class Net(nn.Module):
         return found
 
     def inner(self, place: int, x: Tensor, scale: Tensor) -> Tensor:
-        """The arithmetic of it."""
         kind = self.kinds[place]
         y = torch.tanh(self.ups[place](x)) * torch.sigmoid(x) * scale
         y = F.dropout(y, 0.3) if kind.dropout else y
         return F.gelu(self.downs[place](y))
 
     def region(self, place: int, x: Tensor, scale: Tensor) -> Tensor:
-        """The call of a checkpoint, as its kind says."""
+        """Call a checkpoint of this region's kind."""
         kind, block = self.kinds[place], partial(self.block, place)
         if kind.reentrant:
             found: Tensor = checkpoint(block, x, scale, use_reentrant=True)
@@ -123,12 +117,12 @@ class Net(nn.Module):
         return x if kind.unused else y
 
     def own_contexts(self) -> tuple[Any, Any]:
-        """Contexts of the program's: what they note is the same in the first run, whether there is a second or not."""
+        """The program's own contexts, which note the same in the first run whether a second run follows or not."""
         return self.noted("first"), contextlib.nullcontext()
 
     @contextlib.contextmanager
     def noted(self, word: str) -> Any:
-        """Note that it was entered, and whether it was left by an error."""
+        """Note the entry, and whether an error left it."""
         try:
             yield
         except Error:
@@ -143,8 +137,7 @@ class Net(nn.Module):
         raise Error
 
     def forward(self, x: Tensor) -> Tensor:
-        """All regions."""
-        x = x.sin().exp()  # needs a gradient, as a reentrant checkpoint asks for one; and saves something that is used
+        x = x.sin().exp()  # needs a gradient, as a reentrant checkpoint requires, and saves a tensor that is used
         scale = torch.sigmoid(x[:1] * self.shared.bias)
         for place in range(len(self.kinds)):
             x = self.region(place, x, scale)
@@ -152,7 +145,7 @@ class Net(nn.Module):
 
 
 def run(net: Net, step: Step, device: str, offloader: Offloader | None) -> tuple[list[Any], Tensor, list[str]]:
-    """One step: gradients, the state of the random numbers afterwards, and what the program's contexts noted."""
+    """One step: gradients, the random state afterwards, and the notes of the program's contexts."""
     torch.manual_seed(5)
     net.log.clear()
     inputs = [torch.randn(ROWS, WIDTH).to(device).requires_grad_() for _ in range(step.forwards)]
@@ -181,7 +174,6 @@ def run(net: Net, step: Step, device: str, offloader: Offloader | None) -> tuple
 
 
 def backward(net: Net, loss: Tensor, inputs: list[Tensor], step: Step) -> None:
-    """As the step says."""
     if step.backward == "double":
         wanted = [*net.parameters(), *inputs]
         grads = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
@@ -193,7 +185,7 @@ def backward(net: Net, loss: Tensor, inputs: list[Tensor], step: Step) -> None:
 
 
 def check_profile(offloader: Offloader, step: Step) -> None:
-    """The recorded step is a profile, in which regions that ran once saved something and others did so again."""
+    """The recorded step is a profile: a region that ran once has saved tensors, any other has saved them again."""
     profile = offloader.store.profiler.profile()
     assert profile is not None
     held = sum(storage.kept == "recomputed" for storage in profile.storages)
@@ -240,7 +232,6 @@ def steps(draw: Any) -> Step:
 
 
 def check(step: Step, device: str, **options: Any) -> None:
-    """The step with and without an offloader."""
     count = regions_of(step.kinds)
     policy: Any = step.policy
     if step.given:
@@ -267,7 +258,7 @@ def check(step: Step, device: str, **options: Any) -> None:
                     reject()
                 raise
             assert torch.equal(found[1], expected[1]), "the random numbers that follow"
-            assert found[2] == expected[2], "what the program's own contexts saw"
+            assert found[2] == expected[2], "the notes of the program's own contexts"
             if not (step.inside and step.backward == "double"):  # the penalty is a forward without regions
                 assert offloader.statistics().regions == count
                 assert offloader.statistics().regions_once == len([place for place in step.once if place < count])
@@ -282,7 +273,7 @@ def is_reproducible(net: Net, step: Step, device: str, expected: list[Any]) -> b
     """Whether PyTorch alone computes the same bits again.
 
     It numbers the nodes of each thread apart, and of the nodes that are ready it runs the one with the highest number.
-    A graph that a device's thread has built is so run in an order, and summed in one, that depends on earlier steps.
+    So the order and the sums of a graph that a device's thread has built depend on earlier steps.
     """
     again = [run(net, step, device, None)[0] for _ in range(4)]
     return all(same_bits(one, other) for each in again for one, other in zip(each, expected, strict=True))

@@ -1,4 +1,4 @@
-"""Text from elsewhere: whatever it is, it is taken, or refused with an error that names the option or the file."""
+"""Text from outside the library: it is accepted, or refused with an error that names the option or the file."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def mutated(draw: st.DrawFn, source: Callable[[], str]) -> str:
 
 
 def _made(make: Callable[[], T], kind: type[Exception], name: str) -> T | None:
-    """What is made; None where that is refused by an error of a kind, which has a name in it."""
+    """The result of ``make``; None if it raises an error of the kind, whose message has the name in it."""
     try:
         return make()
     except kind as error:
@@ -174,14 +174,14 @@ def test_a_text_is_a_trace_or_an_error_that_names_the_file(text: str, tmp_path: 
     try:
         _made(lambda: render([look_at(load(file))]), TraceFileError, "run.json")
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-        done = CliRunner().invoke(app, ["report", str(file)])  # what the notes on a run hold has no schema
+        done = CliRunner().invoke(app, ["report", str(file)])  # the notes on a run have no schema
         assert done.exit_code == 1
         assert "run.json: broken" in done.output
 
 
 @pytest.mark.parametrize("read", [Plan.from_json, Profile.from_json])
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "", "nul", "\ud800", '{"version": 1}'])
-def test_what_is_nested_without_end_is_refused(read: Callable[[str], object], text: str) -> None:
+def test_endlessly_nested_text_is_refused(read: Callable[[str], object], text: str) -> None:
     with pytest.raises(ConfigError):
         read(text)
 

@@ -38,7 +38,7 @@ VIEWS = ["transpose", "rows", "columns", "corner", "expand", "conj", "imag"]
 
 
 class _FlakyEngine(PosixEngine):
-    """Fails the next calls of a kind, as many as the test says."""
+    """Fails the next calls of a kind, in the number that the test sets."""
 
     gathered_bytes: ClassVar[int] = 0  # a gathered call that fails is done again, one by one
 
@@ -101,7 +101,7 @@ def _view(tensor: Tensor, kind: str) -> Tensor:
 
 
 _MODEL = torch.nn.Identity()
-"""Known, or else all live modules are looked through for each example."""
+"""Known to the offloader; else each example searches all live modules."""
 
 
 class OffloaderMachine(RuleBasedStateMachine):
@@ -179,7 +179,7 @@ class OffloaderMachine(RuleBasedStateMachine):
                 tensor = saved.handle.unpack()
                 break
             except StorageReadError:
-                assert flaky, "a read failed that nobody made fail"
+                assert flaky, "a read failed without an injected fault"
         assert torch.equal(bits(tensor), saved.expected)
         assert tensor.shape == saved.shape
         assert tensor.stride() == saved.stride
@@ -230,12 +230,12 @@ class OffloaderMachine(RuleBasedStateMachine):
             self.offloader.__enter__()  # an error before a step leaves the offloader usable
 
     @invariant()
-    def records_are_those_of_living_handles(self) -> None:
+    def each_living_handle_has_its_record(self) -> None:
         records = {id(saved.handle.record) for saved in self.saved if hasattr(saved.handle, "record")}
         assert self.offloader.statistics().live_records == len(records)
 
     @invariant()
-    def nothing_handed_out_changes(self) -> None:
+    def no_restored_tensor_changes(self) -> None:
         for held in self.held:
             assert torch.equal(bits(held.tensor), held.expected)
 

@@ -1,4 +1,4 @@
-"""Other regions run once: what a step would be, against what must hold."""
+"""A profile in which other regions run once, against rules that hold for every choice of regions."""
 
 from __future__ import annotations
 
@@ -60,18 +60,18 @@ LATE = twice(checkpointed(random_profile(417, storages=40, blocks=6)))
 @settings(max_examples=150, deadline=None)
 @given(base=bases(), mask=st.integers(0, 63))
 @example(base=LATE, mask=63)
-def test_what_holds_for_every_choice_of_regions(base: Profile, mask: int) -> None:
+def test_rules_for_every_choice_of_regions(base: Profile, mask: int) -> None:
     once = subset(base, mask)
     other = with_regions(base, once)
     chosen = [region for region in base.regions if region.place in once]
-    # Bytes: what was held is saved, nothing else comes or goes.
+    # Bytes: tensors that a region held are saved, and no others come or go.
     assert other.saved_bytes == base.saved_bytes
     held = Counter(s.nbytes for s in base.storages if s.kept == RECOMPUTED)
     held.subtract(s.nbytes for s in other.storages if s.kept == RECOMPUTED)
     assert held.total() == len(chosen)
     saved = Counter((s.tape, s.region, s.nbytes, s.kept) for s in other.storages if s.region is not None)
     assert saved == Counter((r.tape, r.place, save.nbytes, save.kept) for r in chosen for save in r.saves)
-    # Times: a step is shorter by what is not computed again, and everything keeps its order.
+    # Times: a step is shorter by the recomputation that it omits, and everything keeps its order.
     less_s = sum(region.recompute_s for region in chosen)
     assert other.step_s == pytest.approx(base.step_s - less_s)
     outside = [s for s in base.storages if s.kept != RECOMPUTED]
@@ -82,7 +82,7 @@ def test_what_holds_for_every_choice_of_regions(base: Profile, mask: int) -> Non
     for tape in range(TAPES):  # in the order of saving
         births = [s.birth_s for s in indexed if s.tape == tape]
         assert all(after >= before - 1e-9 for before, after in pairwise(births))
-    # What a region saves is there from its forward until backward has left it, the last saved needed first.
+    # A region's saved tensors live from its forward until backward has left it, the last saved needed first.
     for region in (r for r in other.regions if r.place in once):
         own = [s for s in other.storages if (s.tape, s.region) == (region.tape, region.place)]
         assert region.again_s is None
@@ -92,7 +92,7 @@ def test_what_holds_for_every_choice_of_regions(base: Profile, mask: int) -> Non
             assert s.need_s is not None
             assert s.last_need_s <= region.backward_end_s * (1 + 1e-9)
             assert s.movable == (not s.kept and s.nbytes > 0)
-        # What is computed from a storage ends as the next one is saved, so backward needs it when that one is done.
+        # A computation from a storage ends as the next one is saved, so backward needs it when that one is done.
         assert [a.need_s for a in own[:-1]] == pytest.approx([b.last_need_s for b in own[1:]])
     assert other.once == tuple(sorted(once))
     assert Profile.from_json(other.to_json()) == other
@@ -100,7 +100,7 @@ def test_what_holds_for_every_choice_of_regions(base: Profile, mask: int) -> Non
 
 @settings(max_examples=60, deadline=None)
 @given(base=bases(), mask=st.integers(0, 63))
-def test_none_is_the_step_as_it_was_and_all_takes_the_most(base: Profile, mask: int) -> None:
+def test_no_region_once_is_the_recorded_step_and_all_once_is_the_shortest(base: Profile, mask: int) -> None:
     assert with_regions(base, ()) == base
     some = with_regions(base, subset(base, mask))
     everything = with_regions(base, choosable(base))
@@ -115,11 +115,11 @@ def test_all_run_once_is_the_model_without_checkpoints(seed: int) -> None:
     base = checkpointed(random_profile(seed, storages=30, blocks=4))
     once = with_regions(base, choosable(base))
     assert once.step_s == pytest.approx(plain.step_s)
-    reached = {None, *choosable(base)}  # what backward never comes to is not computed again, nor held
+    reached = {None, *choosable(base)}  # a region that backward never reaches is neither recomputed nor held
     saved = [s for s in plain.storages if s.region in reached]
     assert sorted(s.nbytes for s in once.storages) == sorted(s.nbytes for s in saved)
     assert [s.birth_s for s in once.storages] == pytest.approx([s.birth_s for s in saved])
-    # As tall or taller: what backward uses is taken to be needed from the end of its operator's time on.
+    # As tall or taller: a storage counts as needed from the end of its operator's time on.
     assert once.baseline_peak_bytes >= 0.99 * plain.baseline_peak_bytes
 
 

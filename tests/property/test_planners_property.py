@@ -1,4 +1,4 @@
-"""What must hold of plans, over a fixed set of random profiles and over those that Hypothesis finds."""
+"""Bounds that every plan keeps, over a fixed set of random profiles and over profiles that Hypothesis finds."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ RECORDED = sorted((Path(__file__).resolve().parents[1] / "recorded").glob("*.jso
 
 @pytest.fixture(autouse=True, scope="module")
 def _any_gain() -> Iterator[None]:
-    """Whatever its size, what can be gained is: these models are small."""
+    """Plans take every gain, however small, because these models are small."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("actoffload.planning.search.LEAST_GAIN_BYTES", 0)
         yield
 
 
 def _check_without_budget(profile: Profile) -> None:
-    """Never slower than keep by more than 1 %, never more memory, and the published cut frees no more at no loss."""
+    """A plan is at most 1 % slower than keep, takes no more memory, and the published cut frees no more at no loss."""
     made = plan(profile, Limits())
     seen = simulate(profile, made, detail=False)
     assert seen.step_s <= 1.01 * profile.step_s
     assert seen.peak_bytes <= profile.baseline_peak_bytes
     peer = predict_cut(profile, Limits())
-    if peer.step_s <= 1.009 * profile.step_s:  # within what the planner allows itself
+    if peer.step_s <= 1.009 * profile.step_s:  # the slowdown that the planner allows itself
         declined_bytes = 0.01 * profile.baseline_peak_bytes if made.declined else 0
         assert seen.peak_bytes <= 1.02 * peer.peak_bytes + declined_bytes
 
 
 def _check_budget(profile: Profile, share: float) -> None:
-    """Under a budget between the floor and the peak: never above it, and hardly slower than the published cut."""
+    """A plan never exceeds a budget between the floor and the peak, and is hardly slower than the published cut."""
     lowest = Search(profile, Limits()).floor()
     budget = int(lowest + share * (profile.baseline_peak_bytes - lowest))
     seen = simulate(
@@ -69,8 +69,8 @@ def test_the_fixed_set(first: int) -> None:
 
 @pytest.mark.parametrize("speed", [0.1, 0.5, 1.0, 4.0])
 @pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.stem)
-def test_what_real_models_did(file: Path, speed: float) -> None:
-    """Steps that were recorded, with the disk as it was, slower and faster; and with their blocks checkpointed."""
+def test_steps_of_real_models(file: Path, speed: float) -> None:
+    """Recorded steps, with the disk as recorded, slower and faster; and with their blocks checkpointed."""
     recorded = Profile.load(file)
     assert recorded.disk is not None
     profile = recorded.with_links(disk=recorded.disk.scaled(speed))
@@ -92,9 +92,9 @@ HALF = {"bert": 0.67, "gpt": 0.61, "gpt-small": 0.42, "t5": 0.43}
 
 @pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.stem)
 def test_half_of_the_bandwidth_frees_memory_at_no_loss(file: Path) -> None:
-    """A disk that takes half of what the forward saves in its time: much of the peak goes, if reads come late."""
+    """A disk that writes half of the saved bytes during the forward frees much of the peak, since reads may be late."""
     recorded = Profile.load(file)
-    rate = recorded.saved_bytes / recorded.step_s  # a forward is about a third of a step: 0.5 of what would take all
+    rate = recorded.saved_bytes / recorded.step_s  # a forward is a third of a step: 0.5 of the rate that writes all
     profile = recorded.with_links(disk=Link(write_bytes_per_s=1.5 * rate, read_bytes_per_s=1.5 * rate))
     seen = simulate(profile, plan(profile, Limits(tiers=("nvme",))), detail=False)
     assert seen.step_s <= 1.01 * profile.step_s
@@ -114,7 +114,7 @@ def _one_tier(seed: int) -> Profile:
 
 
 def test_near_the_best_plan_that_there_is() -> None:
-    """Of random steps of a few storages, where each one weighs: hardly any is 1.10 × the best of all choices."""
+    """Among random steps of a few storages, where each one weighs, hardly any takes 1.10 × the best of all choices."""
     times: list[float] = []
     peaks: list[float] = []
     for seed in range(EXHAUSTIVE):
@@ -142,7 +142,7 @@ def test_near_the_best_plan_that_there_is() -> None:
 @pytest.mark.parametrize("share", [0.7, 1.0, 1.3])
 @pytest.mark.parametrize("speed", [0.1, 0.5, 1.0, 4.0])
 def test_within_five_percent_of_the_best_mix(speed: float, share: float) -> None:
-    """Regions and cuts together, against every set of regions with every cut."""
+    """Regions and cuts are chosen together, against every set of regions with every cut."""
     for seed in range(6):
         base = checkpointed(random_profile(seed, storages=16, blocks=4))
         links = {name: one.scaled(speed) for name in ("host", "disk") if (one := getattr(base, name)) is not None}

@@ -1,4 +1,4 @@
-"""What tests of saved tensors share: activations, a policy, and one tensor saved at a time through autograd itself."""
+"""For tests of saved tensors: activations, a policy, and one tensor saved at a time through autograd itself."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ BYTES = 4 * ELEMENTS
 
 @dataclass(frozen=True)
 class KeepsByIndex:
-    """A policy that says by index whether a storage stays; what is beyond moves."""
+    """A policy that keeps storages by their index; storages beyond its list move."""
 
     keeps: tuple[bool, ...]
 
     def decide(self, facts: TensorFacts) -> Decision:
-        """See `Policy`."""
         stays = facts.index < len(self.keeps) and self.keeps[facts.index]
         return Decision.KEEP if stays else Decision.OFFLOAD
 
@@ -37,19 +36,19 @@ def activation(number: int, elements: int = ELEMENTS) -> Tensor:
 
 
 class SavedTensor:
-    """One tensor that autograd has saved; gone when this goes."""
+    """One tensor that autograd has saved; it dies with this object."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._node: Any = Save.apply(torch.zeros((), requires_grad=True), tensor, id).grad_fn
 
     def unpack(self) -> Tensor:
-        """What autograd's unpack hook gives for it."""
+        """The tensor that the unpack hook returns."""
         (tensor,) = self._node.saved_tensors
         return tensor  # type: ignore[no-any-return]
 
 
 @contextmanager
 def in_python() -> Iterator[None]:
-    """Contexts that are entered meanwhile have their hooks in Python, as where there is no compiler."""
+    """Contexts entered meanwhile have hooks in Python, as without a compiler."""
     with mock.patch.object(native, "load", return_value=None):
         yield

@@ -1,4 +1,4 @@
-"""Tensors that are saved one after the other, each in a graph of its own; and engines that tell what they did."""
+"""Tensors that are saved one after the other, each in a graph of its own; and engines that record their requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FULL = 4
 
 
 class Save(torch.autograd.Function):
-    """Saves one tensor; its backward asks for it and has `seen` look at it."""
+    """Saves one tensor; its backward reads it and passes it to `seen`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, saved: Tensor, seen: Callable[[Tensor], None]) -> Tensor:
@@ -38,7 +38,7 @@ class Save(torch.autograd.Function):
 
 
 class Saved:
-    """Tensors that were saved one after the other, and copies of what was in them."""
+    """Tensors that were saved one after the other, and copies of their contents."""
 
     def __init__(self, offloader: Offloader, tensors: list[Tensor]) -> None:
         self.expected: list[Tensor | None] = [t.clone() for t in tensors]
@@ -69,13 +69,13 @@ class Saved:
                 self.check(index)
 
     def drop(self, index: int) -> None:
-        """Let one go without having asked for it."""
+        """Drop a graph whose tensor was never unpacked."""
         self.graphs[index] = self.expected[index] = None
 
 
 @contextmanager
 def freed(tensor: Tensor) -> Iterator[None]:
-    """As FSDP and Megatron's recomputation do: a storage has no memory in here, and afterwards what it had."""
+    """A storage has no memory in here, and its contents again afterwards, as in FSDP and Megatron's recomputation."""
     storage, contents, nbytes = tensor.untyped_storage(), tensor.clone(), tensor.nbytes
     storage.resize_(0)
     yield
@@ -97,7 +97,7 @@ class ReadsTwice(torch.autograd.Function):
 
 
 def weight(rows: int = 64) -> Tensor:
-    """A leaf of so many rows of 64."""
+    """A leaf of ``rows`` rows of 64."""
     return torch.randn(rows, 64, generator=torch.Generator().manual_seed(3)).requires_grad_()
 
 
@@ -109,7 +109,6 @@ def take_gradient(tensor: Tensor) -> Tensor:
 
 
 def activations(count: int, nbytes: int = NBYTES) -> list[Tensor]:
-    """Tensors of random numbers."""
     generator = torch.Generator().manual_seed(count)
     return [torch.randn(nbytes // 4, generator=generator) for _ in range(count)]
 
@@ -128,7 +127,7 @@ class CountingEngine(PosixEngine):
 
 
 class BufferedGateEngine(GateEngine):
-    """Its system calls go through the page cache, so memory is looked at before it is read."""
+    """Its system calls go through the page cache, so memory can be checked before it is read."""
 
     calls = 0
 

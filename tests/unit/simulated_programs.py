@@ -1,4 +1,4 @@
-"""What the tests on the simulated device train, and how they look at it."""
+"""For tests on the simulated device: models to train, and checks of their gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONGEST_DELAY_S = 0.002
 
 
 class LateEngine(MemoryEngine):
-    """Takes addresses of the simulated device's memory, and looks at it late."""
+    """Takes addresses of the simulated device's memory, and reads them late."""
 
     def __init__(self, file: SpoolFile) -> None:
         super().__init__(file, threads=2)
@@ -52,7 +52,7 @@ def _model(index: int = 0, blocks: int = 6) -> tuple[nn.Sequential, Tensor]:
 
 
 def _offloader(path: Path, *, accelerator: Any = None, **options: Any) -> AbstractContextManager[Offloader]:
-    """Moves all that it can; so little may be on its way that copies, kernels and memory come close to each other."""
+    """Moves all that it can; few bytes may be under way, so that copies, kernels and memory come close together."""
     fields: dict[str, Any] = {
         "path": str(path), "engine": "memory", "debug": True, "announce": "none", "pending_bytes": RECORD_BYTES,
         "prefetch_bytes": 2 * RECORD_BYTES, "host_budget": "1MiB",

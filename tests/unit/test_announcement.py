@@ -1,4 +1,4 @@
-"""What an offloader tells by itself: the line after the first forward, ``explain()``, advice, and ``strict=True``."""
+"""Messages of an offloader: the line after the first forward, ``explain()``, advice, and ``strict=True``."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ from actoffload.runtime.saved_by_node import MANY, SavedByNode, advice
 from tests.harness import Chain, MakeOffloader, batch, train_step
 
 
-def test_one_line_says_once_what_is_active_what_moves_and_what_stays(
-    make_offloader: MakeOffloader, tmp_path: Any
-) -> None:
+def test_one_line_has_the_target_and_the_bytes_that_move_and_stay(make_offloader: MakeOffloader, tmp_path: Any) -> None:
     lines: list[str] = []
     offloader = make_offloader(announce=lines.append, min_bytes=33 << 10, engine="posix")
     model = Chain(width=64)
@@ -66,7 +64,7 @@ def test_the_last_line_is_of_the_whole_run_and_keeps_nothing_alive(tmp_path: Pat
     assert ("2 forward" in lines[-1]) == interrupted
 
 
-def test_it_says_when_nothing_moves_and_what_to_look_at(make_offloader: MakeOffloader) -> None:
+def test_the_line_has_a_remedy_when_nothing_moves(make_offloader: MakeOffloader) -> None:
     lines: list[str] = []
     train_step(Chain(), batch(), make_offloader(announce=lines.append, min_bytes="1GiB"))
     (line,) = lines
@@ -91,7 +89,7 @@ def test_a_pass_without_gradients_and_a_failed_one_are_not_the_first_forward(mak
     ("announce", "rank", "said"),
     [("first", "0", True), ("first", "1", False), ("all", "1", True), ("none", "0", False)],
 )
-def test_the_first_rank_says_it_unless_told_otherwise(
+def test_announce_selects_the_ranks(
     make_offloader: MakeOffloader,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -133,7 +131,7 @@ def test_explain_and_report(make_offloader: MakeOffloader) -> None:
 
 
 def bursts(*nodes: tuple[int, int]) -> SavedByNode:
-    """Nodes one after the other, each with so many storages of so many bytes."""
+    """Nodes one after the other, each with a number of storages of equal size."""
     seen = SavedByNode()
     for number, (count, nbytes) in enumerate(nodes):
         for index in range(count):
@@ -154,7 +152,7 @@ def bursts(*nodes: tuple[int, int]) -> SavedByNode:
         ([], False),
     ],
 )
-def test_only_a_burst_of_more_than_half_is_told(nodes: list[tuple[int, int]], told: bool) -> None:
+def test_only_a_burst_of_more_than_half_is_reported(nodes: list[tuple[int, int]], told: bool) -> None:
     total_bytes = sum(count * nbytes for count, nbytes in nodes)
     text = advice(bursts(*nodes), total_bytes)
     assert (text is not None) == told
@@ -164,7 +162,7 @@ def test_only_a_burst_of_more_than_half_is_told(nodes: list[tuple[int, int]], to
         assert "(51%, 20 tensors)" in text
 
 
-# -- strict=True: nothing moved is an error that says why --------------------------------------------------------------
+# -- strict=True: nothing moved is an error with a reason --------------------------------------------------------------
 
 
 TENSOR_BYTES = 128 * 64 * 4
@@ -175,7 +173,7 @@ TENSOR_BYTES = 128 * 64 * 4
     [({"min_bytes": "1GiB"}, "below min_bytes"), ({"target": "host"}, "other device"), ({"policy": "keep"}, "policy")],
     ids=["small", "device", "policy"],
 )
-def test_strict_says_what_was_seen_and_why_it_stayed(
+def test_strict_counts_saved_tensors_by_the_reason_to_stay(
     make_offloader: MakeOffloader, options: dict[str, Any], words: str
 ) -> None:
     offloader = make_offloader(strict=True, **options)
@@ -206,7 +204,7 @@ def test_strict_does_not_hide_the_real_error_and_lets_good_steps_pass(make_offlo
 
 
 SMALL = 16
-"""Elements of what these tests save: 64 bytes."""
+"""Elements of each saved tensor here: 64 bytes."""
 
 
 def _sines(count: int) -> Tensor:
@@ -216,14 +214,14 @@ def _sines(count: int) -> Tensor:
     return h
 
 
-def test_an_inner_context_is_not_blamed_for_what_the_outer_one_saved(make_offloader: MakeOffloader) -> None:
+def test_an_inner_context_is_not_blamed_for_tensors_of_the_outer_one(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(min_bytes="1KiB", strict=True, policy="greedy")
     ended = []
 
     def forward() -> None:
         with offloader:
             _sines(3)
-            with torch.no_grad(), offloader:  # raises only if it takes the three for its own
+            with torch.no_grad(), offloader:  # raises only if it counts the outer three as its own
                 _sines(2)
             ended.append(True)
 

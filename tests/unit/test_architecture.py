@@ -1,4 +1,4 @@
-"""The rooms of docs/design.md, checked on the source text: floors, cycles, who may import what, and sizes.
+"""The rooms of docs/design.md, checked on the source text: floors, cycles, allowed imports, and sizes.
 
 Each check is a function from source text to a list of problems. To add a room, give it a floor in `FLOORS`.
 """
@@ -27,7 +27,7 @@ FLOORS = {
     9: "api schedules",
     10: "__init__ __main__ analysis analysis.* tools tools.* testing testing.* integrations integrations.*",
 }
-"""Rooms by floor: what is in a room imports its own room and lower floors, and no module imports in a circle."""
+"""Rooms by floor: a module imports from its own room and lower floors, and no module imports in a circle."""
 
 TORCH_FREE = (
     "errors config events json_input locks policy sizes statistics version memory.best_fit memory.native_build "
@@ -56,7 +56,7 @@ OPTIONAL = {
 """Third parties that need not be there (or are heavy), and the only modules that may import them."""
 
 FORMATS = ("VERSION", "ROUNDING")
-"""Numbers of a file format and of floats, which nobody tunes."""
+"""Numbers of a file format and of floats, which need no tuning."""
 MAX_TUNED = 25
 """Numbers of the planner, in one file, each followed by its unit and its source."""
 
@@ -64,7 +64,7 @@ PUBLIC_MODULES = (
     "__init__ errors schedules planning.profile planning.search planning.simulator testing testing.* "
     "analysis analysis.* tools.* integrations.*"
 )
-"""What integrations and benchmarks may import; from the package itself only what ``__all__`` names."""
+"""Modules that integrations and benchmarks may import; from the package itself only names in ``__all__``."""
 
 PURE_CALLS = "isinstance issubclass len all any callable hasattr type min max sum set"
 MAX_FILE_LINES = 600
@@ -85,7 +85,7 @@ def read_sources(folder: str, prefix: str) -> Sources:
 
 
 def package() -> Sources:
-    """All that is installed."""
+    """The modules of the installed package."""
     return read_sources("actoffload", "actoffload") | read_sources("integrations", "actoffload.integrations")
 
 
@@ -109,7 +109,7 @@ def imports(module: str, source: str, sources: Sources, *, for_types: bool = Fal
     """Full names of the modules that ``module`` imports, anywhere in it.
 
     Args:
-        for_types: imports that only a type checker sees count as well.
+        for_types: also count imports that only a type checker sees.
     """
     is_package = any(name.startswith(f"{module}.") for name in sources)
     skipped: set[ast.AST] = set()
@@ -134,7 +134,7 @@ def imports(module: str, source: str, sources: Sources, *, for_types: bool = Fal
 
 
 def graph(sources: Sources, *, for_types: bool = False) -> dict[str, set[str]]:
-    """Who imports whom, among ``sources``."""
+    """The imports among ``sources``, by module."""
     return {
         module: set(imports(module, text, sources, for_types=for_types)) & set(sources) - {module}
         for module, text in sources.items()
@@ -153,7 +153,7 @@ def floor_problems(sources: Sources) -> list[str]:
 
 
 def cycle_problems(sources: Sources) -> list[str]:
-    """Import cycles: the modules left when those at either end of every chain are removed again and again.
+    """Import cycles: the modules left after both ends of every chain are removed again and again.
 
     Two modules that need each other's types cannot be read apart either, so imports for types count.
     """
@@ -178,7 +178,7 @@ def reaches(module: str, edges: dict[str, set[str]]) -> set[str]:
 
 
 def torch_problems(sources: Sources) -> list[str]:
-    """Modules that must not know torch and do."""
+    """Modules that import torch and must not."""
     with_torch = {
         module
         for module, text in sources.items()
@@ -203,7 +203,7 @@ def optional_problems(sources: Sources) -> list[str]:
 
 
 def public_problems(outside: Sources, sources: Sources, public: set[str]) -> list[str]:
-    """What integrations and benchmarks use that is not public."""
+    """Names that integrations and benchmarks use although they are not public."""
     problems = []
     for module, text in outside.items():
         for name in imports(module, text, sources | outside):
@@ -253,7 +253,7 @@ def assert_problems(sources: Sources) -> list[str]:
     return [
         f"{module} line {node.lineno}: {ast.unparse(call.func)}() inside an assert"
         for module, text in sources.items()
-        if not matches(module, "testing.*")  # the conformance suite is tests: its asserts are the point
+        if not matches(module, "testing.*")  # the conformance suite consists of tests
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Assert)
         for call in ast.walk(node.test)
@@ -310,7 +310,7 @@ def test_no_import_cycles() -> None:
     assert cycle_problems(of_types), "imports that only a type checker sees count"
 
 
-def test_what_must_not_know_torch() -> None:
+def test_rooms_without_torch() -> None:
     assert torch_problems(package()) == []
 
 

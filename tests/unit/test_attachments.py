@@ -35,7 +35,7 @@ def options(tmp_path: Path) -> dict[str, Any]:
 
 
 def files_in(folder: Path) -> int:
-    """How many files of this process are open there; they have no name any more."""
+    """The number of this process's open files there; they have no name any more."""
     links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
     return sum(os.path.lexists(link) and os.readlink(link).startswith(str(folder)) for link in links)
 
@@ -75,7 +75,7 @@ def test_a_context_finds_the_offloader_of_its_model_again(options: dict[str, Any
         offload_activations(model="a model", **options)  # type: ignore[arg-type]
 
 
-def test_it_goes_with_its_model(options: dict[str, Any]) -> None:
+def test_an_offloader_dies_with_its_model(options: dict[str, Any]) -> None:
     model = Chain()
     with offload_activations(model=model, **options) as offloader:
         loss = model(batch()).sum()
@@ -86,7 +86,7 @@ def test_it_goes_with_its_model(options: dict[str, Any]) -> None:
     assert reference() is None
 
 
-def test_one_disk_for_all_and_it_goes_with_the_last(options: dict[str, Any], tmp_path: Path) -> None:
+def test_all_share_one_disk_that_the_last_one_closes(options: dict[str, Any], tmp_path: Path) -> None:
     models = [Chain() for _ in range(3)]
     attachments = [attach(model, device_budget=f"{1 + n}MiB", **options) for n, model in enumerate(models)]
     assert len({spool_of(attachment.offloader).files for attachment in attachments}) == 1
@@ -106,13 +106,13 @@ def test_the_disk_budget_holds_for_the_sum(options: dict[str, Any]) -> None:
     taken = [spool_statistics(attachment.offloader).allocated_bytes for attachment in attachments]
     assert spool_statistics(attachments[0].offloader).arena_bytes <= budget
     assert 0 < sum(taken) <= budget
-    assert attachments[1].offloader.statistics().degraded, "the first one's is most of it"
+    assert attachments[1].offloader.statistics().degraded, "the first attachment holds most of it"
     for model, loss, gradient in zip(models, losses, expected, strict=True):
         loss.backward()
         assert_same_gradients(gradients(model), gradient)
 
 
-def test_the_host_budget_holds_for_the_sum_and_what_is_idle_goes_to_another(options: dict[str, Any]) -> None:
+def test_the_host_budget_holds_for_the_sum_and_idle_memory_goes_to_another(options: dict[str, Any]) -> None:
     budget = 4 * MIB
     models = [Chain(), Chain()]
     expected = [train_step(model, batch(ROWS)) for model in models]
@@ -123,14 +123,14 @@ def test_the_host_budget_holds_for_the_sum_and_what_is_idle_goes_to_another(opti
             assert_same_gradients(train_step(model, batch(ROWS), between=attachment.offloader.synchronize), gradient)
     for holder, asker in ((one, other), (other, one)):
         held = holder.acquire(budget)
-        assert held is not None, "the other one's idle memory was let go of"
+        assert held is not None, "the other offloader's idle memory was released"
         assert asker.acquire(budget // 2) is None
         assert one.mapped_bytes + other.mapped_bytes <= budget
         del held
 
 
 @pytest.mark.parametrize("end", ["close", "abort", "drop"])
-def test_the_end_of_one_leaves_the_others_alone(end: str, options: dict[str, Any]) -> None:
+def test_the_end_of_one_leaves_the_other_alone(end: str, options: dict[str, Any]) -> None:
     models: list[nn.Module] = [Chain(), Chain()]
     expected = [train_step(model, batch()) for model in models]
     one, other = (attach(model, **options) for model in models)
@@ -155,7 +155,7 @@ def test_the_end_of_one_leaves_the_others_alone(end: str, options: dict[str, Any
     del kept
 
 
-def test_what_an_aborted_one_had_on_disk_is_free_for_the_others(options: dict[str, Any]) -> None:
+def test_disk_room_of_an_aborted_one_is_free_for_the_other(options: dict[str, Any]) -> None:
     one, other = (attach(Chain(), nvme_budget="8MiB", **options) for _ in range(2))
     loss = one.module(batch(ROWS)).sum()
     one.offloader.synchronize()
@@ -167,8 +167,8 @@ def test_what_an_aborted_one_had_on_disk_is_free_for_the_others(options: dict[st
     del loss
 
 
-def test_an_interrupt_in_one_begins_the_others_afresh(options: dict[str, Any], monkeypatch: Any) -> None:
-    """It may have left the disk's allocators half changed, so nobody goes on with them."""
+def test_an_interrupt_in_one_restarts_the_other(options: dict[str, Any], monkeypatch: Any) -> None:
+    """The interrupt may leave the disk's allocators half changed, so all offloaders on it get new ones."""
     models = [Chain(), Chain()]
     expected = train_step(models[1], batch())
     one, other = (attach(model, **options) for model in models)

@@ -1,4 +1,4 @@
-"""From steps to a plan, and what the plan does to the steps that follow."""
+"""From steps to a plan, and the plan's effect on the steps that follow."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ALL_AGAIN: frozenset[int] = frozenset()
 
 
 class _Scripted:
-    """Plans as a test says: which storages stay (by place and size), and which regions run once."""
+    """A planner with fixed answers: which storages stay (by place and size), and which regions run once."""
 
     def __init__(self, stays: Choose, *proposals: frozenset[int]) -> None:
         self.stays = stays
@@ -100,7 +100,7 @@ def _steps(offloader: Offloader, count: int, model: nn.Module | None = None) -> 
         _step(offloader, model, batch())
 
 
-def test_the_step_after_the_warm_up_is_planned_from_and_the_plan_is_followed(make_offloader: MakeOffloader) -> None:
+def test_the_step_after_the_warm_up_becomes_a_plan_that_is_followed(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(policy="auto", engine="memory")
     planner = _Scripted(lambda index, nbytes: index % 2 == 0)
     pilot = plan_with(offloader, planner)
@@ -120,7 +120,7 @@ def test_the_step_after_the_warm_up_is_planned_from_and_the_plan_is_followed(mak
     assert_empty(offloader)
 
 
-def test_limits_are_those_of_the_options(make_offloader: MakeOffloader) -> None:
+def test_limits_come_from_the_options(make_offloader: MakeOffloader) -> None:
     planner = _Scripted(lambda *_: False)
     offloader = make_offloader(policy="auto", device_budget="128KiB", max_slowdown=0.5, nvme_budget="8MiB")
     plan_with(offloader, planner)
@@ -147,7 +147,7 @@ def test_passes_without_gradients_or_without_backward_are_no_steps(make_offloade
     assert len(planner.profiles) == 1
 
 
-def test_a_graph_that_somebody_keeps_is_named_as_why_there_is_no_plan(make_offloader: MakeOffloader) -> None:
+def test_a_graph_that_is_kept_alive_is_the_reason_for_no_plan(make_offloader: MakeOffloader) -> None:
     offloader, model = make_offloader(policy="auto"), Chain()
     optimizer = torch.optim.SGD(model.parameters())
     with offloader:
@@ -162,7 +162,7 @@ def test_a_graph_that_somebody_keeps_is_named_as_why_there_is_no_plan(make_offlo
 
 
 def test_steps_in_which_all_is_small_are_recorded_less_and_less(make_offloader: MakeOffloader) -> None:
-    """There is nothing to plan, and to record a step takes time for each small tensor."""
+    """There is nothing to plan, and recording takes time for each small tensor."""
     offloader, model = make_offloader(policy="auto", min_bytes="1MiB"), Chain()
     recorded = []
     for _ in range(40):
@@ -189,7 +189,7 @@ def test_an_evaluation_before_a_step_is_not_recorded_with_it(make_offloader: Mak
 
 
 def test_another_shape_has_a_plan_of_its_own(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where no model is known: the first storage tells the shapes apart."""
+    """The first storage distinguishes the shapes, also if no model is known."""
     monkeypatch.setattr("actoffload.autotune.making.PLANNING_SHARE", 1e9)
     offloader = make_offloader(policy="auto")
     planner = _Scripted(lambda *_: True)
@@ -213,7 +213,7 @@ def test_another_shape_has_a_plan_of_its_own(make_offloader: MakeOffloader, monk
 def test_a_forward_that_saves_something_else_starts_over(
     make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first storage is the same, so it is the same shape as far as anybody knows."""
+    """The first storage is the same, so the library takes it for the same shape."""
     monkeypatch.setattr("actoffload.autotune.making.PLANNING_SHARE", 1e9)
     offloader = make_offloader(policy="auto")
     planner = _Scripted(lambda *_: True)
@@ -285,7 +285,7 @@ def test_without_a_plan_room_is_made_for_the_largest_that_any_shape_has_saved(ma
 
 @pytest.fixture
 def regions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every recorded step has four checkpointed regions; those that ran once show no recomputation."""
+    """Every recorded step has four checkpointed regions; regions that ran once have no recomputation."""
     recorded = Profiler.profile
 
     def profile(recorder: Profiler, device: str = "cpu") -> Profile | None:
@@ -314,7 +314,7 @@ def _once(offloader: Offloader) -> frozenset[int]:
 
 
 @pytest.mark.usefixtures("regions")
-def test_a_step_with_all_regions_again_says_which_run_once_and_the_next_one_is_planned_from(
+def test_a_step_with_all_regions_again_is_the_base_of_the_choice_and_the_next_one_of_the_plan(
     make_offloader: MakeOffloader,
 ) -> None:
     told: list[str] = []
@@ -329,9 +329,9 @@ def test_a_step_with_all_regions_again_says_which_run_once_and_the_next_one_is_p
     assert {region.again_s for region in base.regions} == {base.forward_s}
     planned_from, on_paper = planner.profiles
     assert planned_from == base
-    assert on_paper.once == (1, 3), "what these regions save has not been seen yet"
+    assert on_paper.once == (1, 3), "no step has saved these regions' tensors yet"
     assert pilot.plan is not None
-    assert not any("checkpointed regions" in line for line in told), "no plan is announced that was only made on paper"
+    assert not any("checkpointed regions" in line for line in told), "a plan made only on paper is not announced"
     _steps(offloader, 1)
     _, _, profile = planner.profiles
     assert [region.again_s is None for region in profile.regions] == [False, True, False, True]
@@ -347,7 +347,7 @@ def test_a_step_with_all_regions_again_says_which_run_once_and_the_next_one_is_p
 
 
 @pytest.mark.usefixtures("regions")
-def test_where_no_plan_keeps_the_budget_others_are_chosen_for_less(make_offloader: MakeOffloader) -> None:
+def test_without_a_plan_that_keeps_the_budget_other_regions_are_chosen_for_less(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(policy="auto", device_budget="1GiB")
     planner = _Scripted(lambda *_: True, frozenset({0, 1, 2, 3}), frozenset({3}))
     pilot = plan_with(offloader, planner)
@@ -355,12 +355,12 @@ def test_where_no_plan_keeps_the_budget_others_are_chosen_for_less(make_offloade
     assert set(_once(offloader)) == {0, 1, 2, 3}
     planner.error, planner.errors_left = BudgetError(1 << 30, 1 << 31), 1
     _steps(offloader, 1)
-    assert set(_once(offloader)) == {3}, "there was none for the step as recorded"
+    assert set(_once(offloader)) == {3}, "no plan for the recorded step kept the budget"
     assert planner.limits[-1].device_budget == int(TIGHTER * (1 << 30))
     planner.errors_left = 2
     _steps(offloader, 1)
-    assert set(_once(offloader)) == set(), "nor for these, nor for all again on paper: all moves"
-    assert pilot.plan is None, "and the next step is recorded"
+    assert set(_once(offloader)) == set(), "no plan keeps it, for these regions or on paper for all again: all moves"
+    assert pilot.plan is None, "the next step is recorded"
 
 
 @pytest.mark.usefixtures("regions")
@@ -398,7 +398,7 @@ def test_regions_run_once_for_a_gain_of_more_than_a_percent(
     planner = _Scripted(lambda *_: True, frozenset({0, 1, 2, 3}))
     planner.gain = gain
     plan_with(offloader, planner)
-    for _ in range(2):  # on paper, and for what the step has saved
+    for _ in range(2):  # on paper, and for the tensors that the step has saved
         _steps(offloader, WARM_UP + 2)
         assert len(_once(offloader)) == count
 
@@ -414,16 +414,16 @@ def test_a_recorded_step_that_is_no_shorter_than_the_bases_is_not_followed(make_
     _steps(offloader, 1)
     assert (_once(offloader), pilot.plan.once) == (ALL_AGAIN, ())
     _steps(offloader, 12)
-    assert _once(offloader) == ALL_AGAIN, "and is not tried again within the same budget"
+    assert _once(offloader) == ALL_AGAIN, "the choice is not tried again within the same budget"
 
 
 @pytest.mark.usefixtures("regions")
 def test_measured_steps_decide_at_last(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the plans the mix is shorter; measured, it is longer than the base's plan says, and than the base's steps."""
+    """The plans predict a shorter mix; measured, it is longer than the base's prediction and than the base's steps."""
     monkeypatch.setattr("actoffload.autotune.making.PLANNING_SHARE", 1e9)
     offloader = make_offloader(policy="auto", device_budget="1GiB")
     planner = _Scripted(lambda *_: True, frozenset({0, 1, 2, 3}))
-    planner.scale = 1e-9  # any step that is measured is longer, by so little that nobody looks again
+    planner.scale = 1e-9  # any measured step is longer, by too little for a new plan
     monkeypatch.setattr("actoffload.autotune.autopilot.surprise", lambda *_: "")
     pilot = plan_with(offloader, planner)
     seen = []
@@ -436,8 +436,8 @@ def test_measured_steps_decide_at_last(make_offloader: MakeOffloader, monkeypatc
 
 
 @pytest.mark.parametrize(("wait_s", "late"), [(0.16, True), (0.01, False)])
-def test_a_recorded_step_that_was_late_is_found_by_what_a_step_computes(wait_s: float, late: bool) -> None:
-    """A plan without a budget fills all the time that the recorded step took: no step is shorter than predicted."""
+def test_a_late_recorded_step_is_found_by_the_compute_of_later_steps(wait_s: float, late: bool) -> None:
+    """A plan without a budget fills all the time of the recorded step: no step is shorter than predicted."""
     recorded = Profile(storages=(), forward_s=0.33, backward_s=0.31)
     plan = Plan((), predicted_step_s=0.64, predicted_peak_bytes=1)
     seen = Observed(step_s=0.64, forward_wait_s=wait_s, peak_bytes=1)
@@ -461,7 +461,7 @@ def test_of_many_plans_of_no_regions_the_first_is_remembered(make_offloader: Mak
     offloader = make_offloader(policy="auto")
     pilot, shape = autopilot_of(offloader), Shape(())
     _steps(offloader, WARM_UP + 3)
-    for number in (0, 1, 0, *range(2, 3 * MOST_KNOWN)):  # the first one is measured, and known again
+    for number in (0, 1, 0, *range(2, 3 * MOST_KNOWN)):  # the first plan is measured, and known again
         plan = Plan((PlanEntry(index=0, nbytes=number + 1, action="keep"),))
         shape.know(Tried(AGAIN, plan, pilot.profile, None, None, 9.0 if not number else 1.0 + number % 5))
     assert len(shape.tried) == MOST_KNOWN
@@ -480,7 +480,7 @@ def test_a_base_during_which_the_allocator_gave_its_cache_back_is_recorded_again
     pilot = plan_with(offloader, planner)
     _steps(offloader, WARM_UP + 2)
     assert (_once(offloader), pilot.plan.once, planner.bases) == (ALL_AGAIN, (), []), "its times choose no regions"
-    planner.scale = 1e-9  # what is simulated for the plan that is followed is no shorter
+    planner.scale = 1e-9  # the simulation of the present plan is no shorter
     count = partial(int, 99)
     _steps(offloader, 1)
     assert _once(offloader) == {1, 3}

@@ -1,4 +1,4 @@
-"""``device_budget`` under a plan, on a disk so slow that what the plan expected to be gone is still there."""
+"""``device_budget`` under a plan, on a disk so slow that storages which should have left are still there."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ KEEPS_LATE = "......kkkkk."
 """Five stay at the end of the forward, when the first six have left, as far as the plan knows."""
 
 
-def test_what_a_plan_keeps_waits_for_the_room_that_writes_give(tmp_path: Path) -> None:
+def test_a_storage_that_a_plan_keeps_waits_for_the_room_that_writes_free(tmp_path: Path) -> None:
     peak, right = _run(tmp_path, _plan(KEEPS_LATE), 7)
     assert right
-    assert peak <= 7, "without a wait all but the first would be there; a machine slower than the disk needs less"
+    assert peak <= 7, "without a wait all except the first would be resident; a machine slower than the disk needs less"
 
 
-def test_a_plan_says_how_much_room_is_needed_next(tmp_path: Path) -> None:
-    """Kept up to the budget: only the last one of the plan may take the last of it, and nothing waits for more."""
+def test_a_plan_knows_the_room_that_is_needed_next(tmp_path: Path) -> None:
+    """Kept storages fill the budget: only the plan's last one may take the last of it, and nothing waits for more."""
     assert _run(tmp_path, _plan("k" * LAYERS), LAYERS) == (LAYERS, True)
 
 
@@ -114,7 +114,7 @@ def test_storages_that_a_plan_keeps_leave_if_the_budget_has_no_room_for_them(
 def test_on_a_device_kept_ones_make_the_compute_stream_wait_for_copies(
     device: SimulatedDevice, tmp_path: Path, target: Any
 ) -> None:
-    """In stream order: memory is reused only after the copies that read it; the simulated device tells if not."""
+    """In stream order: memory is reused only after the copies that read it, else the device counts a violation."""
     accelerator = SimulatedAccelerator()
     hinder(device, accelerator, "late copies")
     x = torch.linspace(-1, 1, RECORD_BYTES // 4).to(NAME).requires_grad_()
@@ -126,7 +126,7 @@ def test_on_a_device_kept_ones_make_the_compute_stream_wait_for_copies(
         debug=True,
         policy=_plan(KEEPS_LATE),
         device_budget=7 * RECORD_BYTES,
-        pending_bytes="1GiB",  # the window alone would let everything stay
+        pending_bytes="1GiB",  # the window alone would keep everything
     ) as offloader:
         with offloader:
             loss = _waves(x)
@@ -145,7 +145,7 @@ def test_on_a_device_kept_ones_make_the_compute_stream_wait_for_copies(
 def test_memory_in_use_counts_beside_saved_tensors_only_where_that_is_measured(
     device: SimulatedDevice, make_offloader: MakeOffloader, options: dict[str, Any], first: bool
 ) -> None:
-    """A ``device_budget`` bounds the tensor in use as well. On a CPU only the process's highest peak is known."""
+    """A ``device_budget`` also bounds the tensor in use. On a CPU only the process's highest peak is known."""
     with simulated(policy="auto", **options) as offloader:
         assert {tier.evicts_first for tier in offloader.store.tiers.by_device.values()} == {first}
     on_cpu = make_offloader(policy="auto", devices="cpu", **options)
@@ -154,10 +154,10 @@ def test_memory_in_use_counts_beside_saved_tensors_only_where_that_is_measured(
 
 @pytest.mark.simulated
 @pytest.mark.parametrize(("let_go", "each"), [(False, 0), (True, 1)])
-def test_what_backward_takes_leaves_its_room_to_the_next_fetch(
+def test_a_storage_that_backward_takes_leaves_its_room_to_the_next_fetch(
     device: SimulatedDevice, let_go: bool, each: int
 ) -> None:
-    """If it counts as saved no more: the budget is for the next one, and for one that backward may need at once."""
+    """If it is evicted, the budget has room for the next record, and for one that backward may need at once."""
     x = torch.linspace(-1, 1, RECORD_BYTES // 4).to(NAME).requires_grad_()
     records: list[Any] = []
     ahead: list[int] = []
@@ -201,7 +201,7 @@ def test_a_tensor_in_use_that_was_evicted_keeps_its_bytes(device: SimulatedDevic
 def test_a_write_goes_on_where_its_room_is_needed(
     make_offloader: MakeOffloader, reserved: int, states: set[State]
 ) -> None:
-    """Backward takes back what is still on its way out, but not when something else will need that memory."""
+    """Backward takes records back from their writes, unless another record will need that memory."""
     offloader = make_offloader(device_budget="1MiB", engine=GateEngine)  # no write begins
     x = torch.ones(1024, requires_grad=True)
     with offloader:
@@ -230,7 +230,7 @@ class _Deep(nn.Module):
         return x
 
 
-def test_what_a_region_that_runs_again_holds_counts_as_resident(make_offloader: MakeOffloader) -> None:
+def test_tensors_of_a_recomputation_count_as_resident(make_offloader: MakeOffloader) -> None:
     model = _Deep()
     peaks: dict[str, int] = {}
     expected = train_step(model, batch(), make_offloader(policy="keep"))
@@ -242,14 +242,14 @@ def test_what_a_region_that_runs_again_holds_counts_as_resident(make_offloader: 
         peaks[checkpoints] = statistics.resident_peak_bytes
         assert bool(statistics.recompute_peak_bytes) == (checkpoints == "plan")
     activation = 128 * 64 * 4
-    assert peaks["leave"] == 4 * activation  # inputs of three blocks and of the loss; the first's is the caller's
-    # The last block's three layers: of each tanh and sigmoid, and the inputs of two; the loss has what it needs.
+    assert peaks["leave"] == 4 * activation  # inputs of three blocks and of the loss; the caller owns the first block's
+    # The last block's three layers: tanh and sigmoid of each, and the inputs of two; the loss has its input already.
     assert peaks["plan"] == (3 + 3 * 2 + 2) * activation
 
 
 @pytest.mark.simulated
 def test_room_is_made_before_the_forward_of_a_region_takes_it(device: SimulatedDevice) -> None:
-    """No input of the region is saved where it runs once, so that no save makes room for it."""
+    """A region that runs once saves no input, so no save makes room for it."""
     accelerator = SimulatedAccelerator()
     hinder(device, accelerator, "late copies")
     x = torch.linspace(-1, 1, RECORD_BYTES // 4).to(NAME).requires_grad_()
@@ -281,7 +281,7 @@ def test_room_is_made_before_the_forward_of_a_region_takes_it(device: SimulatedD
 def test_no_room_is_made_where_nothing_may_be_ordered(
     make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """During graph capture and after abort()."""
+    """During graph capture and after abort() the library orders nothing."""
     offloader = make_offloader(device_budget=1000)
     (tier,) = offloader.store.tiers.by_device.values()
     asked: list[int] = []
@@ -298,7 +298,7 @@ def test_no_room_is_made_where_nothing_may_be_ordered(
 
 
 def test_a_read_under_way_is_not_counted_twice(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has its room since it began: backward must not wait for writes to make it once more."""
+    """A read has its room from its begin on: backward must not wait for writes to make that room again."""
     offloader = make_offloader(device_budget="1MiB", engine=GateEngine)
     x = torch.ones(1024, requires_grad=True)
     with offloader:

@@ -1,6 +1,6 @@
-"""``explain()`` says why a step is slower and why memory did not fall; the report names the causes that weigh most.
+"""``explain()`` names why a step is slower and why memory did not fall; the report names the causes that weigh most.
 
-Each cause is brought about, and named with its figures; runs in which nothing is wrong name none.
+Each test provokes a cause, and the text names it with its figures; runs without a problem name none.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def told(offloader: Offloader) -> tuple[list[str], list[str]]:
 def causes_in(text: str) -> tuple[list[str], list[str]]:
     if WRONG in text:
         return [], []
-    text = re.split(r"\n(?=plan of|no plan|last forward)", text)[0]  # the plan, and what was decided, come last
+    text = re.split(r"\n(?=plan of|no plan|last forward)", text)[0]  # the plan and its decisions come last
     slower, _, memory = text.partition(SLOWER)[2].partition(MEMORY)
     return _lines(slower), _lines(memory)
 
@@ -104,12 +104,12 @@ def test_steps_with_micro_batches_and_passes_without_gradients(make_offloader: M
     assert told(offloader)[1] == []
 
 
-def test_nothing_is_told_before_the_first_step_and_no_waits_after_one(make_rig: MakeRig) -> None:
+def test_no_cause_before_the_first_step_and_no_waits_after_one(make_rig: MakeRig) -> None:
     rig = make_rig(bytes_per_s=400e6, policy="all")
     assert "diagnosis" not in rig.offloader.report()
     assert "memory" not in rig.offloader.explain()
     rig.step()
-    assert "one step was seen" in rig.offloader.explain(), "the first one allocates what the others use again"
+    assert "one step was seen" in rig.offloader.explain(), "the first step allocates memory that later ones use again"
 
 
 # -- why is a step slower ---------------------------------------------------------------------------------------------
@@ -135,8 +135,8 @@ def test_a_disk_that_is_too_slow_is_named_with_its_rate_and_the_rate_that_is_nee
     assert report[1] == f"  {slower[1]}"
 
 
-def test_what_forward_saves_last_moves_and_is_wanted_back_at_once(make_rig: MakeRig) -> None:
-    """The loss takes so long that the logits have left, and are read again as backward begins."""
+def test_the_last_saved_tensors_move_and_are_needed_at_once(make_rig: MakeRig) -> None:
+    """The loss takes long enough for the logits to leave, and backward begins by reading them again."""
     rig = make_rig(bytes_per_s=150e6, policy="all", sizes=[(2 * MIB,) * 4] * 8 + [(60 * MIB, 2 * MIB, 2 * MIB)])
     for _ in range(3):
         with rig.offloader:
@@ -157,7 +157,7 @@ def test_what_forward_saves_last_moves_and_is_wanted_back_at_once(make_rig: Make
 @pytest.mark.parametrize("policy", ["all", "greedy", "a policy"])
 @pytest.mark.parametrize("rate", [2e6, 10e6, 30e6, 60e6, 120e6, 400e6])
 def test_memory_that_stays_as_the_disk_is_too_slow_is_never_ok(make_rig: MakeRig, policy: str, rate: float) -> None:
-    """What the disk has not written when backward begins is counted by the disk, in a step without a diagnosis."""
+    """The disk counts the bytes that it has not written when backward begins, in a step without a diagnosis."""
 
     class Everything:
         def decide(self, facts: TensorFacts) -> Decision:
@@ -168,7 +168,7 @@ def test_memory_that_stays_as_the_disk_is_too_slow_is_never_ok(make_rig: MakeRig
     rig = make_rig(bytes_per_s=rate, trace=lambda event: late.append(event.nbytes * (event.kind is FORWARD)), **options)
     rig.steps(5)
     left, whole = sum(late) / 5, rig.offloader.statistics().baseline_peak_bytes
-    assert rig.peaks[-1] <= 1.05 * left + rig.moved[-1], "what stays is late, or on its way"
+    assert rig.peaks[-1] <= 1.05 * left + rig.moved[-1], "bytes that stay are late, or being written"
     memory = told(rig.offloader)[1]
     assert bool(memory) == (left >= MUCH_LATE * whole), (left, whole, memory)
     if rig.peaks[-1] > whole / 2:
@@ -178,7 +178,7 @@ def test_memory_that_stays_as_the_disk_is_too_slow_is_never_ok(make_rig: MakeRig
         assert "OK" not in rig.offloader.report()
 
 
-def test_the_remedy_for_what_leaves_too_late_helps(make_rig: MakeRig) -> None:
+def test_the_remedy_for_late_writes_helps(make_rig: MakeRig) -> None:
     budget = 24 * MIB
     rig = make_rig(bytes_per_s=10e6, policy="all", device_budget=budget)
     rig.steps(4)
@@ -204,10 +204,10 @@ def test_a_forward_inside_other_hooks_reaches_none_of_ours(make_offloader: MakeO
         ("33KiB", "1.8 MiB of 2.4 MiB that a step saves stay (below min_bytes)", "lower min_bytes"),
     ],
 )
-def test_what_stays_is_told_with_the_reason(
+def test_bytes_that_stay_have_their_reason(
     make_offloader: MakeOffloader, min_bytes: str, evidence: str, remedy: str
 ) -> None:
-    """Micro-batches of several sizes, of which the larger moves."""
+    """Micro-batches of several sizes; only the larger moves."""
     offloader, model = make_offloader(min_bytes=min_bytes), Chain()
     optimizer = torch.optim.SGD(model.parameters())
     for _ in range(2):
@@ -249,7 +249,7 @@ class _Keeps(torch.autograd.Function):
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_tensors_that_a_function_keeps_on_ctx(make_offloader: MakeOffloader, kept: bool) -> None:
-    """They are seen as long as the graph is alive: until the loss is gone, also after backward."""
+    """The library sees them while the graph is alive: until the loss is gone, also after backward."""
     offloader, model, x = make_offloader(policy="all"), nn.Linear(64, 64), batch()
     with offloader:
         loss = sum((_Keeps.apply(model(x), kept).sum() for _ in range(4)), torch.zeros(()))
@@ -267,7 +267,7 @@ def test_tensors_that_a_function_keeps_on_ctx(make_offloader: MakeOffloader, kep
 
 
 class _Whole(torch.autograd.Function):
-    """Saves all that it made in one node, as a graph of ``torch.compile`` does."""
+    """Saves all its tensors in one node, as a graph of ``torch.compile`` does."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -308,7 +308,7 @@ def test_an_engine_that_writes_through_the_page_cache(make_offloader: MakeOffloa
 
 @pytest.fixture
 def links(device: SimulatedDevice) -> Callable[[float], None]:
-    """Sets how fast the device's copies are, in bytes of a virtual second; its kernels take no time."""
+    """Sets the rate of the device's copies, in bytes of a virtual second; its kernels take no time."""
 
     def speed(to_device: float, to_host: float = 1e12) -> None:
         device.model(
@@ -320,13 +320,13 @@ def links(device: SimulatedDevice) -> Callable[[float], None]:
 
 
 def _told_on_device(device: SimulatedDevice, model: nn.Module, **options: Any) -> tuple[list[str], list[str]]:
-    """What is told of four steps on the device; what moves is gone when backward begins."""
+    """The causes after four steps on the device; tensors that move have left when backward begins."""
     torch.accelerator.reset_peak_memory_stats()
     model, x = model.to(NAME), batch().to(NAME)
     with simulated(SimulatedAccelerator(), **options) as offloader:
         for _ in range(4):
             train_step(model, x, offloader, between=offloader.synchronize)
-            device.synchronize()  # waits are counted when the next step begins, if they are over
+            device.synchronize()  # the next step counts waits that are over by then
         return told(offloader)
 
 
@@ -345,7 +345,7 @@ def test_a_device_whose_link_keeps_up(
 @pytest.mark.simulated
 def test_host_memory_that_is_slow_to_reach(device: SimulatedDevice, links: Callable[..., None]) -> None:
     links(1e5)
-    device.lazy(SimulatedAccelerator().side_stream(0, "in"))  # no copy is there before it is waited for
+    device.lazy(SimulatedAccelerator().side_stream(0, "in"))  # no copy ends before a wait for it
     slower, _ = _told_on_device(device, Chain(depth=24), policy="all")  # a plan would let it stay
     assert "of a step waits for host memory, mostly in backward" in slower[0]
 
@@ -410,7 +410,7 @@ class _Temporary(nn.Module):
 def test_a_peak_of_temporaries(device: SimulatedDevice, links: Callable[..., None]) -> None:
     links(1e12)
     _, memory = _told_on_device(device, nn.Sequential(Chain(), _Temporary()))
-    peak = torch.accelerator.max_memory_allocated()  # with what earlier tests have left on the device
+    peak = torch.accelerator.max_memory_allocated()  # including memory that earlier tests have left
     assert peak > 100 * MIB
     expected = rf"[\d.]+ MiB: of the device's peak, {re.escape(format_size(peak))}, saved activations are at most"
     assert re.match(expected, memory[0])
@@ -420,7 +420,7 @@ def test_a_peak_of_temporaries(device: SimulatedDevice, links: Callable[..., Non
 # -- the page about it ------------------------------------------------------------------------------------------------
 
 
-def test_the_tuning_page_shows_what_its_program_prints(
+def test_the_tuning_page_shows_its_programs_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = (Path(__file__).parents[2] / "docs" / "tuning.md").read_text(encoding="utf-8")
@@ -437,11 +437,11 @@ def test_the_tuning_page_shows_what_its_program_prints(
     assert without_numbers(shown) in without_numbers(printed)
 
 
-# -- what is told of facts, and of a plan -----------------------------------------------------------------------------
+# -- lines from facts, and from a plan ---------------------------------------------------------------------------------
 
 
 def facts(counts: dict[str, Any] | None = None, **changes: Any) -> Facts:
-    """Of a run that moved 90 of 100 MiB to disk in one step of 10 s, and waited for nothing but what ``step`` says."""
+    """A run that moved 90 of 100 MiB to disk in one step of 10 s, with no waits except those in ``step``."""
     values: dict[str, Any] = {
         "steps": 1,
         "packed_tensors": 30,
@@ -467,14 +467,14 @@ def planned(profile: Profile, budget: int | None, seen: Observed | None = None) 
     ("reason", "step"),
     [("below min_bytes", "lower min_bytes"), ("other device", "path="), ("no time to move", "set device_budget")],
 )
-def test_where_nothing_moves_the_largest_reason_is_named_and_what_to_do(reason: str, step: str) -> None:
+def test_if_nothing_moves_the_largest_reason_and_its_remedy_are_named(reason: str, step: str) -> None:
     kept = {"parameter": 900 * MIB, reason: 90 * MIB, "last saved layer": 10 * MIB}
     lines = diagnose(facts({"packed_bytes": 1000 * MIB, "nvme_written_bytes": 0, "kept_bytes": kept}))
     assert lines[0] == f"diagnosis: nothing moves ({reason})"
     assert step in lines[1]
 
 
-def test_a_report_names_three_causes_of_which_each_list_has_its_heaviest_first() -> None:
+def test_a_report_names_three_causes_with_the_heaviest_of_each_list_first() -> None:
     many = facts(
         {"degraded": {"no room on disk": 3}, "nvme_peak_bytes": 90 * MIB},
         step={"backward_wait_s": 5.0},
@@ -487,7 +487,7 @@ def test_a_report_names_three_causes_of_which_each_list_has_its_heaviest_first()
     assert [line.startswith("  next: ") for line in lines] == [False, True] * MOST_CAUSES
 
 
-def test_a_run_that_keeps_everything_is_told_what_could_move() -> None:
+def test_a_run_that_keeps_everything_gets_the_bytes_that_could_move() -> None:
     config = make_config({"policy": "keep"})
     could = "  next: policy='auto' moves what costs no time, up to 8.0 MiB a step"
     for kept, told in (({"policy": 80 * MIB}, [could]), ({}, [])):
@@ -495,7 +495,7 @@ def test_a_run_that_keeps_everything_is_told_what_could_move() -> None:
         assert lines == ["diagnosis: nothing moves, as policy='keep' says", *told]
 
 
-def test_greedy_is_told_how_much_to_keep() -> None:
+def test_greedy_gets_the_bytes_to_keep() -> None:
     config = make_config({"policy": "greedy"})
     first = Accounts(first_bytes=60 * MIB)
     lines = diagnose(facts(config=config, step={"backward_wait_s": 3.0}, first_wait_s=2.5, accounts=first))
@@ -503,8 +503,8 @@ def test_greedy_is_told_how_much_to_keep() -> None:
     assert lines[1] == "  next: keep_last_bytes='60.0 MiB' keeps them"
 
 
-def test_with_micro_batches_the_rate_that_is_needed_is_that_of_a_micro_batch() -> None:
-    """Of which each was planned, and took so long."""
+def test_with_micro_batches_the_needed_rate_is_a_micro_batchs() -> None:
+    """The plan and its seconds are a micro-batch's."""
     profile = transformer(layers=4, write_gb_s=0.001)
     seen = Observed(step_s=2.0, forward_wait_s=1.0)
     counts = {"optimizer_steps": 2, "microbatches": 16, "nvme_written_bytes": 160_000_000}
@@ -513,7 +513,7 @@ def test_with_micro_batches_the_rate_that_is_needed_is_that_of_a_micro_batch() -
     assert "needs more than 0.01" in lines[0], "10 MB each, in the second that it does not wait"
 
 
-def test_with_accumulated_gradients_a_micro_batch_is_what_is_planned(make_offloader: MakeOffloader) -> None:
+def test_with_accumulated_gradients_a_micro_batch_is_planned(make_offloader: MakeOffloader) -> None:
     told = {}
     for each in (1, 4):
         offloader, model = make_offloader(policy="auto", device_budget="1MiB"), Chain(depth=8)
@@ -528,7 +528,7 @@ def test_with_accumulated_gradients_a_micro_batch_is_what_is_planned(make_offloa
     assert told == {1: "a step", 4: "a micro-batch"}
 
 
-def test_a_larger_budget_is_named_with_what_it_gives() -> None:
+def test_a_larger_budget_is_named_with_its_gain() -> None:
     profile = transformer(layers=4, write_gb_s=0.5)
     budget = profile.baseline_peak_bytes // 4
     plan = planned(profile, budget)
@@ -544,20 +544,20 @@ def test_a_larger_budget_is_named_with_what_it_gives() -> None:
     assert "is predicted to peak at" in lines[1]
 
 
-def test_no_budget_is_named_that_buys_no_time() -> None:
+def test_a_budget_that_saves_no_time_is_not_named() -> None:
     profile = transformer()
     lines = diagnose(facts(step={"backward_wait_s": 5.0}, planned=planned(profile, profile.baseline_peak_bytes)))
     assert "of a step waits" in lines[0]
     assert not any("predicted" in line for line in lines)
 
 
-def test_where_activations_are_not_what_fills_the_memory() -> None:
+def test_if_activations_do_not_fill_the_memory() -> None:
     (told, _) = diagnose(facts({"process_peak_bytes": 1000 * MIB}))
     assert "of the process's peak, 1000.0 MiB, saved activations are at most 10.0 MiB; 100.0 MiB were there" in told
     assert diagnose(facts({"process_peak_bytes": 1000 * MIB}, before_bytes=None))[0].startswith("diagnosis: OK")
 
 
-def test_in_time_and_much_stays_a_budget_is_priced() -> None:
+def test_if_much_stays_in_a_step_in_time_a_budget_and_its_price_are_named() -> None:
     plan = planned(transformer(layers=4, write_gb_s=0.5), None)
     peak = plan.profile.baseline_peak_bytes
     kept = {"plan_peak_bytes": int(0.9 * peak), "baseline_peak_bytes": peak, "process_peak_bytes": 2 * peak}

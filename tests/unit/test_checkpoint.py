@@ -1,4 +1,4 @@
-"""`actoffload.checkpoint`, the checkpoints that programs have, and the blocks that ``recompute=`` names."""
+"""`actoffload.checkpoint`, the checkpoints of programs, and the blocks that ``recompute=`` names."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def following(offloader: Offloader, *once: int) -> Offloader:
     return offloader
 
 
-# -- what runs once ---------------------------------------------------------------------------------------------------
+# -- regions that run once ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize("call", [None, actoffload.checkpoint], ids=["PyTorch's", "ours"])
-def test_the_regions_that_a_plan_names_run_once_and_the_others_again(
+def test_regions_that_a_plan_names_run_once_and_all_others_again(
     make_offloader: MakeOffloader, call: Any, inside: bool
 ) -> None:
     model = Blocks(call=call)
@@ -129,7 +129,7 @@ def test_the_innermost_offloader_chooses(make_offloader: MakeOffloader) -> None:
 
 
 @pytest.mark.parametrize("once", [(), (0,)])
-def test_what_is_nested_in_a_region_runs_as_pytorch_runs_it(make_offloader: MakeOffloader, once: tuple[int]) -> None:
+def test_a_nested_region_runs_as_pytorch_runs_it(make_offloader: MakeOffloader, once: tuple[int]) -> None:
     runs: list[str] = []
 
     def inner(x: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ def test_what_is_nested_in_a_region_runs_as_pytorch_runs_it(make_offloader: Make
     def outer(x: Tensor) -> Tensor:
         runs.append("outer")
         y: Tensor = checkpoint(inner, x.sin(), use_reentrant=False)
-        with nested:  # another context changes nothing of that
+        with nested:  # another context does not change that
             z: Tensor = checkpoint(inner, y, use_reentrant=False)
         return z
 
@@ -156,7 +156,7 @@ def test_what_is_nested_in_a_region_runs_as_pytorch_runs_it(make_offloader: Make
             assert offloader.statistics().regions == 1
             assert nested.statistics().regions == 0
     assert torch.equal(found[0], found[1])
-    assert runs[-1] == "inner", "which did run again"
+    assert runs[-1] == "inner", "the inner region did run again"
 
 
 def test_each_forward_of_a_step_counts_its_own_regions(make_offloader: MakeOffloader) -> None:
@@ -196,7 +196,7 @@ def test_threads_count_for_themselves(make_offloader: MakeOffloader) -> None:
 
 
 def test_a_region_that_raises_or_whose_generator_is_closed_is_left(make_offloader: MakeOffloader) -> None:
-    """Else every later region would be taken for one that is nested in it."""
+    """An open region would make every later one count as nested in it."""
 
     def fails(x: Tensor) -> Tensor:
         raise ArithmeticError(x.exp().sum())
@@ -205,7 +205,7 @@ def test_a_region_that_raises_or_whose_generator_is_closed_is_left(make_offloade
     for once in ((), (0,)):
         offloader = following(make_offloader(), *once)
         with offloader:
-            kept = x.exp()  # a forward of which nothing is alive is over
+            kept = x.exp()  # holds the forward alive
             with pytest.raises(ArithmeticError):
                 checkpoint(fails, kept, use_reentrant=False)
             body = getattr(plain, checkpoints.NAME)(fails, True, plain.noop_context_fn, "default", False, True, kept)
@@ -216,7 +216,7 @@ def test_a_region_that_raises_or_whose_generator_is_closed_is_left(make_offloade
 
 
 class Own(contextlib.nullcontext):  # type: ignore[type-arg]  # it may be a child of the one that does nothing
-    """A context of the program's, which may swallow errors."""
+    """A context of the program, which may swallow errors."""
 
     def __init__(self, entered: list[str], word: str, swallows: bool = False) -> None:
         self.entered, self.word, self.swallows = entered, word, swallows
@@ -232,7 +232,7 @@ class Own(contextlib.nullcontext):  # type: ignore[type-arg]  # it may be a chil
 def test_a_region_with_contexts_of_its_programs_runs_again(
     make_offloader: MakeOffloader, once: tuple[int, ...]
 ) -> None:
-    """The first one may note what the second run reads: torch_remat's does."""
+    """The first context may note data that the second run reads, as in torch_remat."""
     entered: list[str] = []
     x = batch().requires_grad_()
 
@@ -251,7 +251,7 @@ def test_a_region_with_contexts_of_its_programs_runs_again(
         checkpoint(fails, x.exp(), use_reentrant=False, context_fn=lambda: contexts(True))
 
 
-def test_what_a_selective_checkpoint_caches_for_a_second_run_is_not_cached_for_nothing(
+def test_a_selective_checkpoint_without_a_second_run_caches_nothing(
     make_offloader: MakeOffloader,
 ) -> None:
     """A region that runs once saves its matrix product's result once, as a saved tensor."""
@@ -287,7 +287,7 @@ def test_pytorchs_composable_checkpoint_is_one_as_well(make_offloader: MakeOfflo
     assert offloader.statistics().regions_once == 1
 
 
-def test_left_alone_they_all_run_again_and_nothing_is_counted(make_offloader: MakeOffloader) -> None:
+def test_with_checkpoints_left_alone_all_run_again_and_none_counts(make_offloader: MakeOffloader) -> None:
     model = Blocks()
     offloader = following(make_offloader(checkpoints="leave"), 0, 1, 2)
     assert model.step(offloader)[1] == [0, 1, 2, 2, 1, 0]
@@ -297,7 +297,7 @@ def test_left_alone_they_all_run_again_and_nothing_is_counted(make_offloader: Ma
 
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 def test_reentrant_checkpoints_stay_as_they_are(make_offloader: MakeOffloader, inside: bool) -> None:
-    """Also what is nested in one, which first saves anything in backward, where our hooks may be the innermost."""
+    """A checkpoint nested in one saves tensors only in backward, where our hooks may be the innermost."""
 
     def nested(function: Any, x: Tensor) -> Any:
         return checkpoint(function, x, use_reentrant=False)
@@ -312,7 +312,7 @@ def test_reentrant_checkpoints_stay_as_they_are(make_offloader: MakeOffloader, i
 
 
 @pytest.mark.parametrize("there", ["nothing", "a function", "other arguments"])
-def test_where_pytorch_has_no_such_function_nothing_is_patched_and_one_line_says_so(
+def test_without_pytorchs_function_nothing_is_patched_and_one_line_reports_it(
     make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch, there: str
 ) -> None:
     def other(function: Any, rng: bool) -> Iterator[None]:
@@ -330,7 +330,7 @@ def test_where_pytorch_has_no_such_function_nothing_is_patched_and_one_line_says
 
 
 def test_an_output_that_is_changed_in_place_is_an_error_that_names_the_option(make_offloader: MakeOffloader) -> None:
-    """A second run would have computed anew what the last operator saved."""
+    """A recomputation would have made the last operator's saved tensor anew."""
 
     def loss_of(**options: Any) -> Tensor:
         x = batch().requires_grad_()
@@ -345,17 +345,17 @@ def test_an_output_that_is_changed_in_place_is_an_error_that_names_the_option(ma
 
 
 def add_to_output(y: Tensor, layer: nn.Module) -> None:
-    """As a network with skips does."""
+    """A network with skips does so."""
     y.add_(1)
 
 
 def fill_output(y: Tensor, layer: nn.Module) -> None:
-    """As a mask does."""
+    """A mask does so."""
     y.detach()[0] = 0
 
 
 def change_weight(y: Tensor, layer: nn.Module) -> None:
-    """As an optimizer does that steps in between."""
+    """An optimizer that steps in between does so."""
     with torch.no_grad():
         next(layer.parameters()).mul_(2)
 
@@ -366,7 +366,7 @@ def change_weight(y: Tensor, layer: nn.Module) -> None:
 def test_a_region_whose_saves_are_changed_in_place_goes_on_running_again(
     make_offloader: MakeOffloader, change: Callable[[Tensor, nn.Module], None], selective: bool, raises: bool
 ) -> None:
-    """Its program trains without an error, so no plan may bring one."""
+    """The program trains without an error, so no plan may cause one."""
     torch.manual_seed(0)
     layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
     options: dict[str, Any] = {"use_reentrant": False}
@@ -375,7 +375,7 @@ def test_a_region_whose_saves_are_changed_in_place_goes_on_running_again(
     offloader = make_offloader()
     offloader.store.profiler.begin()
     with offloader:
-        kept = batch().requires_grad_().exp()  # a forward of which nothing is alive is over
+        kept = batch().requires_grad_().exp()  # holds the forward alive
         if raises:
             with pytest.raises(ZeroDivisionError):
                 checkpoint(lambda x: x.exp().sum() / (1 // 0), kept, **options)
@@ -393,7 +393,7 @@ def test_a_region_whose_saves_are_changed_in_place_goes_on_running_again(
 
 
 def raised(x: Tensor) -> list[Any]:
-    """The generator of a region that has raised, as releases before 2.13 leave it: nothing but its death closes it."""
+    """The generator of a region that has raised, as releases before 2.13 leave it: only its death closes it."""
     generator = getattr(plain, checkpoints.NAME)(torch.exp, True, plain.noop_context_fn, "default", False, True, x)
     next(generator)
     return [generator]
@@ -411,11 +411,11 @@ def test_a_region_that_raised_is_forgotten_without_a_lock(make_offloader: MakeOf
         checkpoint(torch.tanh, x.sin().cos(), use_reentrant=False).sum().backward()
     profile = offloader.store.profiler.profile()
     assert profile is not None
-    assert [storage.region for storage in profile.storages] == [None, None, 1], "what exp, sin and tanh return"
+    assert [storage.region for storage in profile.storages] == [None, None, 1], "the outputs of exp, sin and tanh"
 
 
 class OneProcess:
-    """A group of one process whose size is said to be two."""
+    """A group of one process that reports a size of two."""
 
     def __enter__(self) -> None:
         dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
@@ -425,7 +425,7 @@ class OneProcess:
 
 
 def refuse(group: object) -> int:
-    """As a backend that does not count."""
+    """Raise, as a backend without counts does."""
     raise RuntimeError("ProcessGroup does not support sequence numbers")
 
 
@@ -450,17 +450,17 @@ def test_a_region_in_which_ranks_communicate_is_known(
         return [region.communicates for region in profile.regions]
 
     with OneProcess():
-        assert communicate() == [False] * 3, "nobody to communicate with"
+        assert communicate() == [False] * 3, "no other rank"
         monkeypatch.setattr(dist.distributed_c10d, "get_world_size", lambda: 2)
         if not known:
             monkeypatch.setattr(dist.ProcessGroup, "_get_sequence_number_for_group", refuse)
         assert communicate() == ([False, True, True] if known else [True] * 3)
 
 
-# -- what a recomputation holds ---------------------------------------------------------------------------------------
+# -- memory of a recomputation ----------------------------------------------------------------------------------------
 
 
-def test_what_a_recomputation_holds_is_resident_until_backward_has_used_it(make_offloader: MakeOffloader) -> None:
+def test_tensors_of_a_recomputation_are_resident_until_backward_has_used_them(make_offloader: MakeOffloader) -> None:
     offloader, held = make_offloader(policy="keep"), []
 
     def region(x: Tensor) -> Tensor:
@@ -484,7 +484,7 @@ def test_what_a_recomputation_holds_is_resident_until_backward_has_used_it(make_
 
 
 @pytest.mark.parametrize("once", [(), (0,)])
-def test_what_a_nested_recomputation_holds_is_counted_too(make_offloader: MakeOffloader, once: tuple[int]) -> None:
+def test_tensors_of_a_nested_recomputation_count_too(make_offloader: MakeOffloader, once: tuple[int]) -> None:
     def outer(x: Tensor) -> Tensor:
         y: Tensor = checkpoint(lambda x: torch.tanh(x.exp()).sin(), x, use_reentrant=False)
         return y
@@ -500,7 +500,7 @@ def test_what_a_nested_recomputation_holds_is_counted_too(make_offloader: MakeOf
     assert [s.nbytes for s in profile.storages if s.kept == "recomputed"] == [2 * ACTIVATION]
 
 
-def test_room_is_made_for_what_a_region_holds_before_it_runs_again(make_offloader: MakeOffloader) -> None:
+def test_room_is_made_for_a_recomputation_before_it_begins(make_offloader: MakeOffloader) -> None:
     model = Blocks()
     expected = model.step()[0]
     offloader = make_offloader(policy="all", device_budget=8 * ACTIVATION)
@@ -512,17 +512,17 @@ def test_room_is_made_for_what_a_region_holds_before_it_runs_again(make_offloade
         asked.clear()
         assert_same_gradients(model.step(offloader)[0], expected)
     held = offloader.statistics().recompute_peak_bytes
-    assert asked.count(held) == 3, "each region holds as much"
+    assert asked.count(held) == 3, "each region holds the same bytes"
     assert offloader.store.shared.budget.recompute_bytes == held
     assert offloader.statistics().resident_peak_bytes <= 8 * ACTIVATION
     following(offloader, 0, 1, 2)
-    assert offloader.store.shared.budget.recompute_bytes == 0, "nothing is to run again"
+    assert offloader.store.shared.budget.recompute_bytes == 0, "no region runs again"
 
 
-# -- a plan that was given --------------------------------------------------------------------------------------------
+# -- a plan from the user ----------------------------------------------------------------------------------------------
 
 
-def test_a_given_plan_is_followed_and_has_to_fit(make_offloader: MakeOffloader) -> None:
+def test_a_plan_from_the_user_is_followed_and_has_to_fit(make_offloader: MakeOffloader) -> None:
     model = Blocks()
     expected = model.step()[0]
     for once in ((), (0, 2)):
@@ -550,7 +550,7 @@ def test_an_evaluation_before_the_first_step_proves_nothing(make_offloader: Make
 
 
 class Keyword(nn.Module):
-    """A block that takes tensors by keyword and in a tuple, drops out, asks what is one tensor, and returns a tuple."""
+    """A block with tensors by keyword and in a tuple, dropout, and a tuple as output; it reads a tensor's value."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -585,7 +585,7 @@ class Unchecked(nn.Module):
 
 
 def wrapped(model: nn.Module) -> list[str]:
-    """The modules whose forward is not their class's."""
+    """The modules with a forward of their own in place of their class's."""
     return [name for name, module in model.named_modules() if "forward" in vars(module)]
 
 
@@ -650,7 +650,7 @@ def test_the_arguments_of_a_wrapped_block_are_seen_and_moved(make_offloader: Mak
     with offloader:
         loss = block[0](x, x, scale=scale, debug="", pair=(other, "text"))[0].sum()
         saved = offloader.statistics()
-    assert saved.live_records == 2, "what is given twice counts once; what lies in a tuple is held by the checkpoint"
+    assert saved.live_records == 2, "one tensor passed twice counts once; the checkpoint holds the one in a tuple"
     dead = weakref.ref(scale)
     del scale
     offloader.synchronize()
@@ -714,7 +714,7 @@ def test_two_offloaders_wrap_a_block_once(make_offloader: MakeOffloader) -> None
         model(batch()).sum().backward()
     assert second.statistics().regions == 3
     second.close()
-    assert wrapped(model), "the first one's"
+    assert wrapped(model), "the first offloader's wrapper stays"
     first.close()
     assert wrapped(model) == []
 
@@ -726,6 +726,6 @@ def test_blocks_are_the_members_of_outermost_containers_of_equals() -> None:
     assert list(find_blocks(GPT(GPTConfig(layers=3, width=32)))) == [f"stack.blocks.{n}" for n in range(3)]
     assert list(find_blocks(Unchecked())) == ["layers.a", "layers.b", "layers.c"]
     assert find_blocks(nn.Linear(2, 2)) == {}
-    assert find_blocks(nn.Sequential(nn.ReLU(), nn.ReLU())) == {}, "nothing to recompute for"
+    assert find_blocks(nn.Sequential(nn.ReLU(), nn.ReLU())) == {}, "these blocks save too little to recompute"
     nested = nn.ModuleDict({"one": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "two": nn.ReLU()})
     assert list(find_blocks(nested)) == ["one.0", "one.1"]

@@ -13,8 +13,11 @@ pytestmark = pytest.mark.simulated
 LINK = 52e9, 52e9
 STEPS = 8 * len(SHAPES)
 SLACK = 1.05
-"""Times the peak of checkpointing alone. The allocator rounds sizes, and a batch of copies holds what one of them is
-of: a few tensors of the hundred or so that are alive at the peak."""
+"""Times the peak of checkpointing alone.
+
+The allocator rounds sizes, and a batch of copies holds all its tensors until the last is copied: a few of the hundred
+or so that are alive at the peak.
+"""
 NOISE = 1.005
 """Times a step of checkpointing alone: events and hooks take microseconds of the host."""
 
@@ -37,7 +40,7 @@ def test_the_default_runs_regions_once_in_no_more_memory_than_checkpointing_take
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "share"), [("conv", 0.5), ("gpt", 0.3)])
 def test_in_little_memory_no_plan_is_longer_than_the_programs_own_checkpoints(name: str, share: float) -> None:
-    """They fit, or nearly: whatever runs once or moves has to make a step shorter, and to stay so."""
+    """The checkpoints fit, or nearly: a region that runs once or a storage that moves has to shorten each step."""
     with virtual_time():
         alone = run(name, LINK, 4)
         ours = limited(name, LINK, share, 14 * len(SHAPES), target="host")
@@ -49,7 +52,7 @@ def test_in_little_memory_no_plan_is_longer_than_the_programs_own_checkpoints(na
 
 
 def test_steps_of_a_device_are_as_long_as_they_are_on_it() -> None:
-    """Its host enqueues several micro-batches in the time of one, and waits in the last."""
+    """The host enqueues several micro-batches in the time of one, and waits in the last."""
     with virtual_time():
         device = install()
         training = Training(device, "conv", (), LINK)

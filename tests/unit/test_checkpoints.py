@@ -1,4 +1,4 @@
-"""Checkpoints inside an offloader's context: PyTorch's selective contexts pass on what they cache, below autograd."""
+"""Checkpoints inside a context: PyTorch's selective contexts pass cached tensors to our hooks, below autograd."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class Cache(TorchDispatchMode):
-    """Packs what sine returns with the hooks that are active: what PyTorch does, from 2.14 on, where it is asked to."""
+    """Packs the output of sine with the active hooks, as PyTorch does on request from 2.14 on."""
 
     def __init__(self, hooks: Hooks) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Cache(TorchDispatchMode):
         return out
 
     def unpacked(self, x: Tensor) -> Tensor:
-        """What was packed, as an operation returns it below autograd."""
+        """The packed tensor, as an operation returns it below autograd."""
         (packed,), hooks = self.packed, self.hooks
 
         class Replay(TorchDispatchMode):
@@ -53,16 +53,15 @@ class Cache(TorchDispatchMode):
 
 
 def active_hooks() -> Hooks:
-    """The innermost hooks."""
     hooks: Hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks
 
 
 @pytest.mark.parametrize("options", [{}, {"min_bytes": "1GiB"}, {"min_bytes": "1GiB", "device_budget": "1GiB"}])
-def test_what_is_packed_below_autograd_is_checked_for_changes(
+def test_a_tensor_packed_below_autograd_is_checked_for_changes(
     options: dict[str, Any], make_offloader: MakeOffloader
 ) -> None:
-    """Moved, kept without a record, and kept by Python: an alias that counted its own changes would hide this one."""
+    """Moved, kept without a record, and kept by Python; an alias with its own version counter would hide the change."""
     x = batch()
     with make_offloader(**options), Cache(active_hooks()) as cache:
         y = x.sin()
@@ -73,7 +72,7 @@ def test_what_is_packed_below_autograd_is_checked_for_changes(
         cache.unpacked(x)
 
 
-def test_a_change_of_what_was_unpacked_below_autograd_counts(make_offloader: MakeOffloader) -> None:
+def test_a_change_of_a_tensor_unpacked_below_autograd_counts(make_offloader: MakeOffloader) -> None:
     x = batch()
     for options in ({}, {"min_bytes": "1GiB"}):
         with make_offloader(**options), Cache(active_hooks()) as cache:
@@ -113,12 +112,12 @@ def test_each_answer_has_the_same_gradients(ours: bool, respects: Any, shape: An
     for between in (None, offloader.synchronize):
         if ours or respects is not None:
             assert_same_gradients(train_step(model, x, offloader, between=between), expected)
-        else:  # nobody said, and PyTorch warns
+        else:  # without a choice PyTorch warns
             with pytest.warns(FutureWarning, match="saved_tensors_hooks"):
                 assert_same_gradients(train_step(model, x, offloader, between=between), expected)
         assert_empty(offloader)
     entries = sum(entry.nbytes for entry in offloader.plan.entries)
-    # Each block's input, and what its matrix product returned.
+    # Each block's input, and the output of its matrix product.
     assert entries >= (6 if ours or respects else 3) * x.nbytes
 
 
@@ -139,7 +138,7 @@ def test_a_cached_tensor_that_changes_is_an_error(offloader: Offloader) -> None:
 @asks
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 def test_a_selective_region_inside_of_one_that_runs_again(inside: bool, offloader: Offloader) -> None:
-    """The hooks that count what a recomputation holds are no user's: nothing is handed to them below autograd."""
+    """The hooks that count a recomputation are not the user's: PyTorch passes nothing to them below autograd."""
     model, x = Blocks(create_selective_checkpoint_contexts, respect_saved_tensors_hooks=True), batch()
     expected = train_step(model, x)
     outer = Outer(model)
@@ -148,8 +147,6 @@ def test_a_selective_region_inside_of_one_that_runs_again(inside: bool, offloade
 
 
 class Outer(nn.Module):
-    """A model under one checkpoint."""
-
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
@@ -161,5 +158,4 @@ class Outer(nn.Module):
 
 @pytest.fixture
 def offloader(make_offloader: MakeOffloader) -> Offloader:
-    """Moves everything."""
     return make_offloader(policy="all")

@@ -1,4 +1,4 @@
-"""Small CPU tensors go to disk, and come back, several in one transfer; each is dropped and fails for itself."""
+"""Small CPU tensors go to disk, and come back, several in one transfer; each is released and fails alone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from tests.unit.saving import FULL, KIB, NBYTES, BufferedGateEngine, CountingEng
 
 MIB = 1024 * KIB
 ALONE = 512 * KIB
-"""A tensor of so many bytes goes alone."""
+"""A tensor of this size is written alone."""
 BATCH = FULL * NBYTES
 
 
@@ -74,15 +74,15 @@ def test_a_batch_is_one_request_each_way(make_offloader: MakeOffloader) -> None:
 
 
 def test_a_plan_that_bounds_the_memory_waits_for_no_batch_that_is_never_full(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(engine="memory")  # without a budget of the user's small tensors wait for each other
+    offloader = make_offloader(engine="memory")  # without a budget of the user's, small tensors wait for each other
     offloader.store.shared.budget.limit_bytes = 2 * NBYTES
     saved = Saved(offloader, activations(3))
     assert states_of(offloader).count("spilled") >= 1
     saved.check_rest()
 
 
-def test_a_wait_for_room_ends_where_what_it_begins_is_given_up(make_offloader: MakeOffloader) -> None:
-    """Freed before its batch began: then nothing is on its way, and nobody says so."""
+def test_a_wait_for_room_ends_if_its_batch_is_given_up(make_offloader: MakeOffloader) -> None:
+    """The storage is freed before its batch began: then no transfer is under way that could end the wait."""
     offloader = make_offloader(engine="memory", min_bytes=64 * KIB)
     (tensor,) = activations(1)
     saved = Saved(offloader, [tensor])
@@ -99,7 +99,7 @@ def test_a_wait_for_room_ends_where_what_it_begins_is_given_up(make_offloader: M
 
 @pytest.mark.simulated
 def test_a_wait_for_host_memory_begins_the_batch_of_another_devices_tensors() -> None:
-    """It waits for what is on its way out: for ever, if a batch of CPU tensors waited for more of them meanwhile."""
+    """The wait would last for ever if an open batch of CPU tensors waited for more of them meanwhile."""
     options: dict[str, Any] = {"target": "nvme", "engine": "memory", "host_budget": "8MiB", "policy": "all"}
     with Offloader(OffloadConfig(devices=("cpu", NAME), min_bytes=1, announce="none", **options)) as offloader:
         pass
@@ -161,7 +161,7 @@ def test_any_sizes_in_any_order(seed: int, engine: Any) -> None:
 
 
 class OneRangeEngine(CountingEngine):
-    """As an engine of somebody else's that takes one range of memory for a request."""
+    """Another project's engine, which takes one range of memory for a request."""
 
     @property
     def capabilities(self) -> Any:
@@ -180,7 +180,7 @@ class OneRangeEngine(CountingEngine):
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_where_each_goes_alone(options: dict[str, Any], make_offloader: MakeOffloader) -> None:
+def test_options_that_write_each_record_alone(options: dict[str, Any], make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(**({"engine": CountingEngine} | options))
     saved = Saved(offloader, activations(2 * FULL))
     offloader.synchronize()
@@ -190,9 +190,9 @@ def test_where_each_goes_alone(options: dict[str, Any], make_offloader: MakeOffl
 
 
 @pytest.mark.parametrize("option", ["prefetch_bytes", "pending_bytes"])
-def test_a_batch_is_no_larger_than_half_of_what_the_user_allows(option: str, make_offloader: MakeOffloader) -> None:
+def test_a_batch_is_no_larger_than_half_of_the_users_limit(option: str, make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(engine=CountingEngine, **{option: "3MiB"})
-    accounts_of(offloader).baseline_peak_bytes = 1 << 40  # as if so much had been saved at once
+    accounts_of(offloader).baseline_peak_bytes = 1 << 40  # as if this many bytes had been saved at once
     saved = Saved(offloader, activations(4 * FULL))
     offloader.synchronize()
     assert max(only_engine(offloader).written) <= 3 * BATCH // 2
@@ -203,7 +203,7 @@ def test_a_batch_is_no_larger_than_half_of_what_the_user_allows(option: str, mak
 # -- on the way out ----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_wanted_before_its_batch_is_full_never_left(make_offloader: MakeOffloader) -> None:
+def test_a_record_that_backward_needs_before_its_batch_is_full_never_leaves(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(engine=GateEngine)
     saved = Saved(offloader, activations(FULL - 1))
     saved.check_rest()
@@ -215,13 +215,13 @@ def test_what_is_wanted_before_its_batch_is_full_never_left(make_offloader: Make
     assert_empty(offloader)
 
 
-def test_who_waits_for_all_has_what_is_saved_meanwhile_written_too(make_offloader: MakeOffloader) -> None:
+def test_synchronize_also_begins_the_batch_of_tensors_saved_meanwhile(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(engine=GateEngine)
     first = Saved(offloader, activations(2))
     waiting = threading.Thread(target=offloader.synchronize, daemon=True)
     waiting.start()
     wait_until(lambda: spool_statistics(offloader).busy_extents)
-    second = Saved(offloader, activations(1))  # nothing more comes that would fill its batch
+    second = Saved(offloader, activations(1))  # no later tensor fills its batch
     only_engine(offloader).open()
     waiting.join(WAIT_S)
     assert not waiting.is_alive()
@@ -232,7 +232,7 @@ def test_who_waits_for_all_has_what_is_saved_meanwhile_written_too(make_offloade
     assert_empty(offloader)
 
 
-def test_waiting_for_all_ends_however_saves_fall_in_between(make_offloader: MakeOffloader) -> None:
+def test_synchronize_ends_while_another_thread_saves(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(engine="memory")
     tensors = activations(3, 64 * KIB)
     done = threading.Event()
@@ -252,9 +252,9 @@ def test_waiting_for_all_ends_however_saves_fall_in_between(make_offloader: Make
     assert_empty(offloader)
 
 
-def test_what_waits_in_a_batch_does_not_crowd_out_all_others(make_offloader: MakeOffloader) -> None:
+def test_an_open_batch_does_not_keep_later_tensors_from_moving(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(engine="memory", pending_bytes=4 * NBYTES)
-    saved = Saved(offloader, [*activations(1), *activations(1, 4 * NBYTES)])  # the second is too much beside the first
+    saved = Saved(offloader, [*activations(1), *activations(1, 4 * NBYTES)])  # the second is too large beside the first
     assert states_of(offloader)[1] == "resident"
     wait_until(lambda: not pending_bytes(offloader))
     assert states_of(offloader)[0] == "spilled"
@@ -266,7 +266,7 @@ def test_what_waits_in_a_batch_does_not_crowd_out_all_others(make_offloader: Mak
     assert_empty(offloader)
 
 
-def test_one_that_is_wanted_while_its_batch_is_written_stays_and_the_others_go(make_offloader: MakeOffloader) -> None:
+def test_a_record_needed_while_its_batch_is_written_stays_and_the_rest_leaves(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(engine=GateEngine)
     saved = Saved(offloader, activations(FULL))
     saved.check(0)
@@ -291,7 +291,7 @@ def test_memory_that_a_batch_still_holds_counts_as_pending(make_offloader: MakeO
     assert offloader.statistics().cancelled_bytes == BATCH
     only_engine(offloader).open()
     assert_empty(offloader)
-    assert only_engine(offloader).started == [], "what nobody wants written is taken back"
+    assert only_engine(offloader).started == [], "a write that no record needs is cancelled"
 
 
 def test_a_write_that_ends_after_an_interrupt_changes_no_record(make_offloader: MakeOffloader) -> None:
@@ -316,7 +316,7 @@ def test_room_on_disk_goes_with_the_last_of_a_batch(make_offloader: MakeOffloade
         saved.drop(index) if index else saved.check(index)
         gc.collect()
         assert spool_statistics(offloader).allocated_bytes == room
-    others = Saved(offloader, activations(2 * FULL))  # would lie there if it had been given back
+    others = Saved(offloader, activations(2 * FULL))  # would lie there if the room had been released
     offloader.synchronize()
     saved.check_rest()
     room = spool_statistics(offloader).allocated_bytes
@@ -328,11 +328,11 @@ def test_room_on_disk_goes_with_the_last_of_a_batch(make_offloader: MakeOffloade
 # -- on the way back ---------------------------------------------------------------------------------------------------
 
 
-def test_what_came_with_another_is_in_memory(make_offloader: MakeOffloader) -> None:
+def test_records_of_one_read_are_in_memory(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(engine=CountingEngine)
     saved = Saved(offloader, activations(2 * FULL))
     offloader.synchronize()
-    saved.check(1)  # nothing is fetched ahead of the first ones
+    saved.check(1)  # nothing is fetched ahead of the first batch
     assert states_of(offloader)[: FULL - 1] == ["resident"] * (FULL - 1)
     for index in (0, 2, 3):
         saved.check(index)
@@ -341,7 +341,7 @@ def test_what_came_with_another_is_in_memory(make_offloader: MakeOffloader) -> N
     assert_empty(offloader)
 
 
-def test_what_was_brought_with_others_can_be_asked_for_again(make_offloader: MakeOffloader) -> None:
+def test_records_of_one_read_can_be_unpacked_again(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(engine="posix")
     saved = Saved(offloader, activations(FULL))
     for _ in range(3):
@@ -354,7 +354,7 @@ def test_what_was_brought_with_others_can_be_asked_for_again(make_offloader: Mak
     assert_empty(offloader)
 
 
-def test_what_somebody_still_holds_is_not_read_again(make_offloader: MakeOffloader) -> None:
+def test_a_storage_that_is_still_held_is_not_read_again(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(engine="posix")
     saved = Saved(offloader, activations(FULL))
     offloader.synchronize()
@@ -369,7 +369,7 @@ def test_what_somebody_still_holds_is_not_read_again(make_offloader: MakeOffload
 
 
 @pytest.mark.parametrize("wanted", [(1, 3), ()], ids=["by some", "by nobody"])
-def test_a_batch_that_is_still_wanted_while_it_is_read(make_offloader: MakeOffloader, wanted: tuple[int, ...]) -> None:
+def test_a_batch_that_is_still_needed_while_it_is_read(make_offloader: MakeOffloader, wanted: tuple[int, ...]) -> None:
     offloader = make_offloader(engine=partial(GateEngine, threads=1), prefetch_bytes=4 * BATCH)
     gate = only_engine(offloader)
     gate.open()
@@ -377,7 +377,7 @@ def test_a_batch_that_is_still_wanted_while_it_is_read(make_offloader: MakeOfflo
     offloader.synchronize()
     gate.shut()
     gate.release()
-    saved.check(2 * FULL - 1)  # its own batch comes, and the one before it is fetched ahead
+    saved.check(2 * FULL - 1)  # its own batch is read, and the one before it is fetched ahead
     wait_until(lambda: "fetching" in states_of(offloader)[:FULL])
     for index in {0, 1, 2, 3} - set(wanted):
         saved.drop(index)
@@ -387,7 +387,7 @@ def test_a_batch_that_is_still_wanted_while_it_is_read(make_offloader: MakeOfflo
     gate.open()
     saved.check_rest()
     assert_empty(offloader)
-    assert (offloader.statistics().nvme_read_bytes <= BATCH) == (not wanted), "what nobody wants is not read"
+    assert (offloader.statistics().nvme_read_bytes <= BATCH) == (not wanted), "a batch that no record needs is not read"
 
 
 # -- owners that free memory, disks that fail or are full, sinks that raise --------------------------------------------
@@ -398,22 +398,22 @@ def test_a_batch_that_is_still_wanted_while_it_is_read(make_offloader: MakeOfflo
     "options", [{}, {"verify": True}, {"engine": BufferedGateEngine}], ids=["", "verify", "buffered"]
 )
 @pytest.mark.parametrize("filled_again", [False, True])
-def test_what_its_owner_frees_while_it_is_written_stays(
+def test_a_storage_freed_by_its_owner_during_the_write_stays(
     filled_again: bool, options: dict[str, Any], count: int, nbytes: int, make_offloader: MakeOffloader
 ) -> None:
-    """With all of its batch: what was written may be another's bytes. Freed memory of 4 MiB leaves the process."""
+    """The whole batch stays, as the written bytes may be another owner's. Freed memory of 4 MiB leaves the process."""
     offloader = make_offloader(**({"engine": GateEngine} | options))
     tensors = activations(count, nbytes)
     saved = Saved(offloader, tensors)
     with freed(tensors[0]):
         if filled_again:
-            Saved(offloader, activations(1)).check_rest()  # any save is an occasion to see that
+            Saved(offloader, activations(1)).check_rest()  # the library checks at any save
         else:
             only_engine(offloader).open()
             offloader.synchronize()
     only_engine(offloader).open()
     offloader.synchronize()
-    assert "engine" not in options or filled_again or only_engine(offloader).calls == 0, "memory that is gone was read"
+    assert "engine" not in options or filled_again or only_engine(offloader).calls == 0, "freed memory was read"
     statistics = offloader.statistics()
     assert statistics.kept_bytes["resized"] >= nbytes
     assert statistics.degraded == {}
@@ -421,7 +421,7 @@ def test_what_its_owner_frees_while_it_is_written_stays(
     assert_empty(offloader)
 
 
-def test_a_storage_that_was_freed_once_counts_so_though_it_is_filled_again_at_its_old_address() -> None:
+def test_a_storage_freed_once_counts_as_freed_though_refilled_at_its_old_address() -> None:
     storage, moved = torch.arange(16).untyped_storage(), Mock()
     record = Record(storage, storage.data_ptr(), 0, 16, torch.device("cpu"))
     untouched = Sources([record], [])
@@ -435,12 +435,12 @@ def test_a_storage_that_was_freed_once_counts_so_though_it_is_filled_again_at_it
     assert not untouched.moved()
 
 
-def test_of_many_that_move_each_is_looked_at_in_turn(make_offloader: MakeOffloader) -> None:
+def test_records_under_way_are_checked_in_turn(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(engine=GateEngine)
     tensors = activations(80, 64 * KIB)
     saved = Saved(offloader, tensors)
     with freed(tensors[40]):
-        for _ in range(20):  # each is an occasion to look at some
+        for _ in range(20):  # each checks some records
             Saved(offloader, activations(1, 64 * KIB)).check_rest()
     only_engine(offloader).open()
     offloader.synchronize()
@@ -449,7 +449,7 @@ def test_of_many_that_move_each_is_looked_at_in_turn(make_offloader: MakeOffload
     assert_empty(offloader)
 
 
-def test_one_that_its_owner_frees_before_its_batch_is_begun_stays_alone(make_offloader: MakeOffloader) -> None:
+def test_a_storage_freed_by_its_owner_before_its_batch_begins_stays_alone(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(engine="posix")
     tensors = activations(2)
     saved = Saved(offloader, tensors)
@@ -461,7 +461,7 @@ def test_one_that_its_owner_frees_before_its_batch_is_begun_stays_alone(make_off
     assert_empty(offloader)
 
 
-def test_one_that_left_and_was_freed_then_spoils_no_bytes_of_the_others(make_offloader: MakeOffloader) -> None:
+def test_a_record_that_left_its_batch_and_was_freed_spoils_no_other(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(engine=BufferedGateEngine)
     tensors = activations(FULL)
     saved = Saved(offloader, tensors)
@@ -509,7 +509,7 @@ def test_when_a_read_fails_each_is_tried_alone(times: int | None, make_offloader
 
 
 class BadBlockEngine(PosixEngine):
-    """Cannot read what lies at a place."""
+    """Cannot read the bytes at one offset."""
 
     bad = -1
 
@@ -523,7 +523,7 @@ def test_a_bad_block_is_an_error_of_the_tensor_that_it_belongs_to(make_offloader
     offloader = make_offloader(engine=BadBlockEngine)
     saved = Saved(offloader, activations(FULL))
     offloader.synchronize()
-    only_engine(offloader).bad = 1 * NBYTES + 4096  # in the second
+    only_engine(offloader).bad = 1 * NBYTES + 4096  # in the second record
     for index in (3, 2, 0):
         saved.check(index)
     with pytest.raises(StorageReadError, match="bad block"):
@@ -534,7 +534,7 @@ def test_a_bad_block_is_an_error_of_the_tensor_that_it_belongs_to(make_offloader
     assert_empty(offloader)
 
 
-def test_a_spool_without_room_for_a_batch_takes_what_fits(make_offloader: MakeOffloader) -> None:
+def test_a_spool_without_room_for_a_batch_takes_the_records_that_fit(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(engine="memory", nvme_budget=2 * NBYTES)
     with pytest.warns(RuntimeWarning, match="no room on disk"):
         saved = Saved(offloader, activations(FULL))
@@ -566,13 +566,13 @@ def test_a_sink_that_raises_harms_no_record(kind: str, make_offloader: MakeOfflo
 
 
 @pytest.mark.parametrize("nbytes", [NBYTES, 2 * ALONE])
-def test_what_is_in_memory_is_handed_out_after_abort(nbytes: int, make_offloader: MakeOffloader) -> None:
+def test_a_tensor_in_memory_can_be_unpacked_after_abort(nbytes: int, make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(engine="memory", prefetch_bytes=nbytes)
     saved = Saved(offloader, activations(4 * FULL, nbytes))
     offloader.synchronize()
     held = saved.check(4 * FULL - 1, again=True)
     offloader.abort()
-    assert saved.check(4 * FULL - 1).data_ptr() == held.data_ptr()  # it would fetch what comes next
+    assert saved.check(4 * FULL - 1).data_ptr() == held.data_ptr()  # prefetch would fetch the next batch
     with pytest.raises(OffloaderClosedError):
         saved.check(0, again=True)
     saved.graphs.clear()
@@ -580,7 +580,7 @@ def test_what_is_in_memory_is_handed_out_after_abort(nbytes: int, make_offloader
 
 
 def test_a_tensor_that_is_larger_than_the_limit_by_itself_moves(make_offloader: MakeOffloader) -> None:
-    """While at most half of the limit is on its way."""
+    """The tensor moves while at most half of the limit is under way."""
     offloader = make_offloader(engine=GateEngine, pending_bytes=4 * NBYTES)
     saved = Saved(offloader, activations(2, 6 * NBYTES))
     assert states_of(offloader) == ["spilling", "resident"]

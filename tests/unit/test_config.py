@@ -1,4 +1,4 @@
-"""Options and paths: sizes, defaults, and every wrong input refused with field, value, and what to do instead."""
+"""Options and paths: sizes, defaults, and every wrong input is refused with field, value, and remedy."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_bad_sizes_name_field_value_and_remedy(bad: Any) -> None:
 
 @pytest.mark.parametrize("again", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))], ids=["copy", "pickle"])
 def test_an_error_crosses_to_another_process(again: Callable[[Exception], Exception]) -> None:
-    """A worker process sends what it raised to its parent as a pickle."""
+    """A worker process sends its exceptions to its parent as pickles."""
     with pytest.raises(ConfigError) as caught:
         parse_size("host_budget", "8 gigs")
     found = again(caught.value)
@@ -90,7 +90,6 @@ def _gives_none(file: object) -> None:
 
 @pytest.fixture(params=list(ENTRIES))
 def enter(request: pytest.FixtureRequest) -> Any:
-    """Each way in."""
     return ENTRIES[request.param]
 
 
@@ -213,7 +212,7 @@ def test_the_environment_names_the_path_where_nothing_else_does(
 ) -> None:
     monkeypatch.setenv("ACTOFFLOAD_PATH", str(tmp_path))
     assert make_config({}).paths == (str(tmp_path),)
-    monkeypatch.setenv("ACTOFFLOAD_PATH", "/one:/two")  # as `actoffload run` and `trace` hand several on
+    monkeypatch.setenv("ACTOFFLOAD_PATH", "/one:/two")  # `actoffload run` and `trace` pass several paths in this form
     assert make_config({}).paths == ("/one", "/two")
     monkeypatch.setenv("ACTOFFLOAD_PATH", str(tmp_path / "nowhere"))
     with pytest.raises(SpoolPathError, match="nowhere' cannot be used"):
@@ -223,7 +222,7 @@ def test_the_environment_names_the_path_where_nothing_else_does(
 
 
 @pytest.mark.parametrize("target", ["nvme", "tiered", "auto"])
-def test_a_path_that_cannot_be_used_says_why(enter: Any, tmp_path: Path, target: str) -> None:
+def test_a_path_that_cannot_be_used_has_its_reason(enter: Any, tmp_path: Path, target: str) -> None:
     before = descriptors()
     file = tmp_path / "file"
     file.write_text("x", encoding="utf-8")
@@ -253,7 +252,7 @@ def test_a_file_system_in_memory_is_refused_unless_allowed(enter: Any) -> None:
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no /dev/shm")
-def test_auto_without_a_path_on_a_temporary_directory_in_memory_moves_nothing_and_says_what_to_pass(
+def test_auto_without_a_path_moves_nothing_if_the_temporary_directory_is_in_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/dev/shm")
@@ -264,7 +263,7 @@ def test_auto_without_a_path_on_a_temporary_directory_in_memory_moves_nothing_an
     assert offloader.statistics().moved_bytes == 0
     assert "pass path=" in offloader.report()
     offloader.close()
-    monkeypatch.setenv("ACTOFFLOAD_PATH", "/dev/shm")  # given by the user: an error, as with path=
+    monkeypatch.setenv("ACTOFFLOAD_PATH", "/dev/shm")  # the user's own choice: an error, as with path=
     with pytest.raises(SpoolPathError, match="path='/dev/shm'"):
         Offloader(OffloadConfig(target="auto", devices="cpu"))
 
@@ -341,7 +340,7 @@ def test_keep_takes_a_tensor() -> None:
         actoffload.keep(3)  # type: ignore[arg-type]
 
 
-def test_an_attached_module_whose_offloader_was_closed_says_so(tmp_path: Path) -> None:
+def test_an_attached_module_with_a_closed_offloader_raises(tmp_path: Path) -> None:
     module = torch.nn.Linear(2, 2)
     attachment = actoffload.attach(module, target="nvme", path=tmp_path)
     attachment.offloader.close()

@@ -1,4 +1,4 @@
-"""The ways in and out: shared offloaders, attachments, errors on the way, closing, aborting, dropping."""
+"""Entering and leaving: shared offloaders, attachments, errors on the way, closing, aborting, dropping."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_one_offloader_per_configuration(options: dict[str, Any], tmp_path: Path
 
 
 def test_closed_inside_its_context(make_offloader: MakeOffloader) -> None:
-    """What is saved after that stays, and the step goes on."""
+    """Tensors saved after that stay, and the step goes on."""
     offloader = make_offloader()
     model, x = Chain(), batch()
     expected = train_step(model, x)
@@ -103,7 +103,7 @@ def test_attach_and_detach(options: dict[str, Any]) -> None:
     attachment.detach()
     attachment.detach()
     offloader.synchronize()
-    loss.backward()  # what was saved stays usable
+    loss.backward()  # saved tensors stay usable
     assert_same_gradients(gradients(model), expected)
     assert offloader.statistics().nvme_read_bytes > read
     assert_same_gradients(train_step(model, x), expected)
@@ -130,7 +130,7 @@ def _no_hooks_left() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt, SystemExit, asyncio.CancelledError, GeneratorExit])
-def test_whatever_ends_an_attached_forward_leaves_the_context(
+def test_an_attached_forward_leaves_the_context_however_it_ends(
     options: dict[str, Any], error: type[BaseException]
 ) -> None:
     failing = _Failing()
@@ -193,7 +193,7 @@ def test_attached_twice_with_equal_options_it_counts_once(options: dict[str, Any
     again = actoffload.attach(model, **options)
     assert again is not attachment
     again.offloader.close()
-    assert actoffload.attach(model, **options) is not again, "a closed offloader takes nothing more"
+    assert actoffload.attach(model, **options) is not again, "a closed offloader admits no tensor"
 
 
 def test_attached_twice_with_other_options_is_an_error_that_names_one(options: dict[str, Any]) -> None:
@@ -209,7 +209,7 @@ def test_attached_twice_with_other_options_is_an_error_that_names_one(options: d
     other.offloader.abort()
 
 
-def test_a_deepspeed_engine_whose_section_nobody_read_is_told(options: dict[str, Any]) -> None:
+def test_a_deepspeed_engine_with_an_unread_section_warns(options: dict[str, Any]) -> None:
     engine = Chain()
     engine.config = {"train_batch_size": 1, "actoffload": {"target": "nvme"}}  # type: ignore[assignment]
     actoffload.attach(engine, **options)
@@ -266,7 +266,7 @@ def _saved_once(where: str = "cpu") -> Tensor:
 
 
 @pytest.mark.parametrize("end", ["close", "abort"])
-def test_a_closed_offloader_says_so(make_offloader: MakeOffloader, end: str) -> None:
+def test_a_closed_offloader_cannot_be_entered(make_offloader: MakeOffloader, end: str) -> None:
     offloader = make_offloader()
     for _ in range(2):
         getattr(offloader, end)()
@@ -295,7 +295,7 @@ def _threads() -> set[threading.Thread]:
 
 @pytest.fixture
 def nothing_is_left() -> Iterator[None]:
-    """After the test, no thread of ours and no open file is there that was not there before."""
+    """The test leaves no thread of ours and no open file behind."""
     threads, files = _threads(), descriptors()
     yield
 
@@ -317,17 +317,17 @@ def test_an_offloader_that_is_dropped_without_close_ends(tmp_path: Path) -> None
         assert _threads()
         del offloader
         gc.collect()
-        loss.backward()  # the graph holds what it needs
+        loss.backward()  # the graph holds all that its backward needs
         assert same_bits(w.grad, (w.detach() * 2.0).cos() * 2.0)
         del loss
 
 
 @pytest.mark.usefixtures("nothing_is_left")
 def test_one_that_follows_a_plan_ends_too(tmp_path: Path) -> None:
-    """Also where what was saved first died first, and nobody has counted since what else died."""
+    """The storage that was saved first dies first, and no call counts the later deaths."""
     plan = Plan(tuple(PlanEntry(index=index, nbytes=4 * 4096, action="keep") for index in range(2)))
     offloader = Offloader(OffloadConfig(target="nvme", path=tmp_path, min_bytes=0, policy=plan))
-    for _ in range(2):  # from the second forward on the plan has been proven
+    for _ in range(2):  # from the second forward on the plan is proven
         with offloader:
             graphs = [_saved_once(), _saved_once()]
         del graphs[0], graphs[0]
@@ -337,7 +337,7 @@ def test_one_that_follows_a_plan_ends_too(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("nothing_is_left")
 @pytest.mark.parametrize("contended", [False, True])
 def test_a_closed_offloader_ends_after_its_last_handle(tmp_path: Path, contended: bool) -> None:
-    """Also where the last handle dies while another thread holds the lock."""
+    """The last handle may die while another thread holds the lock."""
     offloader = Offloader(OffloadConfig(target="nvme", path=tmp_path, min_bytes=0, keep_last_bytes=0))
     with offloader:
         loss = _saved_once()
@@ -370,7 +370,7 @@ def test_a_dropped_offloader_leaves_the_model_as_it_was(tmp_path: Path) -> None:
 
 
 def test_detached_inside_of_its_own_forward(options: dict[str, Any]) -> None:
-    """That forward goes on inside the context; the next one does not."""
+    """That forward continues inside the context; the next one does not."""
 
     class Detaches(Chain):
         attachment: Any = None
@@ -391,7 +391,7 @@ def test_detached_inside_of_its_own_forward(options: dict[str, Any]) -> None:
 
 
 def test_an_attached_forward_is_the_models_own(options: dict[str, Any]) -> None:
-    """Transformers' Trainer finds a model's columns by its signature."""
+    """Transformers' Trainer reads a model's columns from its signature."""
     model = Chain()
     plain = inspect.signature(model.forward)
     attachment = actoffload.attach(model, **options)
@@ -402,7 +402,7 @@ def test_an_attached_forward_is_the_models_own(options: dict[str, Any]) -> None:
 
 
 class Scaled(nn.Module):
-    """Its forward reads what each copy has for itself."""
+    """Its forward reads attributes that each copy has for itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -415,7 +415,7 @@ class Scaled(nn.Module):
 
 
 def _replica(model: nn.Module) -> nn.Module:
-    """As `torch.nn.DataParallel` makes them."""
+    """A copy as `torch.nn.DataParallel` makes it."""
     replica: nn.Module = model._replicate_for_data_parallel()
     return replica
 
@@ -470,7 +470,7 @@ def test_a_copy_is_attached_and_detached_by_itself(options: dict[str, Any]) -> N
         assert set(vars(each)) == names
 
 
-def test_a_class_that_looks_at_its_subclasses_sees_none_of_ours(options: dict[str, Any]) -> None:
+def test_a_class_that_registers_its_subclasses_sees_none_of_ours(options: dict[str, Any]) -> None:
     known: list[type] = []
 
     class Registered(Chain):
@@ -504,11 +504,11 @@ def test_a_module_of_torch_fx_is_refused(options: dict[str, Any]) -> None:
         actoffload.attach(torch.fx.symbolic_trace(Scaled()), **options)
 
 
-# -- callables of the user's that call the offloader -------------------------------------------------------------------
+# -- the user's callables call the offloader ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["synchronize", "close", "abort"])
-def test_a_policy_that_has_the_offloader_wait_for_itself_is_told(make_offloader: MakeOffloader, method: str) -> None:
+def test_a_policy_that_makes_the_offloader_wait_for_itself_raises(make_offloader: MakeOffloader, method: str) -> None:
     class Calls:
         def decide(self, facts: TensorFacts) -> Decision:
             offloader.statistics()
@@ -522,8 +522,8 @@ def test_a_policy_that_has_the_offloader_wait_for_itself_is_told(make_offloader:
     assert_empty(offloader)
 
 
-def test_a_trace_callable_that_closes_the_offloader_is_told(make_offloader: MakeOffloader) -> None:
-    """Also on an engine's thread, which `close` would wait for."""
+def test_a_trace_callable_that_closes_the_offloader_warns(make_offloader: MakeOffloader) -> None:
+    """On an engine's thread, too, for which `close` would wait."""
 
     def close(event: TraceEvent) -> None:
         if event.kind is EventKind.WRITE:

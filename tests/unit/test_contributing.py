@@ -1,4 +1,4 @@
-"""The examples of CONTRIBUTING.md do what the page says of them."""
+"""The examples of CONTRIBUTING.md work as the page describes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_room_is_on_the_page_with_a_file_to_begin_with() -> None:
         assert (folder / first).exists(), f"{room}/{first}"
 
 
-def test_what_make_quick_runs_is_there() -> None:
+def test_the_tests_of_make_quick_exist() -> None:
     chosen = re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", (ROOT / "Makefile").read_text(encoding="utf-8"))
     assert len(chosen) >= 10
     for file, name in chosen:

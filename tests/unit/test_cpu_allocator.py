@@ -1,6 +1,6 @@
-"""The allocator of large CPU tensors: no two share a byte, memory is used again, and what is idle goes back.
+"""The allocator of large CPU tensors: no two share a byte, memory is used again, and idle memory goes back.
 
-It is installed for a whole process, so what it does is tried in processes of their own.
+A process installs it once and for all, so each test runs programs in processes of their own.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def run(body: str, **environment: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_what_is_large_comes_from_it_and_goes_back() -> None:
+def test_large_tensors_come_from_it_and_go_back() -> None:
     run("""
 small = full(cpu_allocator.SMALLEST_BYTES - 1)
 assert blocks() == 0
@@ -124,7 +124,7 @@ assert blocks() == 0 and live() == 0, cpu_allocator.facts()
 """)
 
 
-def test_what_is_idle_goes_back_and_what_is_used_stays() -> None:
+def test_idle_memory_goes_back_and_used_memory_stays() -> None:
     run("""
 def resident(): return cpu_allocator.facts()["resident_bytes"]
 N = cpu_allocator.IDLE_EPOCHS
@@ -161,7 +161,7 @@ assert resident() <= 44 * MIB
 """)
 
 
-def test_what_does_not_fit_comes_from_pytorch() -> None:
+def test_a_tensor_that_does_not_fit_comes_from_pytorch() -> None:
     run("""
 import psutil
 total = psutil.virtual_memory().total
@@ -225,7 +225,7 @@ assert found["resident_bytes"] <= found["live_bytes"] + 8 * MIB * (found["blocks
     )
 
 
-def test_nothing_is_kept_once_nobody_offloads() -> None:
+def test_no_memory_is_kept_without_an_offloader() -> None:
     run("""
 def resident(): return cpu_allocator.facts()["resident_bytes"]
 one, other = cpu_allocator.Use(), cpu_allocator.Use()
@@ -274,7 +274,7 @@ cpu_allocator.HeldBlock(12345)  # no block of ours
 
 
 def test_a_storage_that_is_freed_and_filled_again_while_it_is_written() -> None:
-    """As FSDP1 and Megatron do: 100 rounds, in each of which another tensor takes the memory meanwhile."""
+    """FSDP1 and Megatron do so: 100 rounds, in each of which another tensor takes the memory meanwhile."""
     run("""
 import tempfile, actoffload
 from actoffload.testing.faults import GateEngine
@@ -309,7 +309,7 @@ with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
 
 
 def test_a_buffer_that_is_touched_here_and_there_takes_only_the_pages_that_were_touched() -> None:
-    """As the loss of TRL does, which computes the logits of a few tokens at a time into a large buffer."""
+    """TRL's loss is such: it computes the logits of a few tokens at a time into a large buffer."""
     run("""
 before = rss()
 sparse = torch.empty(2000, 32768)  # 250 MiB
@@ -318,7 +318,7 @@ assert rss() - before < 24 * MIB, (rss() - before) / MIB
 """)
 
 
-def test_what_is_to_be_written_lies_in_huge_pages_and_takes_no_more_memory() -> None:
+def test_memory_to_be_written_lies_in_huge_pages_and_takes_no_more() -> None:
     run("""
 import re
 def huge(): return 1024 * sum(int(n) for n in re.findall(r"AnonHugePages: *(\\d+) kB", open("/proc/self/smaps").read()))

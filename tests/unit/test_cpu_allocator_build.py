@@ -1,4 +1,4 @@
-"""How the allocator of large CPU tensors is built and loaded, and where it is refused: the reason is said."""
+"""How the allocator of large CPU tensors is built and loaded; where it is refused, the reason is reported."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def quickly_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is built is no allocator, where only its place counts."""
+    """Builds an empty library, for tests of its place only."""
     source = tmp_path / "cpu_allocator.cpp"
     source.write_text("int nothing;")
     monkeypatch.setattr(cpu_allocator, "SOURCE", source)
@@ -34,7 +34,7 @@ def quickly_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """No library is in use and none in the cache, as far as `cpu_allocator` knows; the cache's place."""
+    """No library is in use and the cache is empty, as far as `cpu_allocator` knows; returns its folder."""
     monkeypatch.setattr(cpu_allocator._Process, "library", None)
     monkeypatch.setattr(cpu_allocator._Process, "reason", None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -43,7 +43,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "actoffload"
 
 
-def test_the_library_is_built_once_and_says_so(fresh: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_library_is_built_once_with_one_message(fresh: Path, capsys: pytest.CaptureFixture[str]) -> None:
     library = cpu_allocator.build()
     assert library.parent == fresh
     assert capsys.readouterr().err == f"actoffload: compiling cpu_allocator.cpp once, about 10 s, into {fresh}\n"
@@ -73,7 +73,7 @@ def test_without_a_home_it_is_built_once_as_well(fresh: Path) -> None:
 
 
 @pytest.mark.usefixtures("quickly_compiled")
-def test_a_cache_that_others_can_write_to_is_not_trusted(fresh: Path) -> None:
+def test_a_cache_that_other_users_can_write_to_is_not_trusted(fresh: Path) -> None:
     fresh.mkdir(mode=0o777)
     fresh.chmod(0o777)
     library = cpu_allocator.build()
@@ -95,7 +95,7 @@ def test_a_cache_that_others_can_write_to_is_not_trusted(fresh: Path) -> None:
         ("switch", "ACTOFFLOAD_NATIVE=0 is set"),
     ],
 )
-def test_where_it_cannot_be_used_the_reason_is_said(
+def test_a_refusal_has_its_reason(
     why: str, told: str, fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if why == "compiler":
@@ -119,7 +119,7 @@ def test_where_it_cannot_be_used_the_reason_is_said(
         library = tmp_path / "empty.so"
         library.touch()
         monkeypatch.setattr(cpu_allocator, "build", lambda: library)
-    if why != "library":  # only loading it shows that
+    if why != "library":  # only loading finds this
         assert told in cpu_allocator.refusal().replace(str(tmp_path) + "/", "")
     reason = cpu_allocator.install()
     assert told in reason.replace(str(tmp_path) + "/", "")

@@ -1,4 +1,4 @@
-"""What the driver of CUDA devices does without one."""
+"""The driver of CUDA devices, on a machine without one."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def mode(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return kept
 
 
-def test_asking_for_a_copy_does_not_end_a_capture(mode: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA lets no thread ask for an event while another captures, unless its own mode is relaxed."""
+def test_a_query_of_a_copy_does_not_end_a_capture(mode: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA lets no thread query an event while another captures, unless the querying thread's mode is relaxed."""
     seen = []
 
     def asked(self: object, event: object) -> bool:
@@ -48,7 +48,7 @@ def test_asking_for_a_copy_does_not_end_a_capture(mode: list[int], monkeypatch: 
 
 
 def test_timing_a_copy_does_not_end_a_capture(mode: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch queries both events before it asks for the time between them."""
+    """PyTorch queries both events before it reads the time between them."""
     seen = []
     monkeypatch.setattr(accelerator.Accelerator, "seconds_between", lambda *_: seen.append(mode[0]))
     accelerator.CudaAccelerator().seconds_between(None, None)
@@ -76,7 +76,7 @@ def test_one_call_of_the_library_changes_the_mode_once(mode: list[int], monkeypa
     assert mode == [GLOBAL]
 
 
-def test_a_capture_is_looked_for_once_in_each_call_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_query_for_a_capture_in_each_call_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     device, asked = accelerator.Accelerator("cuda"), []
 
     def no(index: int) -> bool:
@@ -93,7 +93,7 @@ def test_a_capture_is_looked_for_once_in_each_call_of_the_library(monkeypatch: p
 
 
 def test_a_wait_of_the_host_neither_polls_nor_spins(mode: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It blocks on an event of CUDA's own, recorded after the one that is awaited, with the capture mode relaxed."""
+    """The host blocks on a CUDA event of its own, recorded after the awaited one, with the capture mode relaxed."""
     calls: list[tuple[object, ...]] = []
     side, index = SimpleNamespace(stream_id=7, device_index=1, device_type=1), 1
 
@@ -127,7 +127,7 @@ def test_a_wait_of_the_host_neither_polls_nor_spins(mode: list[int], monkeypatch
     monkeypatch.setattr(device, "wait", lambda stream, event: calls.append(("wait", stream, event)))
     device.synchronize(awaited)
     stream = (7, 1, 1)
-    assert asked == [awaited], "it is looked at once"
+    assert asked == [awaited], "one query before the wait"
     assert calls == [
         (index, "wait"),
         ("wait", stream, awaited),
@@ -152,11 +152,11 @@ def test_the_thread_that_takes_host_memory_stays_near_its_device(monkeypatch: py
         device.stay_near()
     monkeypatch.setattr(accelerator, "_runtime_function", lambda name: None)  # as with ROCm
     device.stay_near()
-    assert near == ["0000:3b:00.0"], "where nobody knows it the thread stays where it is"
+    assert near == ["0000:3b:00.0"], "without a known place the thread stays where it is"
 
 
-def test_no_capture_is_looked_for_on_the_default_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA captures none there, and asking makes a context."""
+def test_no_query_for_a_capture_on_the_default_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA captures nothing there, and a query makes a context."""
     device, asked, stream = accelerator.CudaAccelerator(), [], SimpleNamespace(stream_id=0)
     monkeypatch.setattr(device, "current_stream", lambda index: stream)
     monkeypatch.setattr(accelerator, "_current_index", lambda: 0)
@@ -173,8 +173,8 @@ def test_no_capture_is_looked_for_on_the_default_stream(monkeypatch: pytest.Monk
     assert asked == [0]
 
 
-def test_what_a_graph_of_compile_fills_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's graph trees answer: their node is asked, where there is one."""
+def test_a_tensor_of_a_compiled_graph_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current node of PyTorch's graph trees knows it."""
     device, tensor, other = accelerator.CudaAccelerator(), torch.ones(1), torch.ones(1)
     manager = SimpleNamespace(current_node=None)
     trees = SimpleNamespace(get_manager=lambda index, create_if_none_exists: manager)
@@ -187,13 +187,13 @@ def test_what_a_graph_of_compile_fills_is_known(monkeypatch: pytest.MonkeyPatch)
     assert not device.is_of_a_graph(other)
 
     def of_another_thread(index: int, create_if_none_exists: bool) -> None:
-        raise AssertionError  # as older releases do, where another thread has imported the trees
+        raise AssertionError  # older releases raise this if another thread has imported the trees
 
     trees.get_manager = of_another_thread
     assert not device.is_of_a_graph(tensor)
 
 
-def test_the_installed_trees_are_as_they_are_asked() -> None:
+def test_the_installed_trees_have_the_functions_that_we_call() -> None:
     trees: Any = pytest.importorskip("torch._inductor.cudagraph_trees")
     assert "create_if_none_exists" in inspect.signature(trees.get_manager).parameters
     for node in (trees.CUDAGraphNode, trees.CUDAWarmupNode):
@@ -229,8 +229,8 @@ def test_page_locking_does_not_end_a_capture(mode: list[int], monkeypatch: pytes
     assert mode == [GLOBAL]
 
 
-def test_the_counts_of_the_allocator_come_from_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torch.accelerator` flattens and sorts hundreds of them in Python, each time."""
+def test_one_call_reads_the_counts_of_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.accelerator` flattens and sorts hundreds of counts in Python at each call."""
     looks: list[int | None] = []
 
     def nested(index: int | None) -> dict[str, Any]:

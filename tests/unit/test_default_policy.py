@@ -80,7 +80,7 @@ def test_every_bound_leaves_gradients_as_they_are(make_offloader: MakeOffloader,
 def test_a_budget_is_kept_from_the_first_planned_step_on(
     make_offloader: MakeOffloader, bandwidth: float | None
 ) -> None:
-    """Whatever the disk: what it cannot carry is recomputed."""
+    """On any disk: tensors that it cannot carry are recomputed."""
     model = _model()
     keep = make_offloader(policy="greedy", min_bytes="1GiB").use(model)
     baseline = max(_run(keep, model))

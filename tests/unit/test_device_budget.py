@@ -1,7 +1,7 @@
-"""``device_budget`` on the simulated device: what backward fetches ahead stays within it, because of one check.
+"""``device_budget`` on the simulated device: tensors that backward fetches ahead stay within it, because of one check.
 
-Every layer saves one storage of the same size, and each read from disk is given the time to end before backward goes
-on: what is not held back is then on the device at once.
+Every layer saves one storage of the same size, and each read from disk gets the time to end before backward goes on. So
+a read without the check is on the device at once.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _peaks(device: SimulatedDevice, path: Path, target: str, settled: bool) -> t
         path=path,
         device_budget=BUDGET_BYTES,
         debug=True,
-        prefetch_bytes=LAYERS * RECORD_BYTES,  # so far ahead that only the budget is in its way
+        prefetch_bytes=LAYERS * RECORD_BYTES,  # far enough ahead that only the budget stops it
     ) as offloader:
         (expected,) = torch.autograd.grad(forward(None), x)
         with offloader:
@@ -74,8 +74,7 @@ def test_the_budget_bounds_forward_and_backward(
     assert 2 * RECORD_BYTES <= in_backward <= BUDGET_BYTES  # something is fetched ahead, too
 
 
-def test_what_backward_asks_for_out_of_order_has_its_room(device: SimulatedDevice) -> None:
-    """What is fetched ahead leaves room for one storage that was not foreseen."""
+def test_a_storage_that_backward_needs_out_of_order_has_room(device: SimulatedDevice) -> None:
     x = torch.linspace(-1, 1, RECORD_BYTES // 4).to(NAME).requires_grad_()
     with simulated(device_budget=BUDGET_BYTES) as offloader:
         with offloader:
@@ -83,7 +82,7 @@ def test_what_backward_asks_for_out_of_order_has_its_room(device: SimulatedDevic
         offloader.synchronize()
         accounts = accounts_of(offloader)
         accounts.resident_peak_bytes = 0
-        _last = saved[-1][0].grad_fn._saved_self  # the cosine has not asked yet, so that it stays
+        _last = saved[-1][0].grad_fn._saved_self  # the cosine has not been unpacked yet, so the storage stays
         assert accounts.resident_bytes == BUDGET_BYTES - RECORD_BYTES
         _first = saved[0][0].grad_fn._saved_self
         assert accounts.resident_peak_bytes == BUDGET_BYTES
@@ -99,7 +98,7 @@ def test_without_the_check_backward_exceeds_the_budget(
     assert in_backward > 2 * BUDGET_BYTES
 
 
-def test_what_has_arrived_from_disk_needs_the_check_too(
+def test_a_storage_read_from_disk_needs_the_check_too(
     device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A read takes no device memory: there was room when it began, and there may be none when it has ended."""

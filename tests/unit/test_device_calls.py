@@ -1,4 +1,4 @@
-"""How often the library calls a device's driver, and that nothing of it grows with the number of steps."""
+"""How often the library calls a device's driver; the number of calls and events does not grow with the steps."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ pytestmark = pytest.mark.simulated
 
 
 @pytest.mark.parametrize("options", [{}, {"device_budget": "48KiB"}, {"policy": "auto"}], ids=["all", "budget", "auto"])
-def test_no_step_makes_more_events_than_those_before(
+def test_no_step_makes_more_events_than_earlier_ones(
     device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    """Whatever holds an event in this interpreter: PyTorch's constructor is counted."""
+    """Counts PyTorch's constructor, so that an event counts wherever it is held."""
     made: list[object] = []
     plain = torch.Event
 
@@ -33,7 +33,7 @@ def test_no_step_makes_more_events_than_those_before(
     monkeypatch.setattr(torch, "Event", Counted)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)]).to(NAME)
     x, counts, accelerator = torch.randn(64, 64).to(NAME), [], SimulatedAccelerator()
-    hinder(device, accelerator, "late copies")  # so that each step has the same copies under way
+    hinder(device, accelerator, "late copies")  # each step then has the same copies under way
     with simulated(accelerator, host_budget="8MiB", **options) as offloader:
         for _ in range(50):
             train_step(model, x, offloader)
@@ -46,7 +46,7 @@ def test_no_step_makes_more_events_than_those_before(
 
 
 class _Captures(SimulatedAccelerator):
-    """Notes on which device it is asked for a capture, and for memory: PyTorch asks for that of the current device."""
+    """Notes the devices whose capture and memory the library queries; PyTorch queries the current device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class _Captures(SimulatedAccelerator):
 def test_a_device_that_a_program_does_not_use_is_left_alone_though_it_is_current(
     device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, target: str
 ) -> None:
-    """On CUDA it would be given a context, which takes hundreds of megabytes there."""
+    """On CUDA a call would make a context there, which takes hundreds of megabytes."""
     place = torch.device(NAME, 1)
     model, x = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]).to(place), torch.randn(64, 64).to(place)
     expected = train_step(model, x)
@@ -112,9 +112,9 @@ def test_a_backend_whose_allocator_counts_nothing_trains(
 
 
 class _Counts(SimulatedAccelerator):
-    """Counts the calls that would come to CUDA's driver; of the default stream CUDA is asked for no capture.
+    """Counts the calls that would reach CUDA's driver, without queries for a capture on the default stream.
 
-    Those of the allocator's ``record_stream`` are counted as well.
+    Calls by the allocator's ``record_stream`` count as well.
     """
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class _Counts(SimulatedAccelerator):
 
     def done(self, event: Any) -> bool:
         self.calls["query"] += 1
-        with self.hook:  # relaxed, and at its end what it was
+        with self.hook:  # switches to relaxed, and back at its end
             if self.hook.at_end is None:
                 self.calls["exchange the capture mode"] += 2
                 self.hook.at_end = lambda: None
@@ -163,14 +163,14 @@ class _Counts(SimulatedAccelerator):
 def test_a_step_makes_few_calls_for_each_tensor_that_moves(
     device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, other: bool
 ) -> None:
-    """Five for each copy: two events, two waits, and itself; one more for each source, which tells the allocator.
+    """Five for each copy: two events, two waits, and the copy; one more for each source, which notifies the allocator.
 
-    Of many waits a few are timed, which takes an event before each and a look between steps. What is saved once more
-    on the stream that saved it takes none. The host is ahead and the link is slow, so that no copy is over when it is
-    asked for.
+    A few of the waits are timed: an event before the wait, and a query between steps. A tensor saved again on the
+    stream that saved it needs none. The host is ahead and the link is slow, so that no copy has ended when the library
+    queries it.
     """
     for module in (copy_streams, device_tier):
-        monkeypatch.setattr(module, "BATCH_BYTES", 1)  # each goes alone, as large ones do
+        monkeypatch.setattr(module, "BATCH_BYTES", 1)  # each tensor is copied alone, as large ones are
         monkeypatch.setattr(module, "WINDOW_FLOOR_BYTES", 1, raising=False)
     nbytes, tensors, accelerator = 4 << 10, 256, _Counts()
     x = torch.ones(nbytes // 4, device=NAME, requires_grad=True)
@@ -184,7 +184,7 @@ def test_a_step_makes_few_calls_for_each_tensor_that_moves(
                 with offloader:
                     y = x
                     for _ in range(tensors):
-                        y = y.exp().sin()  # the one saves what it makes, which the other saves once more
+                        y = y.exp().sin()  # exp() saves its output, and sin() saves the same tensor again
                     loss = y.sum()
                 torch.autograd.grad(loss, x)
             calls = accelerator.calls - before
@@ -196,8 +196,8 @@ def test_a_step_makes_few_calls_for_each_tensor_that_moves(
     assert calls.total() - calls["capture"] <= 11.6 * moved, calls
 
 
-def test_what_a_captured_graph_fills_again_stays(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Moving it frees nothing: its memory is the graph's, which notes who holds it as it is replayed."""
+def test_a_tensor_that_a_captured_graph_fills_stays(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moving it frees nothing: its memory belongs to the captured graph, which checks its holders at each replay."""
     accelerator = SimulatedAccelerator()
     model, x = Chain().to(NAME), batch().to(NAME)
     expected = train_step(model, x)

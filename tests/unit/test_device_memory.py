@@ -59,7 +59,7 @@ class _Checkpointed(nn.Module):
 
 
 class _Begins(nn.Module):
-    """Takes much memory before anything is saved."""
+    """Takes much memory before it saves anything."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * x.detach().repeat(1, 16).mean()
@@ -135,7 +135,7 @@ def test_steps_never_pass_the_number_from_the_first_one_on(
 
 
 @pytest.mark.simulated
-def test_what_the_number_leaves_is_used(device: SimulatedDevice) -> None:
+def test_the_rest_of_the_number_is_used(device: SimulatedDevice) -> None:
     peaks, _ = _train(2, None)
     _empty(device)
     limit = int(0.7 * max(peaks))
@@ -146,7 +146,7 @@ def test_what_the_number_leaves_is_used(device: SimulatedDevice) -> None:
 
 @pytest.mark.simulated
 def test_the_first_line_and_the_report_name_the_peak_of_the_device(device: SimulatedDevice) -> None:
-    """The most memory beside saved tensors and the most saved tensors are not there at the same moment."""
+    """The peak of other memory and the peak of saved tensors come at different moments."""
 
     def train(steps: int, blocks: Callable[[nn.Module], nn.Module], offloader: Offloader | None = None) -> list[int]:
         torch.manual_seed(0)
@@ -179,7 +179,7 @@ def test_the_first_line_and_the_report_name_the_peak_of_the_device(device: Simul
 
 
 class _Forward(nn.Module):
-    """A block that takes much memory in its first run alone."""
+    """A block that takes much memory in its first run only."""
 
     TAKES = 8 * MIB
 
@@ -322,7 +322,7 @@ def test_without_a_number_a_loss_makes_no_step_take_more_than_checkpointing(devi
 def test_an_input_that_the_program_holds_counts_where_its_region_runs_once(
     device: SimulatedDevice, head: bool, share: float, link: tuple[float, float]
 ) -> None:
-    """Nothing saves the model's own input then. In virtual time, without `Offloader.use`, which knows the input."""
+    """No hook sees the model's own input then. In virtual time, without `Offloader.use`, which knows the input."""
     launch_s = scaled_llama.LAUNCHES["host ahead"]
     limit = int(share * scaled_llama.run(None, launch_s, checkpointed=True, head=head)["peak_bytes"])
     number = {"device_memory": limit}
@@ -352,7 +352,7 @@ def test_held_inputs_count_once_whatever_step_measured_the_rest(device: Simulate
 
 @pytest.mark.simulated
 def test_no_step_passes_the_number_as_nearly_all_regions_run_once(device: SimulatedDevice) -> None:
-    """Where no region runs again, no room for one is left free. In virtual time."""
+    """If no region runs again, no room for one is left free. In virtual time."""
     launch_s = scaled_llama.LAUNCHES["host ahead"]
     limit = 3 * int(scaled_llama.run(None, launch_s, checkpointed=True, layers=6)["peak_bytes"])
     ours = scaled_llama.run({"device_memory": limit}, launch_s, checkpointed=True, layers=6, steps=15)
@@ -382,10 +382,10 @@ def test_states_that_pass_the_number_alone_are_an_error_before_the_second_forwar
 
 
 @pytest.mark.simulated
-def test_a_step_that_runs_out_of_memory_says_what_was_there_and_the_next_ones_take_less(
+def test_a_step_without_memory_notes_its_bytes_and_later_steps_take_less(
     device: SimulatedDevice,
 ) -> None:
-    """The number is more than the device has: it is learned from the errors."""
+    """The number exceeds the device's memory, which the library learns from the errors."""
     peaks, _ = _train(2, None)
     _empty(device)
     model = _model()
@@ -456,7 +456,7 @@ def test_a_number_that_cannot_work_is_refused(options: dict[str, Any], problem: 
     assert caught.value.field == "device_memory"
 
 
-def test_the_environment_has_it_too() -> None:
+def test_the_environment_sets_the_number_too() -> None:
     options = OffloadConfig.options_from_environment({"ACTOFFLOAD_DEVICE_MEMORY": "95%"})
     assert OffloadConfig(**options).device_memory == "95%"
     assert OffloadConfig(device_memory="auto").device_memory == "auto"
@@ -465,7 +465,7 @@ def test_the_environment_has_it_too() -> None:
 
 @pytest.mark.simulated
 @pytest.mark.parametrize(("given", "share"), [("auto", 0.97), ("50%", 0.5)])
-def test_a_share_is_of_what_the_device_has(device: SimulatedDevice, given: str, share: float) -> None:
+def test_a_share_is_of_the_devices_memory(device: SimulatedDevice, given: str, share: float) -> None:
     device.limit(1 << 28)
     with _offloader(device_memory=given) as offloader:
         _train(3, offloader)
@@ -475,7 +475,7 @@ def test_a_share_is_of_what_the_device_has(device: SimulatedDevice, given: str, 
 
 
 @pytest.mark.parametrize("asks", [False, True], ids=["", "statistics between"])
-def test_a_micro_batch_that_begins_without_gradients_shows_not_what_others_need(
+def test_a_micro_batch_that_begins_without_gradients_does_not_settle_the_need(
     make_offloader: MakeOffloader, asks: bool
 ) -> None:
     offloader, model = make_offloader(policy="auto"), Chain()
@@ -489,12 +489,12 @@ def test_a_micro_batch_that_begins_without_gradients_shows_not_what_others_need(
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if asks:  # which counts the optimizer's step before the micro-batch that follows
+        if asks:  # counts the optimizer's step before the next micro-batch
             offloader.statistics()
     assert settled == 4 * [False] + 2 * [False, True, True, True]
 
 
-def test_without_accumulation_every_step_after_the_first_shows_it(make_offloader: MakeOffloader) -> None:
+def test_without_accumulation_every_step_after_the_first_settles_the_need(make_offloader: MakeOffloader) -> None:
     offloader, model = make_offloader(policy="auto"), Chain()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     settled = []
@@ -508,8 +508,8 @@ def test_without_accumulation_every_step_after_the_first_shows_it(make_offloader
 
 
 @pytest.mark.simulated
-def test_what_a_recomputation_holds_is_a_part_of_what_is_saved(device: SimulatedDevice) -> None:
-    """With the number that checkpointing takes, what is left for saved tensors is what checkpointing saves."""
+def test_tensors_of_a_recomputation_are_a_part_of_the_saved_ones(device: SimulatedDevice) -> None:
+    """If the number is checkpointing's own peak, saved tensors get the bytes that checkpointing saves."""
     model = nn.Sequential(*(_Checkpointed(_Block()) for _ in range(4))).to(NAME)
     optimizer = torch.optim.Adam(model.parameters(), foreach=False)
 
@@ -531,7 +531,7 @@ def test_what_a_recomputation_holds_is_a_part_of_what_is_saved(device: Simulated
 
 
 class _Allocator:
-    """In the place of `Tiers`: an allocator that counts, and whose peak can begin anew."""
+    """In place of `Tiers`: an allocator that counts, and whose peak can start over."""
 
     def __init__(self) -> None:
         self.shared = SimpleNamespace(config=SimpleNamespace(device_memory=1000))
@@ -548,7 +548,7 @@ class _Allocator:
         self.most = self.now
 
 
-def test_what_only_the_forward_of_a_region_needs_is_known_apart() -> None:
+def test_the_need_of_a_regions_forward_is_known_apart() -> None:
     accounts, tiers = Accounts(), _Allocator()
     run: Any = RunSoFar(accounts)
     run.begin_looking(tiers, apart=True)
@@ -556,7 +556,7 @@ def test_what_only_the_forward_of_a_region_needs_is_known_apart() -> None:
     run.look_at_memory(tiers.take(peak=300, now=100), place=1)
     run.look_at_memory(tiers.take(peak=400, now=100))
     accounts.add_resident(50)
-    run.look_at_memory(tiers.take(peak=500, now=150))  # between two looks 50 may have been resident or not
+    run.look_at_memory(tiers.take(peak=500, now=150))  # between two samples 50 bytes may have been resident or not
     accounts.add_resident(70)
     run.taken_bytes = 70
     run.look_at_memory(tiers.take(peak=150, now=150))
@@ -566,7 +566,7 @@ def test_what_only_the_forward_of_a_region_needs_is_known_apart() -> None:
     assert run.passed_bytes == 900
 
 
-def test_what_a_step_needs_beside_saved_tensors_is_as_where_all_regions_ran_again() -> None:
+def test_the_need_beside_saved_tensors_comes_from_steps_with_all_regions_again() -> None:
     held = Storage(index=None, nbytes=50, birth_s=0.0, need_s=None, last_need_s=1.0, kept=RECOMPUTED)
     some, none = Profile(storages=(held,), backward_s=1.0), Profile(storages=(), backward_s=1.0)
     shape = Shape(())

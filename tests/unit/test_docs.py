@@ -1,4 +1,4 @@
-"""The pages as a reader sees them: nothing is cut, every link leads somewhere, pictures and figures are those of files.
+"""The pages as a reader sees them: nothing is cut, every link has a target, pictures and figures come from files.
 
 `make docs` builds the site; this test reads the sources alone, so that it is fast.
 """
@@ -158,7 +158,7 @@ def test_a_picture_is_the_one_of_its_file(file: Path, text: str) -> None:
 
 @pytest.mark.parametrize(("file", "text"), list(pictures.draw()), ids=lambda item: getattr(item, "name", "text"))
 def test_a_picture_is_read_at_its_width(file: Path, text: str) -> None:
-    """Letters of 14 pixels, half as wide as high and a little more, lie inside and on no other text."""
+    """Letters of 14 pixels, a little over half as wide as high, lie inside the picture and on no other text."""
     size = re.search(r'viewBox="0 0 (\d+) (\d+)".*font-size="(\d+)"', text)
     assert size is not None
     width, height, font = map(int, size.groups())
@@ -201,7 +201,7 @@ def test_every_picture_is_used() -> None:
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/results.md"])
-def test_the_tables_are_those_of_the_files(name: str) -> None:
+def test_the_tables_come_from_the_files(name: str) -> None:
     text = text_of(name)
     rows = figures.h200_rows() + figures.cpu_rows()
     assert len(rows) == 13
@@ -209,7 +209,7 @@ def test_the_tables_are_those_of_the_files(name: str) -> None:
     assert [file for file in (figures.H200, *figures.CPU) if file not in text] == []
 
 
-def test_the_first_screen_says_what_is_not_there_yet() -> None:
+def test_the_first_screen_has_measured_figures_and_gaps() -> None:
     points = figures.load(figures.H100)["points"]
     rows = {p["mode"]: p["result"] for p in points if p["case"]["name"].startswith("llama, 8k")}
     freed = 1 - rows["default"]["activation_peak_bytes"] / rows["keep"]["activation_peak_bytes"]

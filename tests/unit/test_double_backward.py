@@ -1,4 +1,4 @@
-"""What a backward that builds a graph saves moves as what a forward saves; what a block that runs again saves stays."""
+"""Tensors that a backward with ``create_graph=True`` saves move like a forward's; tensors of a recomputation stay."""
 
 from __future__ import annotations
 
@@ -81,7 +81,6 @@ def forces(net: nn.Module, x: Tensor) -> Tensor:
 
 
 def penalty(net: nn.Module, x: Tensor) -> Tensor:
-    """A gradient penalty."""
     (gradient,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
     return (gradient.square().sum(1).sqrt() - 1).square().mean()
 
@@ -97,7 +96,6 @@ STEPS: dict[str, Step] = {"forces": forces, "penalty": penalty, "laplacian": lap
 
 
 def run(step: Step, kind: str, offloader: Offloader | None, *, steps: int = 1, inside: bool = False) -> list[Any]:
-    """Losses and gradients."""
     net, found = network(kind), []
     for seed in range(steps):
         x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()
@@ -117,7 +115,7 @@ def run(step: Step, kind: str, offloader: Offloader | None, *, steps: int = 1, i
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize("kind", ["layers", "functions"])
 @pytest.mark.parametrize("name", STEPS)
-def test_it_moves_and_gradients_have_the_same_bits(
+def test_its_graph_moves_and_gradients_have_the_same_bits(
     name: str, kind: str, inside: bool, make_offloader: MakeOffloader
 ) -> None:
     offloader = make_offloader(policy="all", min_bytes=1)
@@ -138,7 +136,7 @@ def test_plans_hold_for_it(options: dict[str, Any], make_offloader: MakeOffloade
 
 
 def test_memory_falls(make_offloader: MakeOffloader) -> None:
-    """Once the writes have ended, next to nothing of the graph is in memory; without moving all of it would be."""
+    """When the writes have ended, hardly a byte of the graph is in memory; without moving all of it would be."""
     offloader = make_offloader(policy="all", min_bytes=1)
     net = network("layers")
     x = torch.randn(ROWS, WIDTH).requires_grad_()
@@ -182,8 +180,8 @@ def own(block: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("retain", [False, True])
 @pytest.mark.parametrize("way", [reentrant, plain, own])
-def test_what_runs_again_is_told_apart(way: Any, retain: bool, make_offloader: MakeOffloader) -> None:
-    """Its graph is walked at once, so nothing that it saves moves: bytes on disk are those of the forward."""
+def test_a_recomputation_is_no_forward(way: Any, retain: bool, make_offloader: MakeOffloader) -> None:
+    """Backward follows a recomputation at once, so none of its tensors moves: only the forward's bytes are on disk."""
     offloader = make_offloader(policy="all", min_bytes=1)
 
     def gradients(context: Any) -> list[Any]:

@@ -37,7 +37,7 @@ def really_read(fd: int, address: int, nbytes: int, offset: int) -> int:
 
 
 class Future:
-    """What a transfer of ``kvikio`` returns: it runs, and fails, when it is asked."""
+    """The result of a transfer of ``kvikio``: it runs, and fails, when ``get`` is called."""
 
     def __init__(self, run: Callable[[], int]) -> None:
         self.get = run
@@ -92,7 +92,7 @@ class StandIn(types.ModuleType):
         self.gds_available = True
 
     def submodules(self) -> Iterator[types.ModuleType]:
-        """Those that ``import kvikio`` alone does not bring."""
+        """Modules that ``import kvikio`` alone does not import."""
         defaults, driver = types.ModuleType("kvikio.defaults"), types.ModuleType("kvikio.cufile_driver")
         vars(defaults).update(
             get=self.settings.__getitem__,
@@ -174,7 +174,7 @@ def test_it_is_tried_with_device_memory_and_leaves_no_trace(file: SpoolFile, kvi
 
 
 @pytest.mark.parametrize("cause", ["module", "preferred", "cufile", "silent"])
-def test_compatibility_mode_is_said_and_never_called_direct(
+def test_compatibility_mode_is_reported_and_never_called_direct(
     file: SpoolFile, kvikio: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: str
 ) -> None:
     assert why_compat() == ""
@@ -201,7 +201,7 @@ def test_compatibility_mode_is_said_and_never_called_direct(
     engine.close()
 
 
-def test_doctor_says_whether_the_driver_offers_it(kvikio: StandIn) -> None:
+def test_doctor_reports_whether_the_driver_offers_it(kvikio: StandIn) -> None:
     assert gpudirect_storage() == {"available": True, "reason": "the engine reads and writes past host memory"}
     kvikio.gds_available = False
     found = gpudirect_storage()
@@ -238,7 +238,7 @@ def test_a_trial_that_goes_wrong_makes_it_unavailable(
     assert os.fstat(file.fd).st_size == 0
 
 
-def test_without_a_driver_or_a_device_it_says_so(file: SpoolFile, kvikio: StandIn) -> None:
+def test_the_error_names_a_missing_driver_or_device(file: SpoolFile, kvikio: StandIn) -> None:
     def no_device(nbytes: int) -> DeviceMemory:
         raise RuntimeError("cudaErrorInsufficientDriver: no driver\nmore lines")
 

@@ -1,4 +1,4 @@
-"""The io_uring engine: how seldom it calls the kernel, what it makes of odd results, and where there is no io_uring."""
+"""The io_uring engine: few calls of the kernel, odd results, and systems without io_uring."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_short_transfer_goes_on_where_it_stopped_on_a_boundary(
 
 
 @pytest.mark.parametrize("number", [errno.EINTR, errno.EAGAIN])
-def test_what_is_only_for_now_is_tried_again(engine: UringEngine, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_a_temporary_error_is_tried_again(engine: UringEngine, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     seen: set[int] = set()
 
     def once(tag: int, result: int) -> int:
@@ -108,7 +108,7 @@ def test_memory_that_is_gone_is_an_error_and_no_crash(engine: UringEngine) -> No
 # -- few turns, bounded, reads not held up ----------------------------------------------------------------------------
 
 
-def test_one_larger_than_the_window_goes_alone(
+def test_a_request_larger_than_the_window_goes_alone(
     engine: UringEngine, file: SpoolFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(uring_module, "WINDOW_BYTES", BLOCK)
@@ -118,7 +118,7 @@ def test_one_larger_than_the_window_goes_alone(
 
 
 def test_many_threads_that_wait_for_each_transfer_are_never_forgotten(engine: UringEngine) -> None:
-    """Each submits and waits in turn, so that the engine sleeps and is woken all the time."""
+    """Each submits and waits in turn, so that the engine sleeps and wakes all the time."""
 
     def work(index: int) -> None:
         source, target = Memory(BLOCK), Memory(BLOCK)
@@ -134,7 +134,7 @@ def test_many_threads_that_wait_for_each_transfer_are_never_forgotten(engine: Ur
 # -- errors of our own ------------------------------------------------------------------------------------------------
 
 
-def test_an_error_before_the_kernel_has_it_is_that_of_the_request(
+def test_an_error_before_the_system_call_fails_the_request(
     engine: UringEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(ring: Ring, *arguments: object) -> None:
@@ -165,9 +165,9 @@ def test_a_broken_ring_fails_every_request_and_hangs_nothing(engine: UringEngine
     links = {fd: os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")}
     ring, eventfd = (next(int(fd) for fd, link in links.items() if name in link) for name in ("io_uring", "[eventfd]"))
     null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, ring)  # as if somebody had closed descriptors that are not his
+    os.dup2(null, ring)  # as if other code had closed the wrong descriptors
     os.close(null)
-    os.eventfd_write(eventfd, 1)  # its thread sleeps in the kernel, on the ring that it had
+    os.eventfd_write(eventfd, 1)  # its thread sleeps in the kernel, on the old ring
     errors = [move(engine, kind, Memory(BLOCK)).error for kind in (IoKind.WRITE, IoKind.WRITE, IoKind.READ)]
     engine.close()
     assert isinstance(errors[1], StorageWriteError)
@@ -187,7 +187,7 @@ def test_a_broken_ring_fails_every_request_and_hangs_nothing(engine: UringEngine
         (errno.EMFILE, os.strerror(errno.EMFILE)),
     ],
 )
-def test_it_says_why_there_is_no_io_uring_and_auto_goes_on(
+def test_the_error_names_why_io_uring_is_missing_and_auto_goes_on(
     file: SpoolFile, monkeypatch: pytest.MonkeyPatch, number: int, reason: str
 ) -> None:
     real = ring_module._libc

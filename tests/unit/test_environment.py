@@ -1,4 +1,4 @@
-"""What measurements share: facts of the machine and the process, workers whose failures are results, whole files."""
+"""For measurements: facts of the machine and the process, workers with failures as results, whole files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _git(folder: Path, *arguments: str) -> None:
     subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
 
 
-def test_the_commit_is_that_of_a_checkout_of_this_project(tmp_path: Path) -> None:
+def test_a_commit_belongs_to_a_checkout_of_this_project(tmp_path: Path) -> None:
     assert commit_of(tmp_path) is None
     _git(tmp_path, "init")
     (tmp_path / "README").write_text("somebody else's")
@@ -28,7 +28,7 @@ def test_the_commit_is_that_of_a_checkout_of_this_project(tmp_path: Path) -> Non
     _git(tmp_path, "commit", "-m", "x")
     (tmp_path / "actoffload").mkdir()
     (tmp_path / "actoffload" / "version.py").write_text("1")
-    assert commit_of(tmp_path) is None, "installed into somebody else's repository"
+    assert commit_of(tmp_path) is None, "installed into another project's repository"
     _git(tmp_path, "add", ".")
     _git(tmp_path, "commit", "-m", "y")
     commit = commit_of(tmp_path)
@@ -71,7 +71,7 @@ def test_a_worker_that_fails_is_a_result(
     assert text in result["error"]
 
 
-def test_the_share_of_others_is_of_all_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_share_of_other_processes_is_of_all_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = iter([(100.0, 10.0), (100.5, 15.0), (99.0, 16.0)])
     monkeypatch.setattr(OthersShare, "_now", lambda self: next(seen))
     monkeypatch.setattr("psutil.cpu_count", lambda logical: 2)
@@ -89,7 +89,7 @@ def test_a_stream_yields_each_object_and_then_the_failure(
 
 
 class Clock(threading.Timer):
-    """A timer whose time is over at once when the third of them is started, and else never."""
+    """A timer: the third one started is over at once, no other ever is."""
 
     started = 0
     running = 0
@@ -106,7 +106,7 @@ class Clock(threading.Timer):
 def test_a_stream_with_a_limit_for_each_object_may_take_longer_as_a_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The time in which nobody asks does not count."""
+    """Time between two objects, in which the caller waits for none, does not count."""
     script = "print('{\"a\": 1}', flush=True)\ninput()\nprint('{\"b\": 2}', flush=True)\ntime.sleep(600)"
     name = _worker(tmp_path, monkeypatch, script)
     monkeypatch.setattr(threading, "Timer", Clock)

@@ -1,4 +1,4 @@
-"""Estimates on paper: what follows from the bytes that a model saves, and SSDTrain's lifetimes."""
+"""Estimates on paper: figures from the bytes that a model saves, and SSDTrain's lifetimes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_share_that_hides_is_the_lesser_of_write_and_read() -> None:
         assert any("hides" in note for note in result.notes) == (result.share_hidden < 1)
 
 
-def test_what_is_too_small_stays() -> None:
+def test_small_tensors_stay() -> None:
     some = Activations(label="x", blocks=(100.0, 200.0), small_bytes=50.0, ends_bytes=7.0, flops=1e12)
     result = Estimate(some, ONE, machine())
     assert result.activation_bytes_per_step == 300.0

@@ -1,4 +1,4 @@
-"""What moves and what never does: parameters, buffers, inputs, ``keep()``, regions, patterns, policies, sizes."""
+"""Which tensors move, and which never do: parameters, buffers, inputs, ``keep()``, regions, patterns, sizes."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ TENSOR_BYTES = 128 * WIDTH * 4
 
 
 class Seen:
-    """The storages of which an offloader has had records, told by their addresses."""
+    """The addresses of the storages that had records of an offloader."""
 
     def __init__(self, offloader: Offloader) -> None:
         self.offloader = offloader
         self.addresses: set[int] = set()
 
     def look(self) -> None:
-        """Note those that live now, and wait until what moves is away."""
+        """Note the storages of living records, and wait until all transfers have ended."""
         self.addresses |= {record.address for record in records_of(self.offloader)}
         self.offloader.synchronize()
 
@@ -124,17 +124,17 @@ def test_buffers_replaced_and_modules_made_later_are_known_too(make_offloader: M
 
 
 def test_parameters_and_buffers_with_other_memory_are_known_in_the_next_forward(make_offloader: MakeOffloader) -> None:
-    """Each forward notes the present memory of all, also of those that it had noted: no object is taken as known."""
+    """Each forward notes the present memory of every parameter and buffer, new or known."""
     offloader = make_offloader()
     model = Mixed()
     offloader.use(model)
     train_step(model, batch(), offloader)
-    held = [tensor.untyped_storage() for tensor in model.owned()]  # so that nothing gets the old memory
+    held = [tensor.untyped_storage() for tensor in model.owned()]  # so that the old memory gets no new owner
     for tensor in model.owned():
         tensor.data = tensor.detach().clone()
     model.table.untyped_storage().resize_(0)
     with offloader:
-        pass  # it has no memory in this forward
+        pass  # the table has no memory in this forward
     model.table.untyped_storage().resize_(512 * WIDTH * 4)
     model.late = Mixed().frozen
     late = model.late.weight
@@ -147,7 +147,7 @@ def test_parameters_and_buffers_with_other_memory_are_known_in_the_next_forward(
 
 
 @pytest.mark.parametrize("scripted", [False, True])
-def test_the_modules_of_a_model_are_those_that_pytorch_names(scripted: bool) -> None:
+def test_modules_of_finds_the_modules_that_pytorch_names(scripted: bool) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Tanh(), nn.Linear(2, 2)))
     if scripted:
         model.append(torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Tanh())))
@@ -341,7 +341,7 @@ def test_a_longer_forward_does_not_stay_because_the_one_before_was_short(make_of
     assert _kept_last(offloader, model, batch(rows=128)) <= 3 * TENSOR_BYTES
 
 
-def test_min_bytes_is_128_kib_where_nothing_is_said(make_offloader: MakeOffloader) -> None:
+def test_min_bytes_is_128_kib_by_default(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(min_bytes=None)
     with offloader:
         big = torch.randn(32 * KIB, requires_grad=True).exp()
@@ -377,7 +377,7 @@ def test_min_bytes_is_128_kib_where_nothing_is_said(make_offloader: MakeOffloade
         (("LAYERS.*",), (), "layers.0", False),
     ],
 )
-def test_patterns_match_modules_and_what_is_inside_of_them(
+def test_patterns_match_modules_and_their_submodules(
     include: tuple[str, ...], exclude: tuple[str, ...], module: str | None, allowed: bool
 ) -> None:
     assert NameFilter(include, exclude).allows(module) is allowed
@@ -406,7 +406,7 @@ def test_cpu_tensors_are_in_host_memory_already(make_offloader: MakeOffloader) -
 
 
 def test_a_parameters_data_may_be_swapped_between_forward_and_backward(make_offloader: MakeOffloader) -> None:
-    """As FSDP does: what is kept of it holds no memory, and backward sees the new contents."""
+    """FSDP does so: the handle of a parameter holds no memory, and backward sees the new contents."""
 
     def run(offloader: Offloader | None) -> tuple[bool, Tensor]:
         full, x = weight().detach(), weight(512)
@@ -435,7 +435,7 @@ def test_small_tensors_are_counted_as_kept_and_their_peaks_do_not_grow(make_offl
     for step in range(1, 4):
         with offloader:
             h = torch.ones(16, requires_grad=True).clone()
-            for _ in range(3000):  # so many that what was noted of them is counted meanwhile
+            for _ in range(3000):  # enough that the deferred counts are flushed meanwhile
                 h = h.sin()
         h.sum().backward()
         statistics = offloader.statistics()
@@ -446,7 +446,7 @@ def test_small_tensors_are_counted_as_kept_and_their_peaks_do_not_grow(make_offl
 
 
 def test_noise_that_is_filled_after_it_was_saved_stays(make_offloader: MakeOffloader) -> None:
-    """`rrelu` saves its random slopes before it draws them, and no version counter tells."""
+    """`rrelu` saves its random slopes before it draws them, without a new version."""
 
     def run(context: Any, rrelu: Any) -> Tensor:
         torch.manual_seed(0)
@@ -505,7 +505,7 @@ def test_a_region_is_left_by_the_thread_that_entered_it(make_offloader: MakeOffl
 
 
 class Named(nn.Module):
-    """Names what it computes first."""
+    """Names the result of its first operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -527,7 +527,7 @@ class Named(nn.Module):
         ({"include": "tensor:hidden", "exclude": "tensor:h*"}, 0),
     ],
 )
-def test_a_name_says_what_moves(make_offloader: MakeOffloader, options: dict[str, Any], moved: int) -> None:
+def test_patterns_select_tensors_by_name(make_offloader: MakeOffloader, options: dict[str, Any], moved: int) -> None:
     torch.manual_seed(0)
     model, x = Named(), torch.randn(128, WIDTH)
     model(x).sum().backward()
@@ -541,7 +541,7 @@ def test_a_name_says_what_moves(make_offloader: MakeOffloader, options: dict[str
     assert offloader.statistics().kept_bytes.get("module excluded", 0) == (2 - moved) * TENSOR_BYTES
 
 
-def test_a_policy_is_told_the_name(make_offloader: MakeOffloader) -> None:
+def test_a_policy_receives_the_name(make_offloader: MakeOffloader) -> None:
     names: list[str | None] = []
 
     class Notes:
@@ -571,12 +571,12 @@ def test_only_boundaries_move(make_offloader: MakeOffloader, reentrant: bool) ->
         loss.backward()
         return offloader.statistics().kept_bytes["module excluded"]
 
-    # exp() saves the first block's input before the block does, so it is known in the second forward; sigmoid() saves
-    # what no block gets.
+    # exp() saves the first block's input before the block does, so it is known in the second forward. sigmoid() saves
+    # its own output, no boundary.
     assert [kept(step) for step in range(3)] == [2 * TENSOR_BYTES, 3 * TENSOR_BYTES, 4 * TENSOR_BYTES]
 
 
-def test_a_name_that_nothing_saved_has_is_told(make_offloader: MakeOffloader) -> None:
+def test_a_pattern_for_a_name_that_no_saved_tensor_has_warns(make_offloader: MakeOffloader) -> None:
     with (
         pytest.warns(RuntimeWarning, match=r"no saved tensor was given a name\(\) for these patterns: tensor:hiden"),
         make_offloader(include="tensor:hiden", min_bytes=1),
@@ -595,6 +595,6 @@ def test_a_later_name_takes_the_place_of_an_earlier_one(make_offloader: MakeOffl
 
 
 @pytest.mark.parametrize(("args", "message"), [((3, "a"), "tensor=3: "), ((torch.ones(1), ""), "name='': ")])
-def test_a_name_that_cannot_be_given(args: Any, message: str) -> None:
+def test_a_bad_name_or_tensor_is_refused(args: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         actoffload.name(*args)

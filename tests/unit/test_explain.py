@@ -1,4 +1,4 @@
-"""A plan explained: what each block does and why, what sets the peak, what more memory would buy."""
+"""A plan explained: each block's treatment and reason, the peak and its parts, and the gain of more memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def transformer(layers: int = 6, write_gb_s: float = 5.0) -> Profile:
 
 
 def small() -> Profile:
-    """Two parts of 1000 bytes each, 10 bytes/s out and back, and what stays outside."""
+    """Two parts of 1000 bytes each, 10 bytes/s out and back, and one storage that stays outside of them."""
     storages = (
         Storage(index=0, nbytes=1000, birth_s=0.0, need_s=900.0, last_need_s=1000.0, module="a.0.norm"),
         Storage(index=1, nbytes=1000, birth_s=100.0, need_s=200.0, last_need_s=300.0, module="a.1.norm"),
@@ -74,7 +74,7 @@ def test_the_rows_add_up_to_the_step(seed: int, share: float | None) -> None:
     render_plan(step, plan, limits, analysis=analysis)
 
 
-def test_parts_say_what_and_why() -> None:
+def test_each_part_has_its_treatment_and_reason() -> None:
     profile, limits = small(), Limits(device_budget=1500)
     rows = rows_of(profile, make(profile, limits), limits)
     assert (rows["a.0"].what, rows["a.0"].why) == ("offload", "idle 900 s, moved in 200 s")
@@ -82,7 +82,7 @@ def test_parts_say_what_and_why() -> None:
     assert (rows[OUTSIDE].what, rows[OUTSIDE].why) == ("keep", "must stay: keep()")
 
 
-def test_regions_say_which_run_again_and_what_that_is_for() -> None:
+def test_regions_that_run_again_have_their_gain() -> None:
     base = checkpointed(transformer()).with_links(disk=link(50))
     limits = Limits(device_budget=base.baseline_peak_bytes)
     step, plan = best(base, limits)
@@ -118,10 +118,10 @@ def test_the_text_names_everything() -> None:
     assert "region" not in text
     assert "recomputing" not in text
     assert max(map(len, text.splitlines())) <= 120
-    assert "seen" not in render_plan(profile, plan, limits), "nobody has looked"
+    assert "seen" not in render_plan(profile, plan, limits), "no step was observed"
 
 
-def test_a_declined_plan_says_so() -> None:
+def test_a_declined_plan_has_its_reason() -> None:
     profile = transformer(write_gb_s=0.05)
     text = render_plan(profile, make(profile, Limits()))
     assert "declined: moving lowers the peak by less than " in text
@@ -139,7 +139,7 @@ def test_many_parts_share_lines() -> None:
 
 
 def test_blocks_of_many_sizes_share_rows_too() -> None:
-    """Neighbours with one treatment, each of another size: more rows than a screen has."""
+    """Neighbours with one treatment have different sizes: alone, they would take more rows than a screen has."""
     profile = transformer()
     plan = make(profile, Limits())
     analysis = analyse(profile, plan)
@@ -150,7 +150,7 @@ def test_blocks_of_many_sizes_share_rows_too() -> None:
     assert re.search(rf"layers\.0 … layers\.{MOST_ROWS} +{block.what} +{total}", text)
 
 
-def test_equal_blocks_share_a_row_and_say_what_each_saves() -> None:
+def test_equal_blocks_share_a_row_with_the_bytes_of_each() -> None:
     profile, limits = transformer(), Limits(device_budget=GIB)
     plan = make(profile, limits)
     rows = analyse(profile, plan, limits).rows

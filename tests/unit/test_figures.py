@@ -1,7 +1,7 @@
 """Figures of a report and of a trace, each beside a second run that measures it: plain PyTorch, or nothing moved.
 
-The kernel counts the memory of a process (``VmHWM``). Its own allocator is kept from holding freed memory (by
-``MALLOC_MMAP_THRESHOLD_``), which it does by another amount in each run.
+The kernel counts the memory of a process (``VmHWM``). ``MALLOC_MMAP_THRESHOLD_`` keeps glibc's allocator from holding
+freed memory, of which it holds another amount in each run.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def run(folder: Path, mode: str, *, steps: int = 6, **options: Any) -> dict[str, Any]:
-    """Some steps in a process of their own: the most memory that it had in one of the last four, and what it says."""
+    """Some steps in a process of their own: the highest memory of the last four, and the process's output."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     command = [sys.executable, "-c", PROGRAM, mode, json.dumps(options), str(steps)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
@@ -81,14 +81,14 @@ def run(folder: Path, mode: str, *, steps: int = 6, **options: Any) -> dict[str,
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Without an offloader: the peak, and what is saved: the inputs of eight GELU, seven layers and the loss."""
+    """Without an offloader: the peak, and the saved bytes: the inputs of eight GELU, seven layers and the loss."""
     return {"peak": run(tmp_path_factory.mktemp("plain"), "plain")["peak"], "saved": 16 * 32768 * 128 * 4}
 
 
 def _peaks(run: Run, peaks: list[int]) -> list[tuple[float, float, float]]:
     """Of each step from the third on: the peak of the process, the trace's, and the trace's with nothing moved.
 
-    A trace looks at the memory now and then. On a loaded machine it may miss the peak of a step, but not of every one.
+    A trace samples the memory now and then. On a loaded machine it may miss the peak of a step, but not of every one.
     """
     found: list[tuple[float, float, float]] = []
     for number, (begin_s, end_s) in list(enumerate(run.trace.steps()))[2:]:
@@ -99,14 +99,14 @@ def _peaks(run: Run, peaks: list[int]) -> list[tuple[float, float, float]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "options"), [("all", {}), ("auto", {"device_budget": "40%"})])
-def test_a_trace_and_a_report_say_what_moving_has_gained(
+def test_a_trace_and_a_report_have_the_gain_of_moving(
     plain: dict[str, Any], tmp_path: Path, policy: str, options: dict[str, Any]
 ) -> None:
     moved = run(tmp_path, policy, trace="run.json", **options)
     shown, statistics = look_at(load(tmp_path / "run.json")), moved["statistics"]
     numbers = shown.numbers()
     steps = _peaks(shown, moved["peaks"])
-    # the step in which the trace missed least: a storage that moves between two looks is counted twice, or not at all
+    # The step in which the trace missed least: a storage that moves between two samples counts twice, or not at all.
     peak, traced, without = min(steps, key=lambda step: abs(step[1] - step[0]) + abs(step[2] - plain["peak"]))
     assert traced == pytest.approx(peak, rel=0.05)
     assert without == pytest.approx(plain["peak"], rel=0.05)
@@ -114,10 +114,10 @@ def test_a_trace_and_a_report_say_what_moving_has_gained(
     assert statistics["baseline_peak_bytes"] == plain["saved"] == numbers["saved_peak_without_bytes"]
     share = f"peak {format_size(statistics['resident_peak_bytes'])} of {format_size(plain['saved'])} with nothing moved"
     assert share in moved["report"]
-    last = moved["peaks"][-1]  # the kernel's count of it began anew with each step
+    last = moved["peaks"][-1]  # the kernel's count starts over with each step
     assert statistics["process_peak_bytes"] == pytest.approx(last, rel=0.05)
     assert statistics["nvme_written_bytes"] == pytest.approx(moved["written"], rel=0.02)
-    assert statistics["nvme_read_bytes"] == pytest.approx(moved["read"], rel=0.1)  # Python reads its modules as well
+    assert statistics["nvme_read_bytes"] == pytest.approx(moved["read"], rel=0.1)  # Python also reads its modules
     assert numbers["moved_bytes"] == statistics["nvme_written_bytes"] / 6
     assert numbers["wait_s"] == pytest.approx(statistics["wait_s"] / 6, abs=1e-3)
     assert min(moved["seconds"][2:]) <= 1.05 * numbers["step_s"]

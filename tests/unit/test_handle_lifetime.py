@@ -1,4 +1,4 @@
-"""The graph owns what was saved: whatever way a graph ends, everything comes back, and nothing comes back too early."""
+"""The graph owns its saved tensors: however a graph ends, all is released, and nothing is released too early."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from tests.programs import run_program
 KIB = 1 << 10
 MIB = 1 << 20
 WAITED_FOR = 1
-"""Every other step of those that drop their graph waits until all is written."""
+"""Of the steps that drop their graph, every other one waits until all is written."""
 
 
 class _ForwardFailedError(Exception):
@@ -107,8 +107,8 @@ def test_three_hundred_steps_of_which_most_never_run_backward_leave_nothing(make
                 resident.append(resident_set_bytes())
     statistics = offloader.statistics()
     assert statistics.steps == 300
-    # What nobody waited for may be let go of before its write begins: how much of it was written is the disk's luck.
-    # (Nine tenths: a page more or less of each tensor is written as it lies in memory.)
+    # Without a wait, a graph may be dropped before its write begins, so the disk decides how many of these bytes are
+    # written. (Nine tenths: a page more or less of each tensor is written as it lies in memory.)
     assert statistics.nvme_written_bytes >= 0.9 * waited_for * written_in_a_step
     assert waited_for == 50
     assert statistics.degraded == {}
@@ -208,7 +208,7 @@ def test_retained_graphs_are_read_again_and_freed_at_the_end(make_offloader: Mak
     assert_empty(offloader)
 
 
-def test_each_round_of_backward_holds_what_came_back_until_its_last_unpack(make_offloader: MakeOffloader) -> None:
+def test_each_round_of_backward_holds_a_reloaded_storage_until_its_last_unpack(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(policy="all", engine="memory")
     with offloader:
         y = torch.ones(300, 300, requires_grad=True) * 2
@@ -222,7 +222,7 @@ def test_each_round_of_backward_holds_what_came_back_until_its_last_unpack(make_
 
 
 def test_a_deep_graph_is_freed_without_recursion(tmp_path: Path) -> None:
-    """Once Python has seen a graph's nodes they are freed one inside the other: at this depth the process ended."""
+    """Once Python has seen a graph's nodes, each frees the next inside itself: at this depth the process ended."""
     script = """
 import sys, torch, torch.distributed as dist, torch.distributed.tensor
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # where DTensors may be
@@ -241,10 +241,10 @@ print("alive")
     assert "alive" in done.stdout, (done.returncode, done.stderr[-2000:])
 
 
-# -- handles that die while somebody holds the lock --------------------------------------------------------------------
+# -- handles that die while the lock is held ---------------------------------------------------------------------------
 #
-# A trace sink or a policy that stops inside the lock holds it for as long as the test wants. What is left of the dead
-# handles is then looked at without calling the offloader, whose methods would work them off themselves.
+# A trace sink or a policy that stops inside the lock holds it as long as the test wants. The test then looks at the
+# rest without the offloader's methods, which would empty the mailbox.
 
 
 NUMEL = 256 << 10
@@ -252,7 +252,7 @@ RECORD_BYTES = 4 * NUMEL
 
 
 class StopAt:
-    """A sink that stops, once, under the offloader's lock, at the first event of a kind with so many bytes."""
+    """A sink that stops once, under the offloader's lock, at the first event of this kind with this many bytes."""
 
     def __init__(self, kind: EventKind, nbytes: int, detail: str) -> None:
         self._what = kind, nbytes, detail
@@ -265,9 +265,9 @@ class StopAt:
 
     @contextlib.contextmanager
     def reached(self) -> Iterator[None]:
-        """In here the thread stands still."""
+        """Inside this context the thread stands still."""
         try:
-            assert self._reached.wait(WAIT_S), "nothing came to the place where it was to stop"
+            assert self._reached.wait(WAIT_S), "no event reached the place to stop at"
             yield
         finally:
             self._go.set()
@@ -280,12 +280,11 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _saved_once(where: str = "cpu") -> Tensor:
-    """A graph with one saved storage."""
     return (torch.linspace(-1, 1, NUMEL, device=where).requires_grad_() * 1.0).sin().sum()
 
 
 def _assert_released(offloader: Offloader) -> None:
-    """No record lives and nothing is held. Works off no dead handles itself."""
+    """No record lives and nothing is held. This check does not empty the mailbox itself."""
     accounts = accounts_of(offloader)
     wait_until(lambda: accounts.live_records == 0, "records are left")
     assert (accounts.baseline_bytes, accounts.resident_bytes) == (0, 0)
@@ -296,7 +295,7 @@ def _assert_released(offloader: Offloader) -> None:
 
 @ON_EACH_DEVICE
 @pytest.mark.usefixtures("_no_garbage_collection")
-def test_a_handle_that_dies_while_a_write_ends_is_worked_off_at_once(make_offloader: MakeOffloader, where: str) -> None:
+def test_a_handle_that_dies_while_a_write_ends_is_released_at_once(make_offloader: MakeOffloader, where: str) -> None:
     stop = StopAt(EventKind.WRITE, RECORD_BYTES, "" if where == "cpu" else "to disk")
     offloader = make_offloader(engine=GateEngine, trace=stop)
     with offloader:
@@ -315,7 +314,7 @@ def test_a_handle_that_dies_while_a_write_ends_is_worked_off_at_once(make_offloa
 
 @pytest.mark.usefixtures("_no_garbage_collection")
 def test_a_handle_that_dies_in_the_thread_that_holds_the_lock_is_too(make_offloader: MakeOffloader) -> None:
-    """A finalizer may run inside an engine's completion itself."""
+    """A finalizer may run inside an engine's completion."""
     graph: list[Tensor] = []
     done = threading.Event()
 
@@ -334,7 +333,7 @@ def test_a_handle_that_dies_in_the_thread_that_holds_the_lock_is_too(make_offloa
 
 @pytest.mark.usefixtures("_no_garbage_collection")
 def test_a_failed_forward_is_not_counted_amid_a_change(make_offloader: MakeOffloader) -> None:
-    """The garbage collector may close a generator in the thread that holds the lock: the release counts what died."""
+    """The collector may close a generator in the thread that holds the lock; the lock's release counts the dead."""
     offloader = make_offloader()
 
     def forward() -> Iterator[Tensor]:

@@ -58,7 +58,7 @@ def model() -> nn.Module:
 
 
 def transforms(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """What each transform that refuses hooks gives for a model's forward."""
+    """The results of each transform that refuses hooks, for a model's forward."""
     parameters = {name: p.detach() for name, p in model.named_parameters()}
 
     def loss(parameters: dict[str, Tensor], row: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ SHAPES: dict[str, list[str]] = {
 def test_a_region_takes_ours_off_and_leaves_the_programs(
     shape: str, regions: int, raises: bool, make_offloader: MakeOffloader
 ) -> None:
-    """Inside of a region the program's innermost hooks are called; after it what was called before."""
+    """Inside a region autograd calls the program's innermost hooks; after it, the hooks that it called before."""
     kinds: dict[str, Any] = {name: make_offloader(policy="all", min_bytes=0) for name in ("ours", "other")}
     x = batch().requires_grad_()
     with contextlib.ExitStack() as stack:
@@ -165,7 +165,7 @@ def test_a_region_takes_ours_off_and_leaves_the_programs(
         for context in reversed(contexts[1:]):
             context.__exit__(None, None, None)
         stack.pop_all()
-        assert sum(called(torch.cos)) == 1, "the outermost is the last one that is left"
+        assert sum(called(torch.cos)) == 1, "the outermost context is left last"
         contexts[0].__exit__(None, None, None)
 
 
@@ -200,7 +200,7 @@ def test_a_region_that_ends_before_a_context_which_began_in_it(make_offloader: M
 
 @pytest.mark.parametrize("ours", ["inner", "outer"])
 def test_contexts_that_are_left_in_another_order(ours: str, make_offloader: MakeOffloader) -> None:
-    """A generator that is suspended inside of a context ends after the context around it."""
+    """A generator that is suspended inside a context ends after the context around it."""
     offloader, program = make_offloader(), Counting()
     x = batch().requires_grad_()
 

@@ -1,4 +1,4 @@
-"""Moving costs nothing while the host runs ahead of the device; where it only just keeps up, a plan declines."""
+"""Moving costs nothing while the host runs ahead of the device; if the host only just keeps up, a plan declines."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ pytestmark = pytest.mark.simulated
 
 def test_a_plan_declines_where_hooks_keep_the_host_from_the_device(device: SimulatedDevice) -> None:
     row = host_bound.run(device, host_bound.LAUNCHES["host-bound"])
-    assert max(row["seconds"][:2]) > 1.1 * row["keep_s"], "the steps that were recorded"
-    assert max(row["seconds"][2:]) <= 1.02 * row["keep_s"], "the first plan knows it"
+    assert max(row["seconds"][:2]) > 1.1 * row["keep_s"], "the recorded steps"
+    assert max(row["seconds"][2:]) <= 1.02 * row["keep_s"], "the first plan declines"
     assert "declined: " in row["explained"]
     assert "why is a step slower:\n" not in row["explained"]
 
 
 @pytest.mark.parametrize("host_s", [host_bound.HOST_S, host_bound.HOST_S / 5], ids=["the bound", "ahead without hooks"])
-def test_the_first_plan_prices_what_hooks_take_of_the_host(device: SimulatedDevice, host_s: float) -> None:
-    """On an H100 it took a recorded step of 292 ms for keep's 55, and steps were 2 to 5 times as long for 30 steps."""
+def test_the_first_plan_prices_the_hooks_time_of_the_host(device: SimulatedDevice, host_s: float) -> None:
+    """On an H100 a recorded step took 292 ms, keep's took 55, and steps were 2 to 5 times as long for 30 steps."""
     row = host_bound.run_measured(device, host_s, steps=8)
     assert max(row["seconds"][:2]) > 4 * row["keep_s"], "a recorded step"
     assert max(row["seconds"][2:]) <= 1.02 * row["keep_s"]
     assert row["history"] == ["first plan"]
-    assert row["unhooked"] == 6, "as nothing moves"
+    assert row["unhooked"] == 6, "nothing moves"
 
 
 def test_one_step_corrects_a_price_that_the_recorded_step_did_not_show(
     device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its waits for copies had hidden what hooks take, say."""
+    """Waits for copies may hide the time of hooks in the recorded step."""
     monkeypatch.setattr(DeviceStopwatch, "hooks_s", 0.0)
     row = host_bound.run(device, 1.3, link=0.5)
     assert [one > 1.02 * row["keep_s"] for one in row["seconds"][2:]] == [True] * 2 + [False] * 16
@@ -50,7 +50,7 @@ def test_a_plan_moves_where_the_host_runs_ahead(device: SimulatedDevice) -> None
 
 
 @pytest.mark.parametrize("host", list(host_bound.LAUNCHES))
-def test_what_the_device_idles_for_hooks_is_what_a_step_is_longer_by(device: SimulatedDevice, host: str) -> None:
+def test_a_step_is_longer_by_the_devices_idle_time_in_hooks(device: SimulatedDevice, host: str) -> None:
     half = host_bound.TENSORS * host_bound.NBYTES // 2  # without a budget a plan declines
     row = host_bound.run(device, host_bound.LAUNCHES[host], budget=half)
     one = row["watched"][0]
@@ -59,8 +59,8 @@ def test_what_the_device_idles_for_hooks_is_what_a_step_is_longer_by(device: Sim
     assert one.idle_s == pytest.approx(late_s, rel=0.3, abs=0.01 * row["keep_s"])
 
 
-def test_the_first_hook_of_a_step_that_is_watched_is_no_sign_that_the_device_idles(device: SimulatedDevice) -> None:
-    """What was given by the end of the last one that was watched, some steps ago, is long done."""
+def test_the_first_hook_of_a_watched_step_counts_no_idle_time(device: SimulatedDevice) -> None:
+    """Work enqueued by the end of the last watched step, some steps ago, ended long ago."""
     accelerator = SimulatedAccelerator()
     x = torch.ones(1024, device=NAME, requires_grad=True)
     idle_s: list[float] = []
@@ -69,7 +69,7 @@ def test_the_first_hook_of_a_step_that_is_watched_is_no_sign_that_the_device_idl
         for watches in (True, False, True):
             shared.watches_host = watches
             if len(idle_s) == 2:
-                hinder(device, accelerator, "late kernels")  # it is busy from here on
+                hinder(device, accelerator, "late kernels")  # the device is busy from here on
             with offloader:
                 out = (x * 2.0).sin()
             idle_s.append(accounts_of(offloader).idle_s)
@@ -79,7 +79,7 @@ def test_the_first_hook_of_a_step_that_is_watched_is_no_sign_that_the_device_idl
         del out
 
 
-def test_a_hook_that_the_device_did_not_notice_counts_once_that_has_caught_up(device: SimulatedDevice) -> None:
+def test_a_hook_during_the_devices_work_counts_once_the_device_has_caught_up(device: SimulatedDevice) -> None:
     accelerator = SimulatedAccelerator()
     x = torch.ones(1024, device=NAME, requires_grad=True)
     with simulated(accelerator) as offloader:

@@ -1,4 +1,4 @@
-"""Host memory: exact sizes, and every slot back in the pool exactly when nobody can touch it any more."""
+"""Host memory: exact sizes, and every slot is back in the pool exactly when no copy or tensor can use it any more."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_capacity_holds_unless_forced() -> None:
     forced = _acquire(pool, 5000, force=True)
     assert pool.mapped_bytes == SLAB + 8192
     del first
-    assert _acquire(pool, SLAB // 2).nbytes == SLAB // 2  # in what came back
+    assert _acquire(pool, SLAB // 2).nbytes == SLAB // 2  # in the memory that came back
     del forced
     assert _in_use(pool) == 0
     small = HostPool(10_000, slab_bytes=SLAB)
@@ -124,7 +124,7 @@ def test_freed_slots_are_poisoned_once_no_copy_uses_them() -> None:
 
 
 class _Pins:
-    """What is page-locked now, by address, and what was unlocked, in order; as CUDA it refuses what is locked already.
+    """The page-locked memory now, by address, and the addresses unlocked, in order; like CUDA it refuses locked memory.
 
     Attributes:
         fails: Raised by the next `pin`, when the memory is locked.
@@ -154,7 +154,7 @@ class _Pins:
         return True
 
 
-def test_pinning_is_asked_for_once_per_slab_and_undone() -> None:
+def test_each_slab_is_pinned_once_and_unpinned() -> None:
     pins = _Pins()
     pool = _pool(slabs=2, pin=pins.pin, unpin=pins.unpin)
     slots = [_acquire(pool, SLAB // 2) for _ in range(4)]
@@ -162,7 +162,7 @@ def test_pinning_is_asked_for_once_per_slab_and_undone() -> None:
     assert not pool.pin_failed
     memory = pool.tensor(slots[0], 0, 100)
     pool.close()
-    assert len(pins.locked) == 2  # a copy may still use what is held
+    assert len(pins.locked) == 2  # a copy may still use a slot that is held
     slots.clear()
     pool.close()
     pool.close()
@@ -172,14 +172,14 @@ def test_pinning_is_asked_for_once_per_slab_and_undone() -> None:
 
 
 def test_memory_that_may_be_locked_stays_mapped_after_an_error() -> None:
-    """What is mapped at its address later would be copied from and to where it lay before."""
+    """Copies of a later mapping at its address would use the old pages."""
     pins = _Pins()
     pool = _pool(slabs=2, pin=pins.pin, unpin=pins.unpin)
     pins.fails = MemoryError("in this test")
     assert acquire_slot(pool, SLAB) is None
     assert pool.pin_failed
     (address,) = pins.locked
-    (ctypes.c_char * SLAB).from_address(address)[0] = b"x"  # would crash the process if it were not mapped
+    (ctypes.c_char * SLAB).from_address(address)[0] = b"x"  # would crash the process without the mapping
     assert acquire_slot(pool, SLAB) is None
     assert pins.locked == {address: SLAB}
 
@@ -206,7 +206,7 @@ def test_page_locking_is_done_ahead_in_another_thread() -> None:
     pool.close()
 
 
-def test_what_is_mapped_beyond_the_capacity_is_not_page_locked_and_goes_at_once() -> None:
+def test_memory_beyond_the_capacity_is_not_page_locked_and_goes_at_once() -> None:
     pins = _Pins()
     pool = _pool(pin=pins.pin, unpin=pins.unpin)
     held = _acquire(pool, SLAB)
@@ -244,7 +244,7 @@ def test_a_forked_child_has_no_page_locked_memory() -> None:
     assert pins.locked == {}
 
 
-def test_memory_that_the_device_does_not_let_go_stays_and_is_used_again() -> None:
+def test_memory_that_cannot_be_unpinned_stays_and_is_used_again() -> None:
     pins = _Pins()
     pool = _pool(slabs=2, pin=pins.pin, unpin=pins.unpin)
     address = _acquire(pool, SLAB // 2).address
@@ -255,11 +255,11 @@ def test_memory_that_the_device_does_not_let_go_stays_and_is_used_again() -> Non
     assert pins.locked == {address: SLAB}
     del pool
     pins.holds = False
-    assert _acquire(_pool(), 1) is not None  # whoever maps memory takes what was left of closed pools
+    assert _acquire(_pool(), 1) is not None  # any mapping takes memory that closed pools have left
     assert pins.locked == {}
 
 
-def test_what_a_copy_may_use_stays_locked_and_mapped_when_the_pool_is_closed_and_dropped() -> None:
+def test_memory_that_a_copy_may_use_stays_locked_and_mapped_after_the_pool() -> None:
     pins = _Pins()
     done: set[object] = set()
     options: dict[str, Any] = {"pin": pins.pin, "unpin": pins.unpin, "is_done": done.__contains__}
@@ -273,15 +273,15 @@ def test_what_a_copy_may_use_stays_locked_and_mapped_when_the_pool_is_closed_and
     second = _pool(**options)
     assert _acquire(second, SLAB).address != address
     assert address in pins.locked
-    bytes_held[0] = b"x"  # would crash the process if it were not mapped
+    bytes_held[0] = b"x"  # would crash the process without the mapping
     done.add("copy")
     assert _acquire(second, SLAB).address != address
-    assert address in pins.locked, "it is looked at when somebody maps memory, not before"
+    assert address in pins.locked, "the next mapping checks it, nothing before"
     assert _acquire(_pool(), SLAB) is not None
     assert address not in pins.locked
 
 
-def test_closing_waits_for_copies_if_it_shall() -> None:
+def test_close_waits_for_copies_on_request() -> None:
     pins = _Pins()
     done: set[object] = set()
     pool = _pool(slabs=2, pin=pins.pin, unpin=pins.unpin, is_done=done.__contains__, wait_for=done.add)
@@ -296,12 +296,12 @@ def test_closing_waits_for_copies_if_it_shall() -> None:
 
 
 def _steps(pool: HostPool, slots: int, count: int = 2 * TRIM_STEPS) -> None:
-    """Steps that each take so many slots of half a slab, and give them back."""
+    """Steps that each take ``slots`` slots of half a slab, and give them back."""
     for _ in range(count):
         pool.trim()
         held = [_acquire(pool, SLAB // 2) for _ in range(slots)]
         del held
-        while pool.growing:  # steps here are faster than the thread that page-locks
+        while pool.growing:  # these steps are faster than the thread that page-locks
             pool.reclaim()
     if pool._trimmer is not None:
         pool._trimmer.join(WAIT_S)
@@ -318,14 +318,14 @@ def test_page_locked_memory_that_no_step_uses_any_more_is_given_back() -> None:
     assert pool.mapped_bytes == sum(pins.locked.values())
     unlocked = len(pins.unlocked)
     _steps(pool, 4)
-    assert len(pins.unlocked) == unlocked, "what steps use stays"
+    assert len(pins.unlocked) == unlocked, "memory that steps use stays"
     _steps(pool, 16, 2)
-    assert pool.mapped_bytes >= 8 * SLAB, "and more is had again"
+    assert pool.mapped_bytes >= 8 * SLAB, "more is mapped again"
     pool.close()
     assert pins.locked == {}
 
 
-def test_what_a_step_needs_once_in_a_while_stays() -> None:
+def test_memory_that_a_step_needs_now_and_then_stays() -> None:
     pins = _Pins()
     pool = _pool(slabs=9, pin=pins.pin, unpin=pins.unpin)
     for _ in range(8):
@@ -336,7 +336,7 @@ def test_what_a_step_needs_once_in_a_while_stays() -> None:
 
 
 def test_memory_that_a_copy_may_use_is_not_given_back() -> None:
-    """Rule 12: what is mapped at its address later would be copied from and to the old pages."""
+    """Rule 12: copies of a later mapping at its address would use the old pages."""
     pins = _Pins()
     done: set[object] = set()
     pool = _pool(slabs=4, pin=pins.pin, unpin=pins.unpin, is_done=done.__contains__)
@@ -353,7 +353,7 @@ def test_memory_that_a_copy_may_use_is_not_given_back() -> None:
     assert pool.mapped_bytes == SLAB
 
 
-def test_memory_that_the_device_does_not_let_go_is_used_again_after_it_was_to_be_given_back() -> None:
+def test_memory_that_trimming_could_not_unpin_is_used_again() -> None:
     pins = _Pins()
     pool = _pool(slabs=2, pin=pins.pin, unpin=pins.unpin)
     addresses = {slot.address for slot in [_acquire(pool, SLAB) for _ in range(2)]}
@@ -365,7 +365,7 @@ def test_memory_that_the_device_does_not_let_go_is_used_again_after_it_was_to_be
 
 
 def test_the_thread_that_takes_memory_is_near_the_device_first() -> None:
-    """Pages lie where the thread runs that writes them first."""
+    """Pages lie near the thread that writes them first."""
     order: list[str] = []
 
     def pin(address: int, nbytes: int) -> bool:

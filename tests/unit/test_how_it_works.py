@@ -1,4 +1,4 @@
-"""The names in docs/how-it-works.md are those of the code."""
+"""The names in docs/how-it-works.md exist in the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saved tensor hooks of the program's own inside of a context: autograd calls them in place of ours, which is said."""
+"""Saved tensor hooks of the program inside a context: autograd calls them in place of ours, and a warning says so."""
 
 from __future__ import annotations
 
@@ -45,8 +45,6 @@ WAYS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 class Doubled(torch.autograd.Function):
-    """A custom function."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
@@ -99,7 +97,7 @@ def hook_count(model: nn.Module) -> int:
 @pytest.mark.parametrize("by", ["attach", "model="])
 @pytest.mark.parametrize("around", ["modules", "functions", "custom"])
 @pytest.mark.parametrize("way", WAYS)
-def test_they_are_named_once_with_the_module_and_counted(
+def test_inner_hooks_are_named_once_with_the_module_and_counted(
     way: str, around: str, by: str, options: dict[str, Any]
 ) -> None:
     hooks, owner = WAYS[way]
@@ -125,11 +123,11 @@ def test_they_are_named_once_with_the_module_and_counted(
     assert tensors - 2 <= int(text.partition(": ")[2].partition("'s: ")[2].split()[0]) <= tensors + 4
     offloader = step()  # a second warning would be an error
     assert str(offloader.report()).count(SAID) == 1
-    assert hook_count(model) - before <= 1, "what looked is gone"
+    assert hook_count(model) - before <= 1, "the hooks that searched are gone"
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_nothing_is_said_without_them_nor_of_a_checkpoint(reentrant: bool, options: dict[str, Any]) -> None:
+def test_no_warning_without_inner_hooks_nor_of_a_checkpoint(reentrant: bool, options: dict[str, Any]) -> None:
     class Checkpointed(Chain):
         def forward(self, x: Tensor) -> Tensor:
             y: Tensor = checkpoint(super().forward, x * 1, use_reentrant=reentrant)
@@ -142,8 +140,8 @@ def test_nothing_is_said_without_them_nor_of_a_checkpoint(reentrant: bool, optio
         assert SAID not in str(attachment.offloader.report())
 
 
-def test_nothing_is_looked_at_under_a_compiler(options: dict[str, Any]) -> None:
-    """Hooks on modules would break its graph, and have it compile anew when they are gone."""
+def test_no_search_for_inner_hooks_under_a_compiler(options: dict[str, Any]) -> None:
+    """Hooks on modules would break its graph, and their removal would make it compile again."""
     graphs: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:

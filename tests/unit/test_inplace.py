@@ -1,4 +1,4 @@
-"""In-place changes of saved tensors: autograd's own check is off under hooks, so ours raises exactly when its would."""
+"""In-place changes of saved tensors: hooks switch autograd's own check off, so ours raises exactly when it would."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BIG = (256, 128)  # 128 KiB
 WORDS = "one of the variables needed for gradient computation has been modified by an inplace operation"
 KIB = 1 << 10
 BODY = 120 * KIB
-"""What of a tensor of `BIG` goes to disk at least: the edges around its aligned body stay in its record."""
+"""The least bytes of a tensor of `BIG` that go to disk: the edges around its aligned body stay in its record."""
 
 
 def _leaf(*shape: int, seed: int = 3) -> Tensor:
@@ -143,8 +143,8 @@ def test_we_raise_exactly_when_plain_pytorch_raises(
 
 
 @pytest.mark.parametrize("cell", [nn.GRUCell, nn.LSTMCell])
-def test_verify_looks_at_no_byte_that_others_may_change(make_offloader: MakeOffloader, cell: Any) -> None:
-    """The gates of these cells are views of one storage that are changed in place one by one, after some are saved."""
+def test_verify_reads_no_byte_that_another_view_may_change(make_offloader: MakeOffloader, cell: Any) -> None:
+    """The gates of these cells are views of one storage, changed in place one by one after some of them are saved."""
     width, rows = 256, 128
 
     def train(context: Any) -> list[Tensor]:

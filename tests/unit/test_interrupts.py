@@ -1,10 +1,9 @@
-"""An interrupt anywhere inside of our code: the step fails with it, all is given back, the next context starts afresh.
+"""An interrupt anywhere in our code: the step fails with it, all is released, and the next context starts afresh.
 
-Ctrl-C is one, and whatever the handler of a signal raises, such as the `TimeoutError` of an alarm.
-
-An interrupt is raised at the n-th place, for many n, at which Python may raise one: where one of our functions on the
-training thread is entered, and where a function in C that it called returns. One place is left out: the context's exit,
-before its first line. Python has no way to guard that, for any context manager.
+Ctrl-C is one, and so is any exception of a signal handler, such as the `TimeoutError` of an alarm. It is raised at the
+n-th place, for many n, at which Python may raise one: at the entry of one of our functions on the training thread, and
+at the return of a function in C that it called. One place is left out: the context's exit, before its first line.
+Python has no way to guard that, for any context manager.
 """
 
 from __future__ import annotations
@@ -46,15 +45,15 @@ OURS = str(Path(actoffload.__file__).parent)
 SIMULATION = str(Path(OURS) / "testing")
 EXIT = inspect.unwrap(Offloader.__exit__)
 POINTS = 16
-"""So many for each of the devices."""
+"""Interrupts on each of the devices."""
 
 
 class OutOfTime(Exception):
-    """What a program of the user's raises in the handler of an alarm."""
+    """Raised by a user's program in the handler of an alarm."""
 
 
 KINDS = (KeyboardInterrupt, OutOfTime, TimeoutError, RuntimeError, MemoryError, KeyError)
-"""Some of them are what our own code expects of the system."""
+"""Our own code expects some of them from the system."""
 
 
 class Interrupt:
@@ -117,13 +116,13 @@ def _files_in(folder: Path) -> int:
 def test_an_interrupt_aborts_the_step_and_the_next_context_starts_afresh(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    # What a finalizer raises is only told; pytest would hold on to it, and to all that its traceback knows.
+    # Python only prints an exception of a finalizer; pytest would hold it, and all objects of its traceback.
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     model, x = _model().to(where), X.to(where)
     _step(model, None, x)
     expected = gradients(model)
     offloader = _offloader(tmp_path).use(model)
-    _step(model, offloader, x)  # the first one is looked at more closely than those that follow
+    _step(model, offloader, x)  # the library measures the first step more closely than later ones
     counting = Interrupt(at=-1)
     with counting.armed():
         _step(model, offloader, x)
@@ -148,7 +147,7 @@ def test_an_interrupt_aborts_the_step_and_the_next_context_starts_afresh(
         aborted = offloader.store.interrupted
         assert aborted or not offloader.statistics().live_records, f"a record is left after {interrupt.kind} at {at}"
         assert _files_in(tmp_path) == (not aborted), f"disk is taken after an interrupt at {at}"
-        if aborted and not raised:  # in a finalizer, as the last that was called: the next context raises it
+        if aborted and not raised:  # raised in a finalizer, as the last call: the next context raises it
             try:
                 offloader.__enter__()
             except interrupt.kind as error:
@@ -165,7 +164,7 @@ def test_an_interrupt_aborts_the_step_and_the_next_context_starts_afresh(
         run_in_threads(step_again)
         assert_same_gradients(found[0], expected)
         wait_until(lambda: _gone(store) == aborted, f"memory is held after an interrupt at {at}")  # noqa: B023
-    assert interrupted > POINTS // 2, "an interrupt in a finalizer is told, not raised; most are elsewhere"
+    assert interrupted > POINTS // 2, "an interrupt in a finalizer is printed, not raised; most are elsewhere"
     run_in_threads(offloader.close)
 
 
@@ -197,17 +196,17 @@ def test_a_context_that_stays_open_after_an_interrupt_keeps_plainly(
         _ctrl_c_once(monkeypatch, offloader.store, "_place")
         with pytest.raises(KeyboardInterrupt):
             model(X)
-        for _ in range(3):  # the loop caught it, and goes on
+        for _ in range(3):  # the loop caught the interrupt, and goes on
             model(X).square().sum().backward()
             assert_same_gradients(gradients(model), expected)
-        assert offloader.statistics().live_records <= 1  # that of the place where it was interrupted
+        assert offloader.statistics().live_records <= 1  # the record at which the interrupt came
     _step(model, offloader)
     assert_same_gradients(gradients(model), expected)
     assert offloader.statistics().moved_bytes > 0
 
 
 @pytest.mark.simulated
-def test_an_interrupt_ends_what_it_can_where_the_device_refuses(
+def test_an_interrupt_releases_disk_and_threads_though_the_device_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = set(threading.enumerate())
@@ -264,7 +263,7 @@ def test_an_interrupt_at_the_edge_of_a_context_leaves_no_hooks(tmp_path: Path, e
 
 @pytest.mark.skipif(bool(native.refusal()), reason="without the compiled hooks a finalizer may lose it")
 def test_ctrl_c_in_a_long_backward_is_raised(tmp_path: Path) -> None:
-    """The signal comes inside of a kernel; what Python runs first after it is often a finalizer of ours."""
+    """The signal comes during a kernel; often a finalizer of ours is the first Python code after it."""
     model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(12)])
     x = torch.randn(512, 512)
     offloader = Offloader(OffloadConfig(target="nvme", path=tmp_path, engine="posix", min_bytes=1 << 16))
@@ -284,7 +283,7 @@ def test_ctrl_c_in_a_long_backward_is_raised(tmp_path: Path) -> None:
 
 
 def _at_random_places(failures: int, seed: int, folder: Path) -> int:
-    """Train while an alarm rings at a random moment of each step, until so many failed a step; return how many did.
+    """Train while an alarm rings at a random moment of each step, until enough steps have failed; return how many did.
 
     After each: the lock is free, no record is left, and the next step has the gradients of one without a library.
     """
@@ -296,14 +295,14 @@ def _at_random_places(failures: int, seed: int, folder: Path) -> int:
     offloader = _offloader(folder).use(model)
 
     def ring(*_: object) -> None:
-        if rings:  # else it is late: the step is over
+        if rings:  # else the step has ended before it
             raise moments.choice(KINDS)("time is up")
 
     before = signal.signal(signal.SIGALRM, ring)
     _step(model, offloader, x)
     shortest_s = 1.0
     try:
-        for number in range(10 * failures):  # an alarm that came after its step's end is in none
+        for number in range(10 * failures):  # an alarm after its step's end
             model.zero_grad(set_to_none=True)
             began_s = time.perf_counter()
             _step(model, offloader, x)
@@ -325,7 +324,7 @@ def _at_random_places(failures: int, seed: int, folder: Path) -> int:
             signal.setitimer(signal.ITIMER_REAL, 0)
             model.zero_grad(set_to_none=True)
             forget_failed_backward()
-            with contextlib.suppress(*KINDS):  # one that came in a finalizer, as the last thing of the step
+            with contextlib.suppress(*KINDS):  # an alarm in a finalizer, as the last call of the step
                 offloader.store.speak()
             assert not offloader.store.shared.lock.owned(), f"alarm {number}"
             run_in_threads(offloader.synchronize)

@@ -1,6 +1,7 @@
-"""Saved tensors that stay on the device: handed out as they are, checked, and never spoiled by whoever is given one.
+"""Saved tensors that stay on the device: unpack returns their memory, checks it, and no receiver can spoil it.
 
-Autograd itself hands out the very tensor that was saved, where it is an input, and then finds what was made of it.
+Autograd itself returns the very tensor that was saved if it is an input; changes to that object are then seen by its
+owner.
 """
 
 from __future__ import annotations
@@ -47,26 +48,26 @@ def _both_hooks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _plan(*moving: int, count: int = COUNT, prefetch_bytes: int | None = None) -> Plan:
-    """All of ``count`` storages stay but those of these numbers."""
+    """A plan by which ``count`` storages stay, except these numbers."""
     entries = [PlanEntry(index=n, nbytes=NBYTES, action="offload" if n in moving else "keep") for n in range(count)]
     return Plan(entries=tuple(entries), prefetch_bytes=prefetch_bytes)
 
 
 def _keeping(make_offloader: MakeOffloader, kind: str) -> Offloader:
-    """An offloader that keeps what these tests save, for this reason."""
+    """An offloader that keeps the tensors of these tests, for this reason."""
     offloader = make_offloader(policy=_plan(), min_bytes=1 if kind == "policy" else NBYTES + 1, engine="memory")
-    with offloader:  # from the second forward on the plan has been proven
+    with offloader:  # from the second forward on the plan is proven
         _sines(_input())
     return offloader
 
 
 def product(use: Use) -> Any:
-    """A function that saves what it multiplies with, and whose backward treats that as ``use`` does."""
+    """A function that saves one of its factors; ``use`` is its backward."""
 
     class Product(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
-            # Without a history: of any other tensor autograd hands out a copy, whatever a hook gives it.
+            # A tensor without a history: of any other, autograd returns a copy, in place of a hook's result.
             ctx.save_for_backward(other.detach())
             return x * other
 
@@ -83,7 +84,7 @@ def read_once(ctx: Any, gradient: Tensor) -> Tensor:
 
 
 def emptied(ctx: Any, gradient: Tensor) -> Tensor:
-    """As Transformer Engine does, to have the memory back at once."""
+    """Transformer Engine does so, to have the memory back at once."""
     (saved,) = ctx.saved_tensors
     result: Tensor = gradient * saved
     saved.data = torch.empty(0)
@@ -116,7 +117,7 @@ def changed_in_place(ctx: Any, gradient: Tensor) -> Tensor:
 
 
 def run(kind: str, use: Use, retains: tuple[bool, ...], make_offloader: MakeOffloader | None) -> list[Any]:
-    """The gradients of several backwards, or what they raise."""
+    """The gradients of several backwards, or the errors that they raise."""
     x = torch.linspace(1, 2, ELEMENTS).requires_grad_()
     offloader = None if make_offloader is None else _keeping(make_offloader, kind)
     with offloader or contextlib.nullcontext():
@@ -126,7 +127,7 @@ def run(kind: str, use: Use, retains: tuple[bool, ...], make_offloader: MakeOffl
         try:
             found.append(torch.autograd.grad(out, x, retain_graph=retain)[0])
         except RuntimeError as error:
-            found.append(error.with_traceback(None))  # whose frames hold the graph
+            found.append(error.with_traceback(None))  # the frames of a traceback hold the graph
     del out
     if offloader is not None:
         assert kind in offloader.statistics().kept_bytes
@@ -137,7 +138,7 @@ def run(kind: str, use: Use, retains: tuple[bool, ...], make_offloader: MakeOffl
 @KINDS
 @pytest.mark.parametrize("use", [emptied, replaced, read_once, read_twice])
 @pytest.mark.parametrize("retains", [(False,), (True, True, False)])
-def test_each_backward_gets_what_was_saved(
+def test_each_backward_gets_the_saved_bits(
     kind: str, use: Use, retains: tuple[bool, ...], make_offloader: MakeOffloader
 ) -> None:
     (expected,) = run(kind, read_twice if use is read_twice else read_once, (False,), None)
@@ -147,7 +148,7 @@ def test_each_backward_gets_what_was_saved(
 
 @KINDS
 @pytest.mark.parametrize("retains", [(False,), (True, False)])
-def test_a_node_that_replaces_what_it_reads_and_reads_it_again_gets_the_same_or_an_error(
+def test_a_node_that_replaces_data_between_reads_gets_the_same_or_an_error(
     kind: str, retains: tuple[bool, ...], make_offloader: MakeOffloader
 ) -> None:
     (expected,) = run(kind, read_once, (False,), None)
@@ -160,7 +161,7 @@ def test_a_node_that_replaces_what_it_reads_and_reads_it_again_gets_the_same_or_
 
 
 @KINDS
-def test_what_is_changed_in_place_is_an_error_the_next_time(kind: str, make_offloader: MakeOffloader) -> None:
+def test_an_inplace_change_is_an_error_in_the_next_backward(kind: str, make_offloader: MakeOffloader) -> None:
     for maker in (None, make_offloader):
         first, second = run(kind, changed_in_place, (True, False), maker)
         assert isinstance(first, Tensor)
@@ -169,14 +170,14 @@ def test_what_is_changed_in_place_is_an_error_the_next_time(kind: str, make_offl
 
 
 @KINDS
-def test_outside_of_backward_each_is_given_its_own(kind: str, make_offloader: MakeOffloader) -> None:
+def test_outside_of_backward_each_read_gets_its_own_alias(kind: str, make_offloader: MakeOffloader) -> None:
     offloader = _keeping(make_offloader, kind)
     with offloader:
         h = activation(1, ELEMENTS).sin()
         out = h.sin()
     for _ in range(3):
         saved = out.grad_fn._saved_self  # type: ignore[union-attr]
-        assert saved.data_ptr() == h.data_ptr(), "it is handed out as it lies"
+        assert saved.data_ptr() == h.data_ptr(), "unpack returns the same memory"
         assert same_bits(saved, h)
         saved.data = torch.zeros(0)
     del h, out, saved
@@ -198,7 +199,7 @@ def _sines(x: Tensor) -> Tensor:
     return h
 
 
-def test_views_and_conjugates_of_what_stays_come_back_as_they_were(make_offloader: MakeOffloader) -> None:
+def test_views_and_conjugates_of_kept_storages_come_back_as_they_were(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(policy=_plan(1, count=3), engine="memory")
     with offloader:
         first, second = _input() * 1.0, _input() * 2.0
@@ -207,7 +208,7 @@ def test_views_and_conjugates_of_what_stays_come_back_as_they_were(make_offloade
         graphs = [one.sin() for one in saved]
     offloader.synchronize()
     saved[2] = second.clone()
-    del second  # has moved: what is alive is handed out as it lies
+    del second  # has moved; a storage that is alive is returned as it is
     for place, (graph, expected) in enumerate(zip(graphs, saved, strict=True)):
         found = graph.grad_fn._saved_self  # type: ignore[union-attr]
         assert same_bits(found, expected)
@@ -221,7 +222,7 @@ def test_views_and_conjugates_of_what_stays_come_back_as_they_were(make_offloade
 
 
 @pytest.mark.parametrize("first_out", [0, 1])
-def test_its_memory_goes_with_the_last_graph(first_out: int, make_offloader: MakeOffloader) -> None:
+def test_memory_of_a_kept_storage_dies_with_the_last_graph(first_out: int, make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(policy=_plan(count=1))
     with offloader, no_garbage_collection():
         saved = _input() * 1.0
@@ -282,7 +283,7 @@ def test_a_second_backward_reads_nothing_that_it_has_passed(make_offloader: Make
 @pytest.mark.simulated
 @pytest.mark.parametrize("adversary", ADVERSARIES)
 def test_tensors_stay_and_move_side_by_side_on_a_device(device: SimulatedDevice, adversary: Adversary) -> None:
-    """No copy touches what stays, nor memory that has a new owner."""
+    """No copy touches a storage that stays, nor memory with a new owner."""
     x = _input().detach().to(NAME).requires_grad_()
     (expected,) = torch.autograd.grad(_sines(x).sum(), x)
     accelerator = SimulatedAccelerator()
@@ -301,14 +302,14 @@ def test_tensors_stay_and_move_side_by_side_on_a_device(device: SimulatedDevice,
 
 
 def _saves_in_many_ways(offloader: Offloader) -> list[Tensor]:
-    """Steps that save storages again: as they are, as views, changed, with other counters, and never unpacked."""
+    """Steps that save storages again: whole, as views, changed, with other counters, and never unpacked."""
     found: list[Tensor] = []
     for _ in range(3):
         x = _input()
         with offloader:
             unused = [(x * factor).sin() for factor in (1.0, 2.0)]
             del unused[0]
-            unused.clear()  # nobody wants its backward: what is saved from here on is another forward's
+            unused.clear()  # no backward follows: later tensors belong to the next forward
             first, second, third = (x * 1.0 for _ in range(3))
             turned = torch.view_as_complex(second.view(-1, 2)).conj()
             out = first.sin() + first.view(2, -1).cos().view(-1) + first[: ELEMENTS // 4].exp().sum()
@@ -317,7 +318,7 @@ def _saves_in_many_ways(offloader: Offloader) -> list[Tensor]:
             with torch.no_grad():
                 second.detach()[:7].mul_(1)
             out = out + sum(chunk.sin().sum() for chunk in chunks) + (x[:3] * 1.0).exp().sum()
-        offloader.synchronize()  # else it is chance whether backward takes what is alive from a write
+        offloader.synchronize()  # else chance decides whether backward forwards a storage from its write
         with contextlib.suppress(SavedTensorModifiedError):
             found += torch.autograd.grad(out.sum(), x, retain_graph=True)
         out = first.sin()
@@ -338,7 +339,7 @@ COUNTED = (
 
 @pytest.mark.parametrize("moving", [(), (2, 5)])
 def test_compiled_hooks_count_as_python_does(moving: tuple[int, ...], make_offloader: MakeOffloader) -> None:
-    """A plan that keeps a storage has the same places, bits and statistics, whoever packs."""
+    """Under a plan that keeps storages, compiled hooks and Python give the same places, bits and statistics."""
     outcomes = []
     for hooks in (contextlib.nullcontext(), in_python()):
         offloader = make_offloader(policy=_plan(*moving), engine="memory", min_bytes=64, prefetch_bytes=NBYTES)
@@ -354,7 +355,7 @@ def test_compiled_hooks_count_as_python_does(moving: tuple[int, ...], make_offlo
     assert counts == counted
 
 
-def test_what_a_plan_keeps_counts_for_as_long_as_it_lives(make_offloader: MakeOffloader) -> None:
+def test_a_storage_that_a_plan_keeps_counts_as_long_as_it_lives(make_offloader: MakeOffloader) -> None:
     offloader = _keeping(make_offloader, "policy")
     with offloader:
         out = _sines(_input())
@@ -373,7 +374,7 @@ def test_what_a_plan_keeps_counts_for_as_long_as_it_lives(make_offloader: MakeOf
 
 
 class ReturnsSaved(torch.autograd.Function):
-    """Its gradient is the first of the two tensors that it saved, itself."""
+    """Returns the first of its two saved tensors, itself, as a gradient."""
 
     generate_vmap_rule = True
 
@@ -409,7 +410,7 @@ def _step_in_a_compiled_function(forward: Callable[[], Tensor]) -> None:
 def test_a_saved_tensor_that_is_a_leafs_gradient_is_not_shared_with_it(
     make_offloader: MakeOffloader, kind: str, way: str
 ) -> None:
-    """Else an in-place change of the gradient is one of the saved tensor, its owner's, and other gradients."""
+    """If they shared memory, an in-place change of the gradient would change the saved tensor and other gradients."""
 
     def run(context: Any) -> list[Tensor]:
         one, other = torch.zeros(ELEMENTS, requires_grad=True), torch.zeros(ELEMENTS, requires_grad=True)
@@ -435,8 +436,8 @@ def test_a_saved_tensor_that_is_a_leafs_gradient_is_not_shared_with_it(
 @BOTH_HOOKS
 @KINDS
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_a_function_was_handed_is_let_go(make_offloader: MakeOffloader, kind: str, fails: bool) -> None:
-    """By the next Function's unpack, as holding it until backward ends would keep what backward is done with."""
+def test_a_tensor_that_a_function_read_is_released(make_offloader: MakeOffloader, kind: str, fails: bool) -> None:
+    """The next Function's unpack releases a tensor that a Function has read; backward's end would be too late."""
     references: list[StorageWeakRef] = []
     alive: list[bool] = []
 
@@ -469,8 +470,8 @@ def test_what_a_function_was_handed_is_let_go(make_offloader: MakeOffloader, kin
 
 @BOTH_HOOKS
 @KINDS
-def test_it_is_let_go_by_the_unpack_of_a_node_of_pytorchs(make_offloader: MakeOffloader, kind: str) -> None:
-    """A loss that is a Function, as fused ones are, saves the most of all, and nothing after it may be one."""
+def test_a_builtin_nodes_unpack_releases_it_too(make_offloader: MakeOffloader, kind: str) -> None:
+    """A fused loss is a Function that saves the most of all, and perhaps no other Function follows it."""
     alive: list[bool] = []
     x, saved = _input(), torch.ones(ELEMENTS)
     reference = StorageWeakRef(saved.untyped_storage())

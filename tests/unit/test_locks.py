@@ -1,4 +1,4 @@
-"""The offloader's lock: what was noted is worked off as it is given back, and an interrupt leaves it free."""
+"""The offloader's lock: its release empties the mailbox, and an interrupt leaves it free."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_an_interrupt_leaves_it_free_or_to_be_abandoned() -> None:
     def interrupt(number: int, frame: object) -> None:
         nonlocal armed
         if armed:
-            armed = False  # what handles this interrupt is not interrupted itself
+            armed = False  # the handling of this interrupt is not interrupted
             raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, interrupt)
@@ -71,7 +71,7 @@ def test_an_interrupt_leaves_it_free_or_to_be_abandoned() -> None:
     assert in_another_thread(lambda: lock.acquire(timeout=WAIT_S))
 
 
-def test_abandon_gives_back_what_this_thread_alone_holds() -> None:
+def test_abandon_releases_only_locks_of_this_thread() -> None:
     lock = DrainingLock()
     lock.abandon()
     with lock:
@@ -99,7 +99,7 @@ def test_an_interrupt_in_a_wait_comes_out_of_the_block_as_it_is() -> None:
     assert not lock.owned()
 
 
-def test_something_is_done_unless_somebody_holds_it() -> None:
+def test_run_if_free_calls_only_if_the_lock_is_free() -> None:
     lock = DrainingLock()
     assert lock.run_if_free(lock.owned) is True
     assert not lock.owned()
@@ -116,7 +116,7 @@ def test_something_is_done_unless_somebody_holds_it() -> None:
     assert not lock.owned()
 
 
-def test_what_was_noted_is_worked_off_as_it_is_given_back() -> None:
+def test_release_empties_the_mailbox() -> None:
     owner = _Owner()
     lock = DrainingLock(owner.noted)
     with lock:
@@ -141,7 +141,7 @@ def test_what_was_noted_is_worked_off_as_it_is_given_back() -> None:
     assert list(lock.noted) == ["left"]
 
 
-def test_a_mailbox_also_yields_what_comes_while_it_is_emptied() -> None:
+def test_a_mailbox_also_yields_items_that_come_while_it_is_emptied() -> None:
     mailbox = Mailbox([3])
     found = []
     for item in mailbox.drain():
@@ -152,7 +152,7 @@ def test_a_mailbox_also_yields_what_comes_while_it_is_emptied() -> None:
     assert not mailbox
 
 
-def test_deferred_work_waits_for_whoever_holds_the_lock() -> None:
+def test_deferred_work_waits_until_the_lock_is_free() -> None:
     owner = _Owner()
     lock = DrainingLock(owner.noted)
 

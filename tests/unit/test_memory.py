@@ -1,4 +1,4 @@
-"""What the process may take: cgroup limits, ranks, and glibc's threshold."""
+"""The memory that the process may use: cgroup limits, ranks, and glibc's threshold."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"LOCAL_WORLD_SIZE": ""}, None, 1),
         ({"LOCAL_WORLD_SIZE": "many"}, None, 1),
         ({"LOCAL_WORLD_SIZE": "8"}, None, 8),
-        ({"LOCAL_WORLD_SIZE": "1"}, 4, 1),  # torchrun has the last word
+        ({"LOCAL_WORLD_SIZE": "1"}, 4, 1),  # torchrun decides
         ({"LOCAL_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 8, 2),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 8, 4),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, 4, 4),
         ({"SLURM_STEP_TASKS_PER_NODE": "3,4(x2)"}, 11, 4),
-        ({"WORLD_SIZE": "16"}, None, 1),  # over how many machines?
+        ({"WORLD_SIZE": "16"}, None, 1),  # the number of machines is unknown
     ],
 )
 @pytest.mark.usefixtures("no_launcher")
@@ -60,7 +60,7 @@ def test_how_many_processes_share_the_machine(
     assert ranks.processes_here() == expected
 
 
-# -- what the number of processes divides ------------------------------------------------------------------------------
+# -- shares by the number of processes ---------------------------------------------------------------------------------
 
 
 def _tiers(monkeypatch: pytest.MonkeyPatch, path: Path, processes: str, **options: Any) -> Offloader:
@@ -84,7 +84,7 @@ def test_default_budgets_are_divided_by_the_processes_of_the_machine(
     offloader.close()
 
 
-def test_budgets_that_are_given_are_each_process_s_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_budget_that_is_set_is_not_divided_by_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("actoffload.tiers.tiers.processes_here", lambda: pytest.fail("asked"))
     offloader = _tiers(monkeypatch, tmp_path, "4", host_budget="10MiB", nvme_budget="40MiB")
     (pool,) = offloader.store.tiers.pools
@@ -93,7 +93,7 @@ def test_budgets_that_are_given_are_each_process_s_own(monkeypatch: pytest.Monke
     offloader.close()
 
 
-def test_paths_on_one_disk_share_what_a_process_may_take_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_paths_on_one_disk_share_one_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("actoffload.storage.arena.free_bytes", lambda file: 48 * MIB)
     paths = [tmp_path / name for name in "ab"]
     for path in paths:
@@ -154,7 +154,7 @@ _USED = {
 }
 
 
-def test_what_the_other_processes_of_a_cgroup_use_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_other_processes_in_the_cgroup_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
     class Small:
         def memory_info(self) -> Any:
             return type("Info", (), {"rss": MIB})()
@@ -166,7 +166,7 @@ def test_what_the_other_processes_of_a_cgroup_use_is_not_available(monkeypatch: 
     _fake_files(monkeypatch, _USED)
     assert memory.available_bytes() == 40 * MIB
     _fake_files(monkeypatch, {"/sys/fs/cgroup/memory.max": str(100 * MIB)})
-    assert memory.available_bytes() == 99 * MIB  # nothing is said of the others
+    assert memory.available_bytes() == 99 * MIB  # this cgroup does not count the other processes
     old = {
         "/sys/fs/cgroup/memory/memory.limit_in_bytes": str(100 * MIB),
         "/sys/fs/cgroup/memory/memory.usage_in_bytes": str(95 * MIB),

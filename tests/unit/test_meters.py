@@ -8,11 +8,11 @@ from actoffload.storage.meters import ENOUGH_BYTES, RateMeter
 
 
 def replay(meter: RateMeter, transfers: list[tuple[float, float, int]]) -> None:
-    """Let the meter see transfers, each its begin, its end and its bytes."""
+    """Feed transfers to the meter, each with its begin, its end and its bytes."""
     moments = [(begin_s, 1, n) for n, (begin_s, _, _) in enumerate(transfers)]
     moments += [(end_s, 0, n) for n, (_, end_s, _) in enumerate(transfers)]
     before = {}
-    for time_s, begins, n in sorted(moments):  # what ends at a time ends before what begins then
+    for time_s, begins, n in sorted(moments):  # at one time, ends come before begins
         if begins:
             before[n] = meter.began(time_s)
         else:
@@ -59,7 +59,7 @@ def test_a_link_that_one_transfer_cannot_fill_is_never_taken_for_faster_than_it_
     assert 0.3 * 4 * ENOUGH_BYTES <= rate <= 4 * ENOUGH_BYTES
 
 
-def test_after_a_restart_what_is_under_way_still_counts_as_load() -> None:
+def test_after_a_restart_transfers_under_way_still_count_as_load() -> None:
     meter = RateMeter(depth=2)
     first, second = meter.began(0.0), meter.began(0.0)
     meter.ended(7, 1.0, first)

@@ -1,6 +1,6 @@
 """Every name in a page exists: dotted names, options, counts, commands, flags and files, in code spans and blocks.
 
-What others own (PyTorch, frameworks, the shell) is listed in `THEIRS`, and what stands for a reader's own in `YOURS`.
+Names of PyTorch, frameworks and the shell are listed in `THEIRS`, placeholders for a reader's own names in `YOURS`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SOURCES = [*ROOT.glob("actoffload/**/*.py"), *ROOT.glob("integrations/**/*.py"),
 FILE = re.compile(r"[\w./-]+\.(?:py|md|json|cpp|html|svg|png|ipynb|toml)")
 DOTTED = re.compile(r"(?<![\w./])[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
 RECEIVERS = {"offloader": "Offloader", "attachment": "Attachment", "statistics": "Statistics"}
-"""What these names stand for in all pages."""
+"""The classes of these names in all pages."""
 OPTIONS = {field.name for field in fields(OffloadConfig)}
 THEIRS = {
     "torch": "allow_cache_entry_mutation allow_mutation_on_saved_tensors context_fn create_graph fullgraph fully_shard "
@@ -68,7 +68,7 @@ PLACES = [ROOT / name for name in ("", "docs", "actoffload", "benchmarks", "benc
 
 
 class Words(ast.NodeVisitor):
-    """All identifiers of the sources, and the members of their classes with the class that each gives, if known."""
+    """All identifiers of the sources, and the members of their classes with the class of each, if known."""
 
     def __init__(self) -> None:
         self.identifiers: set[str] = set()
@@ -86,7 +86,7 @@ class Words(ast.NodeVisitor):
 
     @staticmethod
     def _top(tree: ast.Module) -> set[str]:
-        """The names that a module has: what it defines, imports and assigns."""
+        """The names that a module defines, imports and assigns."""
         found: set[str] = set()
         for node in ast.walk(tree):
             if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -118,7 +118,7 @@ class Words(ast.NodeVisitor):
         self.generic_visit(node)
 
     def member(self, cls: str, name: str) -> str | None:
-        """What a member of a class gives ("" if that is not known); None where there is no such member."""
+        """The class of a member ("" if that is not known); None where there is no such member."""
         if name in self.members.get(cls, {}):
             return self.members[cls][name].removesuffix(" | None").strip("'\"")
         bases = self.bases.get(cls, [])
@@ -169,7 +169,7 @@ def problem(name: str) -> str:
 
 
 def _in_package(parts: list[str]) -> str:
-    """As `problem`, of a name in a module. Nothing is imported: what a module of integrations needs may be missing."""
+    """As `problem`, of a name in a module. Nothing is imported: a dependency of an integration may be missing."""
     module = "actoffload"
     for number, part in enumerate(parts):
         if f"{module}.{part}" in words().modules:
@@ -211,7 +211,7 @@ def test_identifiers() -> None:
     assert [found[0] for _, found in spans(r"(\w*[a-z]_\w+)(?:\(.*\))?") if found[1] not in known] == []
 
 
-def test_blocks_use_what_they_import_and_define() -> None:
+def test_blocks_import_or_define_the_names_they_use() -> None:
     defined = set(dir(builtins)) | FOREIGN | {"actoffload", "torch"}
     for place, kind, text in codes():
         if kind != "python":
@@ -274,6 +274,6 @@ def test_files() -> None:
         ("torch.compile", ""),
     ],
 )
-def test_what_is_looked_for_would_be_found(name: str, why: str) -> None:
+def test_missing_names_are_found(name: str, why: str) -> None:
     assert problem(name).endswith(why)
     assert bool(problem(name)) == bool(why)

@@ -1,4 +1,4 @@
-"""How the hooks in C++ are built and loaded, and where they are refused: the reason is said, and Python does it."""
+"""How the hooks in C++ are built and loaded; after a refusal, which has its reason, Python does the work."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ pytestmark = pytest.mark.skipif(
 
 
 class Elsewhere(Tensor):
-    """A tensor that says that it lies elsewhere than it does."""
+    """A tensor that reports another address than its memory's."""
 
     _cdata = 16
 
 
 @pytest.fixture
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Nothing was loaded or refused yet, and nothing is in the cache; the cache's place."""
+    """Nothing was loaded or refused yet, and the cache is empty; returns its folder."""
     monkeypatch.setattr(native._Process, "module", None)
     monkeypatch.setattr(native._Process, "reason", None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -40,7 +40,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_child_does_not_wait_for_who_was_building_when_it_was_forked() -> None:
+def test_a_forked_child_does_not_wait_for_a_build_of_its_parent() -> None:
     module = native.load()
     with native._Process.lock:
         child = os.fork()
@@ -64,7 +64,7 @@ def test_a_child_does_not_wait_for_who_was_building_when_it_was_forked() -> None
         ("layout", "TypeError: this release of PyTorch lays out its objects otherwise"),
     ],
 )
-def test_where_they_cannot_be_had_the_reason_is_said(
+def test_a_refusal_has_its_reason(
     why: str, told: str, fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if why == "switch":
@@ -90,7 +90,7 @@ def test_where_they_cannot_be_had_the_reason_is_said(
 
 
 @pytest.mark.parametrize("switch", ["1", "hooks", ""])
-def test_another_release_is_tried_where_that_was_asked_for(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_release_is_tried_on_request(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "9.1.0+cpu")
     monkeypatch.setenv(native_build.SWITCH, switch)
     if switch:
@@ -158,8 +158,8 @@ def test_a_library_in_the_cache_that_is_not_whole_is_made_anew_once(
     assert capsys.readouterr().err.count("compiling") == 1
 
 
-def test_what_is_loaded_is_not_the_file_in_the_cache(cached: Cached) -> None:
-    """Losing bytes while it is mapped would end the process; and nobody may load from a file system that is noexec."""
+def test_the_loaded_library_is_a_copy_of_the_file_in_the_cache(cached: Cached) -> None:
+    """Truncating a mapped file would end the process, and a file system mounted noexec allows no loading."""
     assert cached.answer() == 42
     assert not cached.loaded.samefile(cached.build())
     first = cached.loaded
@@ -180,16 +180,16 @@ def test_a_cache_is_made_for_its_user_alone(cached: Cached, mask: int) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o1777])
-def test_a_cache_that_others_may_exchange_is_not_trusted(cached: Cached, mode: int) -> None:
+def test_a_cache_that_other_users_may_exchange_is_not_trusted(cached: Cached, mode: int) -> None:
     cached.home.mkdir()
     cached.home.chmod(mode)
     library = cached.build()
     trusted = library.is_relative_to(cached.home)
-    assert trusted == bool(mode & 0o1000), "in a sticky directory nobody exchanges another's"
+    assert trusted == bool(mode & 0o1000), "in a sticky directory only its owner exchanges a file"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a directory to somebody else")
-def test_a_cache_under_somebody_else_s_directory_is_not_trusted(cached: Cached) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change a directory's owner")
+def test_a_cache_under_another_users_directory_is_not_trusted(cached: Cached) -> None:
     cached.home.mkdir(mode=0o755)
     os.chown(cached.home, 12345, 12345)
     assert not cached.build().is_relative_to(cached.home)

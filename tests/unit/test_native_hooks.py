@@ -43,7 +43,7 @@ class Python:
 
 
 class Hooks:
-    """The module's two hooks, and what they were told and have noted."""
+    """The module's two hooks, their settings and their notes."""
 
     def __init__(self, *, settle: Any = None, many: int = 1000, **least: int) -> None:
         self.notes: list[Any] = []
@@ -96,7 +96,7 @@ def in_inference(make: Callable[[], Tensor]) -> Tensor:
 
 
 class Named(Tensor):
-    """A subclass that adds nothing, which cannot be known from outside."""
+    """A subclass that adds nothing, which the hooks cannot know."""
 
 
 class Model(nn.Linear):
@@ -142,11 +142,11 @@ SAVED: dict[str, Callable[[Any, Tensor], Any]] = {
 COUNTS = (
     "packed_tensors", "packed_bytes", "deduplicated_bytes", "kept_bytes", "baseline_peak_bytes", "live_records",
 )  # fmt: skip
-"""What does not depend on when a write ends."""
+"""Counts that do not depend on the end of a write."""
 
 
 def seen(make_offloader: MakeOffloader, what: str, where: str) -> tuple[Any, ...]:
-    """All that can be told of one saved tensor from outside, from its save to its end."""
+    """All observable facts of one saved tensor, from its save to its end."""
     offloader = make_offloader(min_bytes=LEAST_BYTES, policy="all", engine="memory")
     torch.manual_seed(0)
     model, x = Model(), torch.ones(8)
@@ -171,7 +171,7 @@ def seen(make_offloader: MakeOffloader, what: str, where: str) -> tuple[Any, ...
 
 @pytest.mark.parametrize("where", ["forward", "region"])
 @pytest.mark.parametrize("what", SAVED)
-def test_both_do_the_same(what: str, where: str, make_offloader: MakeOffloader) -> None:
+def test_compiled_hooks_and_python_do_the_same(what: str, where: str, make_offloader: MakeOffloader) -> None:
     ours = seen(make_offloader, what, where)
     with in_python():
         assert ours == seen(make_offloader, what, where)
@@ -192,13 +192,13 @@ ODD: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_python_looks_at_what_is_no_plain_tensor(name: str, hooks: Hooks) -> None:
+def test_python_packs_an_object_that_is_no_plain_tensor(name: str, hooks: Hooks) -> None:
     tensor = ODD[name]()
     assert hooks.unpack(hooks.pack(tensor)) is tensor
     assert hooks.notes == []
 
 
-def test_a_tangent_is_left_behind(hooks: Hooks) -> None:
+def test_unpack_returns_no_tangent(hooks: Hooks) -> None:
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(values(), torch.ones(ELEMENTS))
         back = hooks.unpack(hooks.pack(dual))
@@ -206,7 +206,7 @@ def test_a_tangent_is_left_behind(hooks: Hooks) -> None:
         assert forward_ad.unpack_dual(dual).tangent is not None
 
 
-def test_what_stays_never_reaches_python(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_that_stay_never_reach_python(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
     offloader = make_offloader(min_bytes=LEAST_BYTES)
     model = Model()
     offloader.use(model)
@@ -221,7 +221,7 @@ def test_what_stays_never_reaches_python(make_offloader: MakeOffloader, monkeypa
     assert set(offloader.statistics().kept_bytes) == {"parameter", "buffer", "below min_bytes"}
 
 
-# -- what changes between save and unpack -----------------------------------------------------------------------------
+# -- changes between save and unpack -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("change", ["whole", "view", "through the alias", "of a view"])
@@ -241,7 +241,7 @@ def test_a_change_in_place_is_an_error(saved: str, change: str, hooks: Hooks) ->
         hooks.unpack(handle)
 
 
-def test_tensors_with_counters_of_their_own_are_told_apart(hooks: Hooks) -> None:
+def test_tensors_with_counters_of_their_own_are_distinguished(hooks: Hooks) -> None:
     tensor = ones(8)
     data, first, second = tensor.data, *tensor.detach().unsafe_chunk(2)
     handles = [hooks.pack(one) for one in (tensor, data, first, second)]
@@ -265,19 +265,19 @@ def test_the_data_of_the_owner_may_be_swapped(hooks: Hooks) -> None:
     assert same_bits(hooks.unpack(handle), expected)
 
 
-def test_a_leaf_is_handed_out_itself(hooks: Hooks) -> None:
+def test_unpack_returns_the_leaf_itself(hooks: Hooks) -> None:
     weight = nn.Parameter(values())
     weight.mine = 7  # type: ignore[attr-defined]
-    assert not hooks.takes(weight), "Python notes it first"
+    assert not hooks.takes(weight), "Python adds it first"
     hooks.static.add(weight, "parameter")
     handle, row = hooks.pack(weight), hooks.pack(weight[:4])
     assert hooks.unpack(handle) is weight
     assert type(hooks.unpack(row)) is Tensor
     assert hooks.notes == [("parameter", 4 * ELEMENTS, False), ("parameter", 16, False)]
     weight.data = torch.zeros(4)
-    assert hooks.unpack(handle).shape == (4,), "as autograd, which keeps the leaf"
+    assert hooks.unpack(handle).shape == (4,), "autograd keeps the leaf, too"
     number = id(weight)
-    del weight  # PyTorch keeps the object of a tensor that somebody else has
+    del weight  # PyTorch keeps the Python object of a tensor that is still referenced
     assert (id(hooks.unpack(handle)), hooks.unpack(handle).mine) == (number, 7)
 
 
@@ -290,10 +290,10 @@ def test_a_leaf_that_is_a_view_and_wants_a_gradient_counts_as_a_parameter(hooks:
     assert hooks.notes == [("parameter", 80, False)]
 
 
-# -- what Python is asked about ---------------------------------------------------------------------------------------
+# -- tensors that Python packs -----------------------------------------------------------------------------------------
 
 
-def test_python_is_asked_where_more_than_size_decides(hooks: Hooks) -> None:
+def test_python_packs_if_more_than_size_decides(hooks: Hooks) -> None:
     small = ones(4)
     assert hooks.takes(small)
     hooks.marked.add(small, "marked")
@@ -309,7 +309,7 @@ def test_python_is_asked_where_more_than_size_decides(hooks: Hooks) -> None:
     assert not Hooks(cuda=LEAST_BYTES).takes(small), "nothing moves from this device"
 
 
-def test_saved_during_backward_is_said(make_offloader: MakeOffloader) -> None:
+def test_a_tensor_saved_during_backward_has_this_reason(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(min_bytes=LEAST_BYTES)
     x = torch.ones(4, requires_grad=True)
     with offloader:
@@ -317,7 +317,7 @@ def test_saved_during_backward_is_said(make_offloader: MakeOffloader) -> None:
     assert "saved during backward" in offloader.statistics().kept_bytes
 
 
-def test_a_dispatch_mode_sees_what_is_done(hooks: Hooks) -> None:
+def test_a_dispatch_mode_sees_the_operations_of_hooks(hooks: Hooks) -> None:
     calls: list[Any] = []
 
     class Mode(TorchDispatchMode):
@@ -335,7 +335,7 @@ def test_a_dispatch_mode_sees_what_is_done(hooks: Hooks) -> None:
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.functionalize])
-def test_python_looks_at_what_a_transform_sees(transform: Any, hooks: Hooks) -> None:
+def test_python_packs_inside_a_transform(transform: Any, hooks: Hooks) -> None:
     plain, taken = ones(4), []
 
     def saves(x: Tensor) -> Tensor:
@@ -347,7 +347,7 @@ def test_python_looks_at_what_a_transform_sees(transform: Any, hooks: Hooks) -> 
     assert hooks.takes(plain)
 
 
-def test_in_inference_it_is_unpacked_all_the_same(hooks: Hooks) -> None:
+def test_unpack_works_in_inference_mode(hooks: Hooks) -> None:
     x = ones(4)
     handle = hooks.pack(x)
     with torch.inference_mode():
@@ -359,7 +359,7 @@ def test_in_inference_it_is_unpacked_all_the_same(hooks: Hooks) -> None:
 # -- counts, references, the collector --------------------------------------------------------------------------------
 
 
-def test_each_is_noted_as_it_comes_and_goes(hooks: Hooks) -> None:
+def test_each_handle_is_noted_at_its_birth_and_death(hooks: Hooks) -> None:
     held = [hooks.pack(ones(size)) for size in (4, 5, 5, 4)]
     small = "below min_bytes"
     births = [(small, 16, True), (small, 20, True), (small, 20, True), (small, 16, True)]
@@ -385,7 +385,7 @@ def test_an_error_while_notes_are_counted_leaves_nothing_behind() -> None:
     assert hooks.notes == [("below min_bytes", 16, True), 16]
 
 
-def test_the_collector_passes_by_handles_and_sees_what_was_handed_out(hooks: Hooks) -> None:
+def test_the_collector_tracks_unpacked_tensors_and_no_handles(hooks: Hooks) -> None:
     x = ones(4)
     gc.collect()
     before = len(gc.get_objects())
@@ -401,7 +401,7 @@ def test_the_collector_passes_by_handles_and_sees_what_was_handed_out(hooks: Hoo
     assert gone() is None
 
 
-def test_nothing_is_held_or_given_away_twice(hooks: Hooks) -> None:
+def test_no_reference_is_leaked_or_lost(hooks: Hooks) -> None:
     small, weight, buffer = ones(4), nn.Parameter(torch.ones(4, 4)), torch.ones(3)
     hooks.static.add(weight, "parameter")
     hooks.static.add(buffer, "buffer")
@@ -411,7 +411,7 @@ def test_nothing_is_held_or_given_away_twice(hooks: Hooks) -> None:
         small, weight, row, buffer, None, True, False, hooks.notes, hooks, hooks.pack, module.unpack, "parameter", 16,
     )  # fmt: skip
     with no_garbage_collection():
-        for turn in range(3):  # the first turns make what is kept for good
+        for turn in range(3):  # the first turns make objects that are kept for good
             if turn == 2:
                 before = [sys.getrefcount(one) for one in shared]
             for _ in range(100):
@@ -446,7 +446,7 @@ def test_a_hook_and_its_owner_are_collected_together() -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("compiled", ["forward", "both"])
-def test_what_a_compiled_function_saves(compiled: str, make_offloader: MakeOffloader) -> None:
+def test_tensors_of_a_compiled_function(compiled: str, make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(min_bytes=LEAST_BYTES)
     x, weight = torch.linspace(0, 1, 8).requires_grad_(), torch.linspace(1, 2, 8).requires_grad_()
 

@@ -1,4 +1,4 @@
-"""Where host memory lies: near the device, and never on a node that is the device's own."""
+"""Host memory lies near the device, and never on a node that belongs to a device."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_thread_stays_near_a_device(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_thread_stays_where_it_is(
     cpus: str, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mine: set[int]
 ) -> None:
-    """Where it may not run near the device, or nobody knows where that is."""
+    """The thread may not run near the device, or the device's place is unknown."""
     assert _stayed(cpus, tmp_path, monkeypatch, address) == mine
 
 
@@ -60,11 +60,11 @@ def test_a_thread_stays_where_it_is(
     [
         ("0-2", "0", {0}),  # GH200: 0 is Grace, the others the GPU's
         ("0-1,4", "0-1", {0, 1}),
-        ("0-1", "0-1", set()),  # two sockets: nothing to keep off
+        ("0-1", "0-1", set()),  # two sockets: no node to avoid
         ("0-1", "0-2", set()),  # a node of CPUs alone
     ],
 )
-def test_nodes_of_devices_are_those_without_cpus(
+def test_nodes_without_cpus_belong_to_devices(
     memory: str, cpus: str, expected: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _write(tmp_path / "node", has_memory=memory, has_cpu=cpus)
@@ -72,7 +72,7 @@ def test_nodes_of_devices_are_those_without_cpus(
     assert numa.nodes_with_cpus() == expected
 
 
-def test_no_nodes_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_known_nodes_memory_lies_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numa, "NODES", tmp_path / "none")
     assert numa.nodes_with_cpus() == set()
     assert not numa.keep_off_devices(0, 4096)
@@ -80,13 +80,13 @@ def test_no_nodes_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.skipif(not (numa.NODES / "has_cpu").exists(), reason="the kernel names no nodes")
 def test_the_kernel_takes_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On this machine's own node: what is mapped can be written, and the kernel knows from where it was taken."""
+    """On this machine's own node: mapped memory can be written, and the kernel takes it from the node."""
     node = min(numa.parse_list((numa.NODES / "has_cpu").read_text()))
     monkeypatch.setattr(numa, "nodes_with_cpus", lambda: {node})
     with mmap.mmap(-1, 1 << 20) as memory:
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         if not numa.keep_off_devices(address, 1 << 20):
-            pytest.skip("this kernel, or what contains it, takes no policy")
+            pytest.skip("this kernel or its container takes no policy")
         memory[:5] = b"bytes"
         maps = Path("/proc/self/numa_maps").read_text() if Path("/proc/self/numa_maps").exists() else ""
         lines = [line for line in maps.splitlines() if line.startswith(f"{address:08x} ")]

@@ -1,7 +1,7 @@
-"""The order of copies, kernels and memory on a device: each rule holds, and each is shown to matter by removing it.
+"""The order of copies, kernels and memory on a device: each rule holds, and removing its edge breaks runs.
 
-A seed says what a run on the simulated device does: targets, streams, devices, and who is late. In each of them
-gradients are right and nobody touches memory that is not its own. Each edge that is taken out makes runs fail.
+A seed draws a run on the simulated device: targets, streams, devices, and the streams that are late. Gradients are
+always right and no kernel or copy touches memory of another owner. Each removed edge makes runs fail.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ TARGETS = ("host", "nvme", "tiered")
 
 
 def _loss(model: nn.Sequential, x: Tensor, other: torch.Stream | None = None) -> Tensor:
-    """With another stream: every other block computes there."""
+    """The loss of one forward; with ``other``, that stream computes every second block."""
     for number, block in enumerate(model):
         if other is None or number % 2:
             x = block(x)
@@ -95,7 +95,7 @@ def _run(
     debug: bool = True,
     planned: bool = False,
 ) -> bool:
-    """Whether a training run is right, of which a seed says what it does where nothing else is said.
+    """Whether a training run is right; a seed draws every property without an argument.
 
     ``planned``: it follows a plan, which keeps some storages and releases the others at any event.
     """
@@ -208,7 +208,7 @@ def _streams() -> tuple[CopyStreams, torch.Stream, torch.Stream, torch.Stream]:
     return CopyStreams(accelerator), torch.accelerator.current_stream(), *sides
 
 
-def _a_copy_out_follows_what_made_its_source(device: SimulatedDevice) -> bool:
+def _a_copy_out_follows_the_kernel_of_its_source(device: SimulatedDevice) -> bool:
     copies, compute, _, _ = _streams()
     source, host = _on_device(0), _on_host(0)
     device.synchronize()
@@ -243,7 +243,7 @@ def _a_copy_in_follows_the_copy_out(device: SimulatedDevice) -> bool:
         return _is(7, filled)
 
 
-def _what_is_being_filled_has_no_new_owner(device: SimulatedDevice, drop: Callable[[CopyStreams, Batch], None]) -> bool:
+def _memory_being_filled_has_no_new_owner(device: SimulatedDevice, drop: Callable[[CopyStreams, Batch], None]) -> bool:
     copies, compute, _, inward = _streams()
     device.lazy(inward)
     host = _on_host(7)
@@ -256,16 +256,16 @@ def _what_is_being_filled_has_no_new_owner(device: SimulatedDevice, drop: Callab
     return _is(3, after)
 
 
-def _what_is_dropped_unused_has_no_new_owner(device: SimulatedDevice) -> bool:
-    return _what_is_being_filled_has_no_new_owner(device, lambda copies, incoming: copies.drop_unused(incoming))
+def _memory_dropped_unused_has_no_new_owner(device: SimulatedDevice) -> bool:
+    return _memory_being_filled_has_no_new_owner(device, lambda copies, incoming: copies.drop_unused(incoming))
 
 
-def _what_an_interrupt_left_has_no_new_owner(device: SimulatedDevice) -> bool:
-    return _what_is_being_filled_has_no_new_owner(device, lambda copies, _: copies.order_all_reuse())
+def _memory_left_by_an_interrupt_has_no_new_owner(device: SimulatedDevice) -> bool:
+    return _memory_being_filled_has_no_new_owner(device, lambda copies, _: copies.order_all_reuse())
 
 
 def _memory_of_another_stream_is_reported(device: SimulatedDevice) -> bool:
-    """With several compute streams a block may belong to another than the one that saved it."""
+    """A block of memory may belong to another compute stream than the one that saved it."""
     copies, owner, out, _ = _streams()
     source, host = _on_device(7), _on_host(0)
     device.synchronize()
@@ -281,7 +281,7 @@ def _memory_of_another_stream_is_reported(device: SimulatedDevice) -> bool:
     return _is(7, host) and _is(3, after)
 
 
-def _each_stream_waits_for_what_is_released_together(device: SimulatedDevice) -> bool:
+def _each_stream_waits_before_memory_is_released_together(device: SimulatedDevice) -> bool:
     copies, main, out, _ = _streams()
     other = torch.Stream(torch.device(NAME, 0))
     first, host, second, another = _on_device(7), _on_host(0), _on_device(5), _on_host(0)
@@ -300,7 +300,7 @@ def _each_stream_waits_for_what_is_released_together(device: SimulatedDevice) ->
 
 
 def _memory_that_another_stream_uses_is_reported(device: SimulatedDevice) -> bool:
-    """It was filled for one stream, which owns it, and is unpacked on another."""
+    """The memory was filled for one stream, which owns it, and is unpacked on another."""
     copies, owner, _, _ = _streams()
     other = torch.Stream(torch.device(NAME, 0))
     host = _on_host(7)
@@ -317,12 +317,12 @@ def _memory_that_another_stream_uses_is_reported(device: SimulatedDevice) -> boo
 
 
 def _saved_on_two_streams(device: SimulatedDevice, meanwhile: str, **options: Any) -> bool:
-    """A tensor is saved again, on a stream that reads it late, and nobody but the graph holds it then.
+    """A tensor is saved again, on a stream that reads it late, and then only the graph holds it.
 
     Args:
-        device: where.
-        meanwhile: how far its copy is as it is saved again: "waits for others", "has begun", or "is over", so that its
-            memory is released already.
+        device: the simulated device.
+        meanwhile: the state of its copy as it is saved again: "waits for others", "has begun", or "is over", when
+            its memory is released already.
         options: of the offloader.
     """
     main, other = torch.accelerator.current_stream(), torch.Stream(torch.device(NAME, 0))
@@ -369,12 +369,12 @@ def _saved_on_two_streams_and_written_from_there(device: SimulatedDevice) -> boo
         return _saved_on_two_streams(device, "has begun", target="nvme", path=path, engine=LateEngine)
 
 
-def _what_is_fetched_ahead_once_more_is_awaited_by_who_uses_it(device: SimulatedDevice) -> bool:
+def _a_second_prefetch_is_awaited_by_the_stream_that_uses_it(device: SimulatedDevice) -> bool:
     return _a_second_stream_waits_for_a_copy_that_the_first_still_holds(device, ahead=True)
 
 
 def _a_second_stream_waits_for_a_copy_that_the_first_still_holds(device: SimulatedDevice, ahead: bool = False) -> bool:
-    """``ahead``: it was fetched ahead for the first stream once more."""
+    """``ahead``: it was prefetched for the first stream again."""
     accelerator = SimulatedAccelerator()
     w = torch.linspace(-1, 1, SIZE * SIZE).to(NAME).requires_grad_()
     expected = (w * 2.0).cpu()
@@ -384,7 +384,7 @@ def _a_second_stream_waits_for_a_copy_that_the_first_still_holds(device: Simulat
         offloader.synchronize()
         device.synchronize()
         hinder(device, accelerator, "all late")
-        _first = out.grad_fn._saved_self  # its stream will wait for the copy, and has not come to that
+        _first = out.grad_fn._saved_self  # its stream will wait for the copy, but has not reached the wait
         if ahead:
             with lock_of(offloader):
                 assert tier_of(offloader).fetch(records_of(offloader)[-1], urgent=False)
@@ -395,7 +395,7 @@ def _a_second_stream_waits_for_a_copy_that_the_first_still_holds(device: Simulat
 
 
 def _page_locked_memory_stays_mapped(device: SimulatedDevice) -> bool:
-    """The device goes by the pages that it was told of; whoever maps memory there later has others."""
+    """The device uses the pages it had when they were registered; a later mapping at the address has other pages."""
     accelerator = SimulatedAccelerator()
     pinned: list[int] = []
 
@@ -407,7 +407,7 @@ def _page_locked_memory_stays_mapped(device: SimulatedDevice) -> bool:
         pool = HostPool(1 << 20, pin=pin, unpin=accelerator.unpin, is_done=accelerator.done)
         assert acquire_slot(pool, 1) is not None
         pool.close()
-    for address in pinned:  # where they were left
+    for address in pinned:  # registered where they were left
         accelerator.unpin(address)
     return not pool.pin_failed
 
@@ -444,7 +444,7 @@ def _remember_the_stream(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SimulatedAccelerator, "current_stream", lambda self, index: first)
 
 
-def _forget_what_fills_it(patch: pytest.MonkeyPatch) -> None:
+def _forget_the_incoming_copy(patch: pytest.MonkeyPatch) -> None:
     plain = DeviceTier.order_reuse
 
     def forgetful(self: DeviceTier, record: Any) -> None:
@@ -469,16 +469,16 @@ Edge = str | Callable[[pytest.MonkeyPatch], None]
 SINGLE: dict[str, tuple[Edge, Callable[[SimulatedDevice], bool]]] = {
     "1: current streams are asked for at each use":
         (_remember_the_stream, _a_copy_out_follows_the_stream_that_is_current_then),
-    "2: after the producer": ("_order_after_producer", _a_copy_out_follows_what_made_its_source),
+    "2: after the producer": ("_order_after_producer", _a_copy_out_follows_the_kernel_of_its_source),
     "3: release after the copy, on each stream":
-        (_only_the_last_stream_waits, _each_stream_waits_for_what_is_released_together),
+        (_only_the_last_stream_waits, _each_stream_waits_before_memory_is_released_together),
     "4: before each stream that uses it":
-        (_forget_what_fills_it, _a_second_stream_waits_for_a_copy_that_the_first_still_holds),
+        (_forget_the_incoming_copy, _a_second_stream_waits_for_a_copy_that_the_first_still_holds),
     "4: before each stream that uses it, ahead":
-        (_forget_what_fills_it, _what_is_fetched_ahead_once_more_is_awaited_by_who_uses_it),
+        (_forget_the_incoming_copy, _a_second_prefetch_is_awaited_by_the_stream_that_uses_it),
     "9: dropped unused":
-        ("_order_reuse_after_fill", _what_is_dropped_unused_has_no_new_owner),
-    "9: interrupted": ("order_all_reuse", _what_an_interrupt_left_has_no_new_owner),
+        ("_order_reuse_after_fill", _memory_dropped_unused_has_no_new_owner),
+    "9: interrupted": ("order_all_reuse", _memory_left_by_an_interrupt_has_no_new_owner),
     "10: a copy in follows the copy out": ("_order_after_host_copies", _a_copy_in_follows_the_copy_out),
     "11: a source": (lambda patch: patch.setattr(SimulatedAccelerator, "used_on", _nothing),
                      _memory_of_another_stream_is_reported),
@@ -548,7 +548,7 @@ def test_training_needs_each_edge(
 
 
 class _Watched(SimulatedAccelerator):
-    """Notes what is page-locked."""
+    """Notes the addresses that are page-locked."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -565,7 +565,7 @@ class _Watched(SimulatedAccelerator):
 
 @pytest.mark.parametrize("leave", ["close", "abort"])
 def test_host_memory_stays_locked_and_mapped_as_long_as_a_copy_may_use_it(device: SimulatedDevice, leave: str) -> None:
-    """The device goes by the pages that it was told of: a later offloader must not be given the same addresses."""
+    """The device uses the pages it had when they were registered: a later offloader must not get the same addresses."""
     model, x = _model()
     accelerator = _Watched()
     hinder(device, accelerator, "all late")
@@ -577,7 +577,7 @@ def test_host_memory_stays_locked_and_mapped_as_long_as_a_copy_may_use_it(device
     first = open_one()
     with first:
         loss = _loss(model, x)
-    del loss  # and nothing has made the copies run
+    del loss  # no wait has made the copies run
     locked = list(accelerator.locked)
     assert locked
     getattr(first, leave)()
@@ -597,7 +597,7 @@ def test_host_memory_stays_locked_and_mapped_as_long_as_a_copy_may_use_it(device
     second.close()
     third = open_one()
     assert acquire_slot(pools_of(third)[0], 1) is not None
-    assert len(accelerator.locked) == 1, "what was left is given back when memory is mapped"
+    assert len(accelerator.locked) == 1, "the next mapping releases memory that was left"
     third.close()
     assert accelerator.locked == []
 
@@ -619,10 +619,10 @@ def test_nothing_is_pinned_after_the_first_step(device: SimulatedDevice) -> None
     assert pins[-1] == pins[0]
 
 
-def test_a_graph_that_dies_during_capture_asks_the_device_nothing_until_it_is_over(
+def test_a_graph_that_dies_during_capture_queries_no_event_until_its_end(
     device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rule 7: an event that is queried or awaited would end the user's capture. Its memory has no new owner before."""
+    """Rule 7: querying or awaiting an event would end the user's capture. Until its end the memory has no new owner."""
     accelerator = SimulatedAccelerator()
     hinder(device, accelerator, "late copies")
     model, x = _model()
@@ -664,10 +664,8 @@ def test_no_memory_for_a_copy_to_the_device_holds_no_host_memory(
         wait_until(lambda: pool_bytes(offloader) == 0, "autograd's thread of the device lets go of the graph")
 
 
-def test_running_out_of_memory_for_what_is_early_fails_nothing(
-    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the device has memory for one tensor at a time, backward still has all that it needs."""
+def test_no_memory_for_a_prefetch_fails_nothing(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device with memory for one tensor at a time, backward still gets every tensor it needs."""
     accelerator = SimulatedAccelerator()
     w = torch.linspace(-1, 1, SIZE * SIZE).to(NAME).requires_grad_()
 
@@ -680,7 +678,7 @@ def test_running_out_of_memory_for_what_is_early_fails_nothing(
     empty, refused, now_needed = accelerator.empty, [0], [True]
 
     def only_what_is_needed(*arguments: Any) -> Tensor:
-        """Of what is asked for between two nodes only the first is needed."""
+        """Only the first allocation between two nodes is needed; the others are early."""
         if not now_needed[0]:
             refused[0] += 1
             raise torch.OutOfMemoryError("out of memory (simulated)")
@@ -699,13 +697,11 @@ def test_running_out_of_memory_for_what_is_early_fails_nothing(
         monkeypatch.setattr(accelerator, "empty", only_what_is_needed)
         (found,) = torch.autograd.grad(loss, w)
         assert same_bits(found, expected)
-        assert refused[0] == 1, "each time the allocator gives back all that it keeps"
+        assert refused[0] == 1, "each failure empties the allocator's cache"
         assert offloader.statistics().host_read_bytes >= 7 * RECORD_BYTES
 
 
 class _ReadsTwice(torch.autograd.Function):
-    """Its backward unpacks what it saved twice."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
@@ -719,10 +715,10 @@ class _ReadsTwice(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["read twice", "second backward"])
-def test_what_its_owner_fills_again_while_its_copy_out_is_queued_is_the_owners(
+def test_a_storage_refilled_by_its_owner_before_its_copy_out_is_used_itself(
     device: SimulatedDevice, again: bool
 ) -> None:
-    """The copy out runs late: it has the bytes of whoever had the memory in between."""
+    """The copy out runs late, so it has the bytes of the memory's owner in between."""
     accelerator = SimulatedAccelerator()
     hinder(device, accelerator, "late copies")
     weight = torch.ones(SIZE, SIZE).to(NAME).requires_grad_()
@@ -745,7 +741,7 @@ def test_what_its_owner_fills_again_while_its_copy_out_is_queued_is_the_owners(
     assert weight.grad is not None
     assert same_bits(weight.grad.cpu(), torch.full((SIZE, SIZE), expected)), len(others)
     device.reset()
-    device.take_violations()  # the copy that was given up
+    device.take_violations()  # of the copy that was discarded
 
 
 def test_a_read_that_ends_as_its_last_handle_dies_is_no_error(
@@ -768,8 +764,8 @@ def test_a_read_that_ends_as_its_last_handle_dies_is_no_error(
     assert raised == []
 
 
-def test_copies_under_way_are_looked_at_in_turn_although_others_have_died(device: SimulatedDevice) -> None:
-    """One that is freed and filled again at its old address shows no trace later."""
+def test_copies_under_way_are_checked_in_turn_although_some_records_have_died(device: SimulatedDevice) -> None:
+    """A storage that is freed and filled again at its old address shows no trace later."""
     x = torch.randn(SIZE, SIZE).to(NAME).requires_grad_()
     with simulated(policy="all", min_bytes=1, pending_bytes="1GiB") as offloader:
         with offloader:
@@ -785,7 +781,7 @@ def test_copies_under_way_are_looked_at_in_turn_although_others_have_died(device
 
 
 def _freed_and_filled(context: Any, meanwhile: Callable[[], None], then: Callable[[], None] = lambda: None) -> Tensor:
-    """Gradient at an input whose exponential is freed and filled again, as sharding and Megatron's recomputation do."""
+    """Gradient at an input whose exponential is freed and filled again, as in sharding and Megatron's recomputation."""
     torch.manual_seed(0)
     x = torch.randn(256, 256).to(NAME).requires_grad_()
     with context:
@@ -805,7 +801,7 @@ def _freed_and_filled(context: Any, meanwhile: Callable[[], None], then: Callabl
     return x.grad
 
 
-def test_memory_that_is_freed_while_it_is_copied_to_the_host_is_taken_as_its_owner_left_it(
+def test_a_storage_freed_during_its_copy_out_is_used_itself(
     device: SimulatedDevice,
 ) -> None:
     accelerator = SimulatedAccelerator()
@@ -816,15 +812,15 @@ def test_memory_that_is_freed_while_it_is_copied_to_the_host_is_taken_as_its_own
         assert same_bits(gradient, expected)
         assert offloader.statistics().kept_bytes == {"resized": 256 * 256 * 4}
     device.reset()
-    device.take_violations()  # the copy that was given up
+    device.take_violations()  # of the copy that was discarded
 
 
-def test_memory_that_another_had_while_it_was_copied_is_taken_as_its_owner_left_it(device: SimulatedDevice) -> None:
-    """Filled again at its old address it shows nothing any more: it was seen to be free at a save in between."""
+def test_a_storage_whose_memory_had_another_owner_during_its_copy_out_is_used_itself(device: SimulatedDevice) -> None:
+    """The storage is filled again at its old address, which shows nothing; a save in between saw it free."""
     accelerator = SimulatedAccelerator()
     expected = _freed_and_filled(contextlib.nullcontext(), lambda: None)
     hinder(device, accelerator, "late copies")
-    with simulated(accelerator, policy="all", pending_bytes="1MiB") as offloader:  # the copy begins, and is not over
+    with simulated(accelerator, policy="all", pending_bytes="1MiB") as offloader:  # the copy begins, and has not ended
 
         def meanwhile() -> None:
             other = torch.full((256, 256), 7.0, device=NAME)
@@ -836,4 +832,4 @@ def test_memory_that_another_had_while_it_was_copied_is_taken_as_its_owner_left_
         assert same_bits(_freed_and_filled(offloader, meanwhile, offloader.synchronize), expected)
         assert offloader.statistics().kept_bytes["resized"] == 256 * 256 * 4
     device.reset()
-    device.take_violations()  # the copy that was given up
+    device.take_violations()  # of the copy that was discarded

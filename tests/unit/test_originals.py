@@ -1,7 +1,7 @@
-"""A saved tensor whose storage is alive when backward asks is read as it then is, as without offloading.
+"""Unpack returns a storage that is alive with its present contents, as without offloading.
 
-Plain PyTorch holds a reference. Its owner may fill the storage again, and no version counter need show that: through
-`.data`, through an array that shares the memory, or in a kernel that writes by address.
+Plain PyTorch holds a reference. Its owner may fill the storage again without a new version: through `.data`, through an
+array that shares the memory, or in a kernel that writes by address.
 """
 
 from __future__ import annotations
@@ -100,11 +100,11 @@ class Program:
     """Layers whose frozen weights lie in a few buffers, filled for each layer and again before its backward.
 
     Args:
-        buffers: which buffer each layer has.
+        buffers: the buffer of each layer.
         fill: how a buffer is filled.
-        again: what each buffer has before the layer's backward: its weights (0), or others; None: what is there.
-        view: what a layer takes of its buffer.
-        backwards: so many of one graph.
+        again: contents of each buffer before the layer's backward: its weights (0), or others; None: unchanged.
+        view: the view that a layer takes of its buffer.
+        backwards: how many of one graph.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ OPTIONS: list[dict[str, Any]] = [ALL, {**ALL, "engine": "memory"}, {**ALL, "veri
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("hooks", ["compiled", "in Python"])
-def test_any_way_to_fill_a_buffer_again_is_what_backward_reads(
+def test_backward_reads_a_refilled_buffer_however_it_was_filled(
     make_offloader: MakeOffloader, options: dict[str, Any], hooks: str
 ) -> None:
     offloader = make_offloader(**options)
@@ -188,7 +188,7 @@ def test_any_way_to_fill_a_buffer_again_is_what_backward_reads(
 @pytest.mark.parametrize("adversary", ADVERSARIES)
 @pytest.mark.parametrize("target", ["host", "nvme"])
 def test_a_buffer_of_a_device_that_is_filled_again(device: SimulatedDevice, target: str, adversary: Adversary) -> None:
-    """As the rule above; copies that are under way, or have been made, are of an earlier filling."""
+    """Copies under way, or made, are of an earlier filling, and backward must not read them."""
     accelerator = SimulatedAccelerator()
     hinder(device, accelerator, adversary)
     with simulated(accelerator, target=target, **ALL) as offloader:
@@ -204,7 +204,7 @@ def test_a_buffer_of_a_device_that_is_filled_again(device: SimulatedDevice, targ
 @pytest.mark.simulated
 @pytest.mark.parametrize("target", ["host", "nvme"])
 def test_memory_of_a_device_that_is_freed_and_filled_again(device: SimulatedDevice, target: str) -> None:
-    """Once it has been copied, as its owner knows of no copy: what comes back is what is there, or else the copy."""
+    """The owner, which knows of no copy, frees after it: unpack returns the storage if it has memory, else the copy."""
     with simulated(target=target, **ALL) as offloader:
         for ahead in (False, True):
             tensor, other = _weights(1).to(NAME), _weights(2).to(NAME)
@@ -214,7 +214,7 @@ def test_memory_of_a_device_that_is_freed_and_filled_again(device: SimulatedDevi
             device.synchronize()
             tensor.untyped_storage().resize_(0)
             if ahead:
-                assert same_bits(saved[1].unpack().cpu(), _weights(2)), "which has the window filled"
+                assert same_bits(saved[1].unpack().cpu(), _weights(2)), "its unpack fills the window"
             assert same_bits(saved[0].unpack().cpu(), _weights(1))
             tensor.untyped_storage().resize_(NBYTES)
             tensor.data.copy_(_weights(3).to(NAME))
@@ -224,7 +224,7 @@ def test_memory_of_a_device_that_is_freed_and_filled_again(device: SimulatedDevi
 
 
 def test_a_frozen_buffer_of_a_module_may_be_swapped(make_offloader: MakeOffloader) -> None:
-    """Block swap: the tensor is the same, and its `.data` another; backward gets the tensor itself."""
+    """Block swap assigns another `.data` to the same tensor; backward gets the tensor itself."""
 
     class Frozen(nn.Module):
         def __init__(self) -> None:
@@ -250,7 +250,7 @@ def test_a_frozen_buffer_of_a_module_may_be_swapped(make_offloader: MakeOffloade
             assert same_bits(run(make_offloader(**ALL)), run(contextlib.nullcontext()))
 
 
-# -- what the program holds does not leave ----------------------------------------------------------------------------
+# -- a storage that the program holds does not leave -------------------------------------------------------------------
 
 
 def _chain(x: Tensor, held: list[Tensor]) -> Tensor:
@@ -265,14 +265,14 @@ def _input() -> Tensor:
     return torch.zeros(WIDTH, WIDTH, requires_grad=True)
 
 
-def test_what_the_program_holds_is_not_read_back_and_does_not_count_as_gone(make_offloader: MakeOffloader) -> None:
-    """What `sin` made is held by the program, what it was made of and what `exp` made are not."""
+def test_a_storage_that_the_program_holds_is_not_read_back_and_stays_resident(make_offloader: MakeOffloader) -> None:
+    """The program holds the outputs of `sin`, but neither its inputs nor the outputs of `exp`."""
     offloader, held = make_offloader(**ALL), list[Tensor]()
     x = _input()
     with offloader:
         loss = _chain(x, held)
     offloader.synchronize()
-    assert accounts_of(offloader).resident_bytes == 0, "exp saves its result, which nobody holds"
+    assert accounts_of(offloader).resident_bytes == 0, "exp saves its result, which the program does not hold"
     loss.backward()
     assert offloader.statistics().nvme_read_bytes > 0
 
@@ -289,7 +289,7 @@ def test_what_the_program_holds_is_not_read_back_and_does_not_count_as_gone(make
     statistics = offloader.statistics()
     assert statistics.nvme_read_bytes == 0
     assert statistics.kept_bytes["held elsewhere"] == LAYERS * NBYTES
-    assert statistics.moved_bytes < NBYTES * LAYERS / 2, "no more than what writes are padded with"
+    assert statistics.moved_bytes < NBYTES * LAYERS / 2, "no more than the padding of writes"
     assert statistics.resident_peak_bytes == statistics.baseline_peak_bytes == LAYERS * NBYTES
     assert "held elsewhere" in str(offloader.report())
     del y, loss
@@ -299,7 +299,7 @@ def test_what_the_program_holds_is_not_read_back_and_does_not_count_as_gone(make
 
 @pytest.mark.simulated
 def test_copies_of_other_parts_of_a_storage_do_not_hold_it_elsewhere(device: SimulatedDevice) -> None:
-    """All of them are on their way to the host as backward takes the originals."""
+    """All parts are being copied to the host as backward takes the originals."""
     x = torch.randn(768, 64).to(NAME).requires_grad_()
     with simulated(policy="auto") as offloader:
         for _ in range(5):
@@ -312,7 +312,7 @@ def test_copies_of_other_parts_of_a_storage_do_not_hold_it_elsewhere(device: Sim
         assert "held elsewhere" not in {storage.kept for storage in offloader.profile.storages}
 
 
-def test_what_is_let_go_before_backward_is_gone_and_comes_back(make_offloader: MakeOffloader) -> None:
+def test_a_storage_released_before_backward_is_gone_and_comes_back(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(**ALL)
     x = _input()
     with offloader:
@@ -332,7 +332,7 @@ def test_what_is_let_go_before_backward_is_gone_and_comes_back(make_offloader: M
 
 
 def test_a_forwards_own_variables_do_not_count(make_offloader: MakeOffloader) -> None:
-    """They hold what is written as it is written, and are gone when the forward has ended."""
+    """The variables hold tensors during their writes, and are gone when the forward has ended."""
     offloader = make_offloader(**ALL, engine="memory")
     x = _input()
 
@@ -351,7 +351,7 @@ def test_a_forwards_own_variables_do_not_count(make_offloader: MakeOffloader) ->
     assert "held elsewhere" not in offloader.statistics().kept_bytes
 
 
-def test_others_of_its_batch_come_back_without_it(make_offloader: MakeOffloader) -> None:
+def test_the_rest_of_its_batch_comes_back_without_it(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(**ALL)
     tensors = activations(8, 128 << 10)
     saved = Saved(offloader, tensors)
@@ -365,7 +365,7 @@ def test_others_of_its_batch_come_back_without_it(make_offloader: MakeOffloader)
     assert_empty(offloader)
 
 
-def test_a_second_backward_of_what_died_meanwhile_reads_the_copy(make_offloader: MakeOffloader) -> None:
+def test_a_second_backward_of_a_storage_that_died_meanwhile_reads_the_copy(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(**ALL)
     tensor = (_weights(1).requires_grad_() * 1.0).detach()
     expected = tensor.clone()
@@ -383,10 +383,10 @@ def test_a_second_backward_of_what_died_meanwhile_reads_the_copy(make_offloader:
 
 
 @pytest.mark.parametrize("fill", UNSEEN)
-def test_what_nobody_sees_of_a_storage_that_dies_has_no_part_in_backward(
+def test_an_unseen_change_of_a_storage_that_dies_has_no_part_in_backward(
     make_offloader: MakeOffloader, fill: Fill
 ) -> None:
-    """A known gap, and its bound: plain PyTorch would read the last contents, we those that were saved first."""
+    """A known gap, and its bound: plain PyTorch would read the last contents; we restore the first saved ones."""
     offloader = make_offloader(**ALL)
     buffer = _weights(1)
     with offloader:
@@ -395,7 +395,7 @@ def test_what_nobody_sees_of_a_storage_that_dies_has_no_part_in_backward(
         fill(buffer, _weights(2))
         second = SavedTensor(buffer)
     offloader.synchronize()
-    moved = offloader.statistics().live_records == 2  # freed, it has come to another address: that is seen
+    moved = offloader.statistics().live_records == 2  # freed, it has come to another address, which the library sees
     assert not moved or fill is _freed_first
     del buffer
     assert same_bits(first.unpack(), _weights(1))
@@ -403,7 +403,7 @@ def test_what_nobody_sees_of_a_storage_that_dies_has_no_part_in_backward(
 
 
 def test_a_storage_without_memory_is_read_from_its_copy_until_it_is_filled_again(make_offloader: MakeOffloader) -> None:
-    """Its owner has freed it after it was written. What was read ahead meanwhile is not what backward gets."""
+    """The owner has freed the storage after the write; bytes read ahead do not replace its new contents."""
     offloader = make_offloader(**ALL)
     tensor = _weights(1)
     with offloader:
@@ -418,10 +418,10 @@ def test_a_storage_without_memory_is_read_from_its_copy_until_it_is_filled_again
     assert_empty(offloader)
 
 
-def test_a_plan_does_not_move_what_the_program_holds(
+def test_a_plan_does_not_move_a_storage_that_the_program_holds(
     make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Features that are kept by forward hooks: moving them frees nothing, and the plan and the report say so."""
+    """Forward hooks hold features: moving them frees nothing, so the plan keeps them and the report has the reason."""
     monkeypatch.setattr(causes, "LEAST_GAIN_BYTES", 0)
     offloader = make_offloader(policy="auto", min_bytes=1, engine="memory")
     features: list[Tensor] = []

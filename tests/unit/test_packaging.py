@@ -1,4 +1,4 @@
-"""What a source distribution and a wheel hold, and that the adapters import from either and from a checkout."""
+"""Contents of a source distribution and a wheel; the adapters import from either and from a checkout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ print(find_spec("actoffload.integrations.hf").origin)
 
 
 def python(program: str, folder: Path, **environment: str) -> str:
-    """What a program prints that is run in a folder, as ``python -c`` runs it."""
+    """The output of a program that runs in a folder, as ``python -c`` runs it."""
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=folder,
@@ -42,7 +42,7 @@ def test_the_adapters_import_from_a_checkout_where_it_shadows_the_installed_pack
 
 
 @pytest.mark.slow
-def test_the_distributions_hold_what_they_should(tmp_path: Path) -> None:
+def test_the_distributions_have_their_files(tmp_path: Path) -> None:
     pytest.importorskip("setuptools", minversion="77")
     pytest.importorskip("pip")
     copy, built = tmp_path / "copy", tmp_path / "built"
@@ -62,7 +62,7 @@ def test_the_distributions_hold_what_they_should(tmp_path: Path) -> None:
         assert name in names
     assert "_actoffload_start.py" in names
     assert not [name for name in names if "__pycache__" in name]
-    # From the sources, as pip does it where there is no wheel; and installed without a network.
+    # From the sources, as pip does without a wheel; and installed without a network.
     python(build.format("wheel", str(built)), tmp_path / source.name.removesuffix(".tar.gz"))
     (wheel,) = built.glob("*.whl")
     site = tmp_path / "site"

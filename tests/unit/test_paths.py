@@ -63,7 +63,7 @@ ON_NO_DEVICE = [line[1] for line in KNOWN if line[0] == "nodev" and line[1] not 
 
 
 @pytest.mark.parametrize("kind", sorted({"tmpfs", "ramfs", "devtmpfs", *ON_NO_DEVICE} | NETWORKS))
-def test_memory_and_network_file_systems_are_refused_unless_told(
+def test_memory_and_network_file_systems_are_refused_by_default(
     make_spool: MakeSpool, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     mounted(monkeypatch, kind)

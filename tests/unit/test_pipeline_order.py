@@ -19,14 +19,14 @@ from tests.harness import WAIT_S, MakeOffloader, assert_empty, same_bits
 
 
 def _forward() -> Tape[Any]:
-    """One that has saved something."""
+    """A forward that has saved a tensor."""
     tape: Tape[Any] = Tape()
     tape.append(None, 100)
     return tape
 
 
 def _play(phases: Phases, schedule: str) -> list[str]:
-    """Run a step such as ``"F0 F1 B0 B1"``; returns what was predicted after each phase, ``-`` where nothing was."""
+    """Run a step such as ``"F0 F1 B0 B1"``; returns the prediction after each phase, ``-`` for none."""
     forwards: dict[int, Tape[Any]] = {}
     names: dict[int, int] = {}
     seen = []
@@ -77,13 +77,13 @@ def test_a_step_that_never_ends_is_given_up() -> None:
         phases.begin_forward(forward)
         phases.begin_backward(forward)
         forward.live = 0
-    phases.begin_backward(leaked)  # of a step that was given up: nothing happens
+    phases.begin_backward(leaked)  # its step was given up: nothing happens
     leaked.live = 0
     _play(phases, GPIPE)
     assert "-" not in _play(phases, GPIPE)[:-1]
 
 
-# -- what it is used for -----------------------------------------------------------------------------------------------
+# -- its use -----------------------------------------------------------------------------------------------------------
 
 
 SAVES = 6
@@ -144,7 +144,7 @@ class _Pipeline:
             (self.forward if word[0] == "F" else self.backward)(int(word[1:]))
 
     def read_of(self, number: int) -> int:
-        """How many records of a micro-batch have been read back, or will be with what is under way."""
+        """Records of a micro-batch that have been read back, after all reads under way have ended."""
         deadline_s = time.monotonic() + WAIT_S
         before = -1
         while time.monotonic() < deadline_s:
@@ -180,7 +180,7 @@ def test_hints_keep_the_tail_from_the_first_step_on(make_pipeline: Callable[...,
         pipeline.forward(number)
         stage(number, "backward", next=(number + 1, "forward"))
         pipeline.backward(number)
-    assert pipeline.kept == {1: 2}  # of the first forward nobody knows where it ends
+    assert pipeline.kept == {1: 2}  # the order of the first forward's end is unknown
     pipeline.kept.clear()
     stage(0, "forward", next=(1, "forward"))
     pipeline.forward(0)
@@ -192,7 +192,7 @@ def test_hints_keep_the_tail_from_the_first_step_on(make_pipeline: Callable[...,
     assert_empty(pipeline.offloader)
 
 
-def test_the_next_backwards_tail_is_fetched_before_it_is_asked_for(make_pipeline: Callable[..., _Pipeline]) -> None:
+def test_the_next_backwards_tail_is_fetched_before_its_unpack(make_pipeline: Callable[..., _Pipeline]) -> None:
     pipeline = make_pipeline(keep_last_bytes=0)
     pipeline.step("F0 F1 B0 B1")
     pipeline.reads.clear()
@@ -205,7 +205,7 @@ def test_the_next_backwards_tail_is_fetched_before_it_is_asked_for(make_pipeline
     assert_empty(pipeline.offloader)
 
 
-def test_what_is_fetched_across_micro_batches_obeys_the_budget(make_pipeline: Callable[..., _Pipeline]) -> None:
+def test_prefetch_across_micro_batches_obeys_the_budget(make_pipeline: Callable[..., _Pipeline]) -> None:
     budget = 4 * 4 * ELEMENTS
     pipeline = make_pipeline(keep_last_bytes=0, prefetch_bytes=64 * 4 * ELEMENTS, device_budget=budget)
     for _ in range(3):

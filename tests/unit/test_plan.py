@@ -26,7 +26,7 @@ def _facts(index: int, nbytes: int) -> TensorFacts:
 def test_a_plan_is_followed_by_place_and_size() -> None:
     assert PLAN.decide(_facts(0, 100)) is Decision.OFFLOAD
     assert PLAN.decide(_facts(1, 200)) is Decision.KEEP
-    assert PLAN.decide(_facts(1, 201)) is Decision.OFFLOAD  # not what was planned for
+    assert PLAN.decide(_facts(1, 201)) is Decision.OFFLOAD  # another size than the plan's
     assert PLAN.decide(_facts(9, 200)) is Decision.OFFLOAD  # beyond the plan
     assert (PLAN.offloaded_bytes, PLAN.kept_bytes) == (400, 200)
 
@@ -40,7 +40,7 @@ def test_json_there_and_back() -> None:
     assert Plan.from_json(regions.to_json()) == regions
 
 
-def test_a_plan_of_an_older_release_says_so() -> None:
+def test_a_plan_of_an_older_release_is_refused_with_its_version() -> None:
     text = json.dumps({**json.loads(PLAN.to_json()), "version": 1, "recompute": ["layers.0"]})
     with pytest.raises(ConfigError, match=r"not a plan of version 2 \(version 1\)"):
         Plan.from_json(text)
@@ -63,7 +63,7 @@ def test_the_summary_counts_regions() -> None:
         '{"version": 2, "entries": [{"index": 0, "nbytes": 1, "action": "keep", "colour": "red"}]}',
     ],
 )
-def test_what_is_no_plan_is_refused_with_field_value_and_remedy(text: str) -> None:
+def test_text_that_is_no_plan_is_refused_with_field_value_and_remedy(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Plan.from_json(text)
     assert (caught.value.field, caught.value.value) == ("policy", text[:80])

@@ -1,4 +1,4 @@
-"""What ``policy="auto"`` makes of a machine that changes: many steps of the real offloader in virtual time."""
+"""``policy="auto"`` on machines that change: many steps of the real offloader in virtual time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FAST, SLOW = 120e6, 15e6
 """Disks, in bytes a second: one that takes all that a step saves, and one that takes a fraction."""
 BUDGET = 24 * MIB
 SOON = 10
-"""So many steps after a change a step is what the best plan makes it."""
+"""From this many steps after a change on, a step is as good as the best plan's."""
 NEAR = 1.05
 
 
@@ -47,7 +47,7 @@ def _settled(
 
 
 def _check(rig: Rig, best: tuple[float, int], first: int) -> None:
-    """From one step on, every one is nearly as short as the best, and with a budget it keeps that."""
+    """From one step on, every step is nearly as short as the best, and keeps its budget."""
     config = rig.offloader.config
     budget = None if config.device_budget is None else config.size("device_budget", 0)
     for seconds, peak in zip(rig.seconds[first:], rig.peaks[first:], strict=True):
@@ -56,7 +56,7 @@ def _check(rig: Rig, best: tuple[float, int], first: int) -> None:
 
 
 def test_slow_first_steps_are_unlearned_under_a_budget(make_rig: MakeRig) -> None:
-    """Compute that is fast only after the step that was recorded: the plan was for a machine that is not there."""
+    """Compute becomes fast after the recorded step, so the plan was made for a slower machine."""
     best = _settled(make_rig, 3 * SLOW, BUDGET)
     rig = make_rig(bytes_per_s=3 * SLOW, device_budget=BUDGET)
     rig.clock.speed = 0.25
@@ -71,7 +71,7 @@ def test_slow_first_steps_are_unlearned_under_a_budget(make_rig: MakeRig) -> Non
 
 @pytest.mark.parametrize("budget", [None, BUDGET])
 def test_a_disk_that_is_throttled_for_a_while(make_rig: MakeRig, budget: int | None) -> None:
-    """Under a small model, too, which moves too little to fill a link."""
+    """The small model moves too little to fill the link, and its plan follows the disk all the same."""
     _throttled(make_rig, budget, 8)
     _throttled(make_rig, budget and budget // 4, 2)
 
@@ -89,11 +89,11 @@ def _throttled(make_rig: MakeRig, budget: int | None, blocks: int) -> None:
     _check(rig, fast, 2 * SOON + 33 + SOON)
 
 
-def test_a_disk_that_somebody_else_writes_to_as_well(make_rig: MakeRig) -> None:
-    """As DeepSpeed does that swaps: the plan is for what is left of the disk, and later for all of it again."""
+def test_a_disk_that_another_program_writes_to_as_well(make_rig: MakeRig) -> None:
+    """The plan uses the bandwidth that another program leaves (DeepSpeed swaps), and later all of it again."""
     shared, whole = (_settled(make_rig, rate, None) for rate in (FAST / 4, FAST))
     rig = make_rig(bytes_per_s=FAST)
-    rig.disk.other_bytes = 3 * 2 * MIB  # before each of ours of 2 MiB
+    rig.disk.other_bytes = 3 * 2 * MIB  # before each of our writes of 2 MiB
     rig.steps(2 * SOON)
     _check(rig, shared, WARM_UP + 1)
     assert autopilot_of(rig.offloader).profile.disk.write_bytes_per_s == pytest.approx(FAST / 4, rel=0.05)
@@ -105,12 +105,12 @@ def test_a_disk_that_somebody_else_writes_to_as_well(make_rig: MakeRig) -> None:
 
 @pytest.mark.parametrize(("factor", "soon"), [(50, SOON), (500, 2 * SOON)])
 def test_a_disk_that_no_plan_used_is_measured_now_and_then(make_rig: MakeRig, factor: int, soon: int) -> None:
-    """A disk that was too slow for anything at first: one of them has ended no write when the plan is made."""
+    """At first the disk is too slow for any plan; the slower one has ended no write when the plan is made."""
     best = _settled(make_rig, FAST, None)
     rig = make_rig(bytes_per_s=FAST / factor)
     rig.steps(3 * SOON)
     assert sum(rig.moved[2 * SOON :]) <= 3 * 2 * MIB, "one storage at a time"
-    assert max(rig.seconds) <= 1.01 * min(rig.seconds), "and nothing waits for it"
+    assert max(rig.seconds) <= 1.01 * min(rig.seconds), "no step waits for it"
     assert "one storage in 5 steps moves only to be measured" in rig.offloader.explain()
     rig.disk.bytes_per_s = FAST
     rig.steps(40)
@@ -118,7 +118,7 @@ def test_a_disk_that_no_plan_used_is_measured_now_and_then(make_rig: MakeRig, fa
     assert "only to be measured" not in rig.offloader.explain()
 
 
-def test_a_plan_from_a_file_gives_what_it_predicts(make_rig: MakeRig) -> None:
+def test_a_plan_from_a_file_gives_its_predicted_step(make_rig: MakeRig) -> None:
     rig = make_rig(bytes_per_s=SLOW, device_budget=BUDGET)
     rig.steps(WARM_UP + 2)
     pilot = autopilot_of(rig.offloader)
@@ -138,7 +138,7 @@ def test_a_plan_from_a_file_gives_what_it_predicts(make_rig: MakeRig) -> None:
         ((2 * MIB,) * 4, 9, r"at place \d+ it has nothing more, and the forward saves 2097152 bytes in layers\.8"),
     ],
 )
-def test_a_plan_for_another_model_says_where_it_differs(
+def test_a_plan_for_another_model_is_refused_with_the_difference(
     make_rig: MakeRig, sizes: tuple[int, ...], blocks: int, where: str
 ) -> None:
     rig = make_rig(bytes_per_s=SLOW, device_budget=BUDGET)
@@ -157,14 +157,14 @@ def test_a_disk_is_known_after_the_first_steps(make_rig: MakeRig, bytes_per_s: f
     assert autopilot_of(rig.offloader).profile.disk.write_bytes_per_s == pytest.approx(bytes_per_s, rel=0.05)
 
 
-def test_a_plan_that_declines_says_where_the_peak_is(make_rig: MakeRig) -> None:
+def test_a_plan_that_declines_names_the_peak(make_rig: MakeRig) -> None:
     rig = make_rig(bytes_per_s=SLOW / 10)
     rig.steps(WARM_UP + 2)
     assert "of the peak of 64.0 MiB the most, 8.0 MiB, is layers." in rig.offloader.explain()
 
 
-def test_what_may_be_on_its_way_out_bounds_the_plan(make_rig: MakeRig) -> None:
-    """A disk takes all in time, but not all at once."""
+def test_pending_bytes_bound_the_plan(make_rig: MakeRig) -> None:
+    """The disk writes all bytes in time, but `pending_bytes` limits the bytes under way at once."""
     rig = make_rig(bytes_per_s=FAST, pending_bytes="3MiB", forward_s=0.05)
     rig.steps(WARM_UP + 6)
     pilot = autopilot_of(rig.offloader)
@@ -173,7 +173,7 @@ def test_what_may_be_on_its_way_out_bounds_the_plan(make_rig: MakeRig) -> None:
     assert (pilot.plan.pending_bytes or 0) <= 3 * MIB
 
 
-def test_it_comes_to_rest(make_rig: MakeRig) -> None:
+def test_planning_comes_to_rest(make_rig: MakeRig) -> None:
     """Steps and a disk that are a little faster or slower each time are no reason for other plans."""
     noise = random.Random(0)
     rig = make_rig(bytes_per_s=SLOW, device_budget=BUDGET)
@@ -229,10 +229,10 @@ def test_shapes_that_take_turns_have_a_plan_each(make_rig: MakeRig) -> None:
 
 @pytest.mark.parametrize("cost_s_per_byte", [0.0, 2e-9, 1e-8])
 @pytest.mark.parametrize("max_slowdown", [0.02, 0.05])
-def test_the_bound_of_what_moving_costs_is_kept_from_the_first_plan_on(
+def test_max_slowdown_is_kept_from_the_first_plan_on(
     make_rig: MakeRig, cost_s_per_byte: float, max_slowdown: float
 ) -> None:
-    """Also by steps that move something only to measure a link."""
+    """Steps that move a storage only to measure a link keep it, too."""
     rig = make_rig(bytes_per_s=FAST, max_slowdown=max_slowdown, cost_s_per_byte=cost_s_per_byte)
     rig.steps(20)
     assert max(rig.seconds[WARM_UP + 2 :]) <= (1 + max_slowdown) * 2.4
@@ -243,7 +243,7 @@ def test_the_bound_of_what_moving_costs_is_kept_from_the_first_plan_on(
 def test_steps_that_become_longer_make_no_room_for_more_without_a_budget(
     make_rig: MakeRig, budget: int | None, times: float
 ) -> None:
-    """What moving costs looks like compute."""
+    """The cost of moving looks like compute, so a longer step must not allow more of it."""
     rig = make_rig(bytes_per_s=FAST / 4, device_budget=budget)
     rig.steps(WARM_UP + 3)
     before_s = autopilot_of(rig.offloader).profile.step_s
@@ -256,11 +256,14 @@ def test_nothing_moves_where_next_to_nothing_is_gained(make_rig: MakeRig) -> Non
     rig = make_rig(bytes_per_s=FAST, blocks=2, sizes=(MIB,) * 8)
     rig.steps(2 * SOON)
     assert "moving lowers the peak by less than 16.0 MiB" in rig.offloader.explain()
-    assert sum(rig.moved[WARM_UP + 1 :]) <= 4 * MIB, "but for what measures the link"
+    assert sum(rig.moved[WARM_UP + 1 :]) <= 4 * MIB, "except storages that measure the link"
 
 
 def test_a_budget_that_a_step_keeps_needs_no_plan(make_rig: MakeRig) -> None:
-    """The planner's floor is 4 MiB. What stays as its backward follows at once has no room in less, and leaves."""
+    """The planner's floor is 4 MiB.
+
+    Below it, tensors that stay because backward follows at once have no room, and leave.
+    """
     rig = make_rig(bytes_per_s=SLOW, device_budget=3 * MIB)
     rig.steps(WARM_UP + 3)
     assert max(rig.peaks) <= 3 * MIB
@@ -268,7 +271,7 @@ def test_a_budget_that_a_step_keeps_needs_no_plan(make_rig: MakeRig) -> None:
 
 SMALL = MIB // 2
 SOME_STAY: dict[str, Any] = {"bytes_per_s": SLOW, "sizes": (2 * MIB, SMALL, SMALL, SMALL)}
-"""Of each block three tensors are below ``min_bytes``. One of them may be there before there is room for it."""
+"""Three tensors of each block are below ``min_bytes``. One of them may be saved before there is room for it."""
 
 
 @pytest.mark.parametrize("megabytes", [2, 4, 6])
@@ -313,12 +316,12 @@ def test_a_share_that_no_step_keeps_is_the_floor_with_one_warning(make_rig: Make
     ],
 )
 def test_a_sample_of_the_cases(make_rig: MakeRig, model: str, scenario: str, limited: bool) -> None:
-    """All of them are in the table that ``python -m benchmarks.planner`` makes."""
+    """``python -m benchmarks.planner`` makes the table of all cases."""
     row = planner_cases.run(make_rig, model, scenario, limited)
     assert row["holds"], row
 
 
-def test_what_is_explained_says_how_old_it_is(make_rig: MakeRig) -> None:
+def test_an_explanation_has_the_age_of_its_profile(make_rig: MakeRig) -> None:
     rig = make_rig(bytes_per_s=SLOW, device_budget=BUDGET)
     rig.steps(WARM_UP + 2)
     assert _measured(rig) == "in the step recorded 1 step ago"

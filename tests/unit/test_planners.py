@@ -1,4 +1,4 @@
-"""What is planned is what the simulator then sees; which regions run once; budgets, floors and verdicts."""
+"""The simulator sees what was planned; which regions run once; budgets, floors and verdicts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.profiles import (
 )
 
 A100_FLOPS = 90e12
-"""What an A100 at its base clock reaches, as SSDTrain's evaluation ran it."""
+"""The FLOP/s of an A100 at its base clock, as in SSDTrain's evaluation."""
 SHAPES = [(8192, 4), (12288, 3), (16384, 2)]
 
 
@@ -48,7 +48,7 @@ def _llama(host_gb_s: float, layers: int = 16, vocabulary: int = 32_000) -> Prof
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_what_is_planned_is_what_is_seen(seed: int) -> None:
+def test_the_simulator_sees_what_was_planned(seed: int) -> None:
     profile = random_profile(seed)
     lowest = Search(profile, Limits()).floor()
     budget = (lowest + profile.baseline_peak_bytes) // 2
@@ -82,10 +82,10 @@ def test_without_enough_bandwidth_a_part_moves_and_the_tail_stays(width: int, la
     assert 0 < made.offloaded_bytes < profile.saved_bytes
     assert made.entries[-1].action == "keep"
     tight = plan(profile, Limits(device_budget=profile.baseline_peak_bytes // 4))
-    assert predicted_s(tight) > 1.2 * profile.step_s  # what the plan without a budget avoids
+    assert predicted_s(tight) > 1.2 * profile.step_s  # the plan without a budget avoids this slowdown
 
 
-def test_a_drive_that_reads_slowly_is_asked_early_enough() -> None:
+def test_reads_of_a_slow_drive_begin_early_enough() -> None:
     drive = Accelerator(name="one drive", flops=140e12, host=None, disk=link(3, 1.5))
     profile = transformer_profile(8192, 25, 1, accelerator=drive)
     made = plan(profile, Limits())
@@ -124,8 +124,8 @@ def test_more_slow_down_frees_more() -> None:
     assert peaks[-1] < 0.8 * peaks[0]
 
 
-def test_what_need_not_leave_stays() -> None:
-    """The first of a cut may be small, and on the way to one that is needed."""
+def test_a_storage_that_need_not_leave_stays() -> None:
+    """The first storages of a cut may be small, and lie before the one that has to leave."""
     sizes = (1 << 20, 64 << 20, 1 << 20, 8 << 20)
     storages = tuple(
         Storage(index=n, nbytes=nbytes, birth_s=n / 4, need_s=3.0 - n / 4, last_need_s=3.0 - n / 4)
@@ -187,14 +187,17 @@ def test_a_link_has_something_to_move_from_the_first_region_to_the_last(gb_s: fl
 
 
 def test_more_regions_run_once_if_that_is_shorter_by_little() -> None:
-    """Five move less, at 0.923 of the step. A recorded step waits longer than later ones, so paper shows too little."""
+    """Five move less, at 0.923 of the step.
+
+    A recorded step waits longer than later ones, so the prediction is too low.
+    """
     base = _llama(30)
     found = propose(base, Limits(device_budget=int(0.95 * base.baseline_peak_bytes)))
     assert found.step_s < 0.921 * base.step_s
 
 
 def test_the_last_region_is_nearly_free() -> None:
-    """All that it saves is there anyway as backward begins: with no link at all it is the first to run once."""
+    """The region's saved tensors are in memory as backward begins anyway: without a link it runs once first of all."""
     base = replace(_llama(1, vocabulary=100), host=None)
     assert propose(base, Limits(device_budget=int(1.05 * base.baseline_peak_bytes))).once == {15}
 
@@ -208,7 +211,7 @@ def test_with_enough_memory_all_run_once() -> None:
 
 
 def test_a_number_for_the_whole_device_has_less_room_where_regions_run_once() -> None:
-    """For an input that the program holds, and where no region runs again, for all that one saves."""
+    """The room shrinks by an input that the program holds and, if no region runs again, by one region's saves."""
     base = _llama(0.2, layers=3)
     held = replace(base.storages[0], kept=KeepReason.ALIVE.value, input_of=0)
     base, places = replace(base, storages=(held, *base.storages[1:])), {0, 1, 2}
@@ -232,7 +235,7 @@ def test_regions_that_communicate_wait_for_all_ranks() -> None:
     assert together & talking
 
 
-def test_what_is_saved_as_a_region_ends_keeps_its_place() -> None:
+def test_a_tensor_saved_as_a_region_ends_keeps_its_place() -> None:
     """On a device a region's end, its last save and the input of the next one are one moment."""
     regions = [
         Region(
@@ -266,7 +269,7 @@ def test_the_input_of_a_region_that_runs_once_may_be_saved_by_more_than_one_oper
 
 
 def test_the_end_of_a_region_that_saves_nothing_moves_no_save() -> None:
-    """Its second run ends early, with the last save; so do the times that it shows."""
+    """The region's recomputation ends early, with the last save, and so do its recorded times."""
     region = Region(
         place=0, name="block", begin_s=0.0, end_s=3.0, again_s=3.0, recompute_s=1.0, backward_end_s=5.0,
         saves=(RegionSave(offset_s=0.25, nbytes=2), RegionSave(offset_s=1.0, nbytes=3)),
@@ -288,7 +291,7 @@ def test_micro_batches_decide_alike() -> None:
 
 
 def test_running_once_may_keep_a_budget_that_running_again_breaks() -> None:
-    """What a recomputation holds cannot leave; what a region saves can."""
+    """Tensors of a recomputation cannot leave; a region's saved tensors can."""
     base = _llama(200, layers=2)
     held = base.recompute_bytes
     found = propose(base, Limits(device_budget=held))
@@ -303,7 +306,7 @@ def test_no_mix_keeps_the_budget() -> None:
 
 
 def test_choosing_and_planning_take_half_a_second() -> None:
-    """Of the process's own time, of 32 layers and 256 storages; ten times as long on a slow machine."""
+    """The bound is in process time, for 32 layers and 256 storages; on a slow machine ten times as long."""
     base = _llama(52, layers=32)
     began_s = time.process_time()
     best(base, Limits(device_budget=base.baseline_peak_bytes))
@@ -326,7 +329,7 @@ def test_a_budget_that_cannot_be_met_names_the_floor() -> None:
         plan(replace(profile, disk=None), Limits(device_budget=1))
 
 
-def test_declined_says_why() -> None:
+def test_a_declined_plan_has_its_reason() -> None:
     profile = slow_profile()
     fits = plan(profile, Limits(device_budget=profile.baseline_peak_bytes))
     assert fits.declined.startswith("all fits")

@@ -1,4 +1,4 @@
-"""What is fetched ahead in real steps: in the order that was seen, no further than the window, and not too late."""
+"""Prefetch in real steps: in the learned order, no further ahead than the window, and not too late."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from tests.harness import (
 from tests.unit.saving import ReadsTwice, take_gradient, weight
 
 COUNT = 8
-ELEMENTS = 128 * 1024  # so large that each goes alone
+ELEMENTS = 128 * 1024  # large enough that each is written alone
 NBYTES = 4 * ELEMENTS
 
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_the_order_seen_is_known_from_the_second_step(make_offloader: MakeOffloader, inside: bool) -> None:
-    """Branches whose backward runs first-saved first: the guess (reverse) is wrong, the lesson right."""
+    """Branches whose backward runs first-saved first: the guess (reverse) is wrong, the learned order right."""
     offloader = make_offloader(engine=partial(GateEngine, threads=1), prefetch_bytes="1GiB")
     engine = only_engine(offloader)
     engine.open()
     x = batch().requires_grad_()
 
     def fetched_ahead(expected: int) -> int:
-        """Backward of the first branch: how many reads that starts, its own not counted."""
+        """Reads that backward of the first branch starts, without its own."""
         with offloader:
             y = x.clone()
             parts = [(y + n).sin().sum() for n in range(4)]
@@ -54,13 +54,13 @@ def test_the_order_seen_is_known_from_the_second_step(make_offloader: MakeOffloa
             part.backward()
         return found
 
-    assert fetched_ahead(0) == 0  # by the first guess, the branch that was saved first is the last to come
+    assert fetched_ahead(0) == 0  # by the first guess, the branch that was saved first comes last
     assert fetched_ahead(3) == 3
     assert_empty(offloader)
 
 
 @pytest.mark.parametrize("twice", ["in one node", "by two backwards"])
-def test_a_second_unpack_does_not_enlarge_what_is_fetched_ahead(make_offloader: MakeOffloader, twice: str) -> None:
+def test_a_second_unpack_does_not_enlarge_the_window(make_offloader: MakeOffloader, twice: str) -> None:
     nbytes = 128 << 10
     offloader = make_offloader(prefetch_bytes=2 * nbytes, policy="all")
     w, x = weight(), weight(nbytes // 4 // 64)
@@ -80,7 +80,7 @@ def test_a_second_unpack_does_not_enlarge_what_is_fetched_ahead(make_offloader: 
     for round_ in range(2):
         accounts.resident_peak_bytes = 0
         loss.backward(retain_graph=True)
-        assert 0 < accounts.resident_peak_bytes <= 4 * nbytes, f"backward {round_}: a window and what is being used"
+        assert 0 < accounts.resident_peak_bytes <= 4 * nbytes, f"backward {round_}: a window and the tensors in use"
         assert same_bits(take_gradient(x), expected)
 
 
@@ -102,7 +102,7 @@ def _sines(count: int, at_each: Any = None) -> Tensor:
 
 @pytest.mark.parametrize("said_by", ["user", "plan"])
 @pytest.mark.parametrize(("window", "early"), [(2 * NBYTES, False), (COUNT * NBYTES, True)])
-def test_a_record_behind_others_that_are_near(
+def test_a_record_behind_records_in_memory(
     make_offloader: MakeOffloader, window: int, early: bool, said_by: str
 ) -> None:
     """The first storage moves, all others stay."""
@@ -119,12 +119,12 @@ def test_a_record_behind_others_that_are_near(
     offloader.synchronize()
     assert _away(records) == 1
     h.sum().backward()
-    # Hooks run before their node's backward: nothing was asked for at the first, the last record at the second.
+    # Hooks run before their node's backward: no fetch has begun at the first, the last record's at the second.
     assert away[:2] == [1, 0 if early else 1]
-    assert away[-1] == 0, "fetched before its own node asks for it"
+    assert away[-1] == 0, "fetched before its own node unpacks it"
 
 
-def test_what_a_small_forward_saved_does_not_come_back_all_at_once(make_offloader: MakeOffloader) -> None:
+def test_tensors_of_a_small_forward_do_not_come_back_all_at_once(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(policy="all", min_bytes=1)
     away: list[int] = []
     records: list[Any] = []
@@ -138,7 +138,7 @@ def test_what_a_small_forward_saved_does_not_come_back_all_at_once(make_offloade
 
 
 @pytest.mark.parametrize(("first", "second", "fetched"), [(4, 16, 4), (16, 4, 2)])
-def test_near_the_end_of_a_forward_too(make_offloader: MakeOffloader, first: int, second: int, fetched: int) -> None:
+def test_the_window_near_a_forwards_end(make_offloader: MakeOffloader, first: int, second: int, fetched: int) -> None:
     offloader = make_offloader(policy="all", min_bytes=1)
     near: list[int] = []
 
@@ -152,7 +152,7 @@ def test_near_the_end_of_a_forward_too(make_offloader: MakeOffloader, first: int
                     near.append(sum(record.state.value != "spilled" or record.wanted for record in waiting))
             return h, tape_records(offloader)
 
-    for step in range(2):  # the first one teaches how much each forward saves
+    for step in range(2):  # the first step teaches how much each forward saves
         near.clear()
         old, waiting = forward("old", second)
         offloader.synchronize()
@@ -160,7 +160,7 @@ def test_near_the_end_of_a_forward_too(make_offloader: MakeOffloader, first: int
         if step:
             begun = next(number for number, count in enumerate(near) if count)
             assert near[-1] == fetched
-            assert first - begun - 1 <= fetched, "no earlier than the window of what is fetched reaches"
+            assert first - begun - 1 <= fetched, "no earlier than the window reaches"
         for name, output in (("old", old), ("new", new)):
             offloader.stage(name, "backward")
             output.sum().backward()

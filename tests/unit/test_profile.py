@@ -1,4 +1,4 @@
-"""Profiles are plain data: checked, saved, loaded; what follows from them."""
+"""Profiles are plain data: checked, saved, loaded; and the numbers derived from them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _profile(**changes: Any) -> Profile:
     return Profile(**(values | changes))
 
 
-def test_what_follows_from_a_profile() -> None:
+def test_numbers_derived_from_a_profile() -> None:
     profile = _profile(other_s=0.5)
     assert profile.step_s == 3.5
     assert (profile.saved_bytes, profile.movable_bytes) == (30, 30)
@@ -73,7 +73,7 @@ def test_json_there_and_back(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["profile.json"]
 
 
-def test_a_profile_of_an_older_release_says_so() -> None:
+def test_a_profile_of_an_older_release_is_refused_with_its_version() -> None:
     with pytest.raises(ConfigError, match=r"not a profile of version 2 \(version 1\)"):
         Profile.from_json(_text(version=1, blocks=[]))
 
@@ -83,7 +83,7 @@ def test_which_regions_ran_once() -> None:
     never = replace(REGION, place=2, again_s=None, saves=())
     saved = (_storage(region=3), _storage(index=None, birth_s=1.5, need_s=None, last_need_s=2.0, kept=RECOMPUTED))
     profile = _profile(storages=saved, regions=(again, once, never, replace(never, place=3)))
-    assert profile.once == (1, 3), "it saved something, or backward came to it; not what backward never reached"
+    assert profile.once == (1, 3), "a region that saved something, or that backward reached"
     assert profile.recompute_bytes == 10
     assert _profile().once == ()
     assert _profile().recompute_bytes == 0
@@ -108,7 +108,7 @@ def _text(**changes: Any) -> str:
         ),
     ],
 )
-def test_what_is_no_profile_is_refused(text: str) -> None:
+def test_text_that_is_no_profile_is_refused(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Profile.from_json(text)
     assert caught.value.field == "profile"
@@ -140,7 +140,7 @@ REGION = Region(place=0, name="b", begin_s=0.5, end_s=1.0, again_s=1.5, recomput
         ({"regions": (replace(REGION, saves=(replace(SAVE, nbytes=-1),)),)}, "nbytes must be"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_field(changes: dict[str, Any], remedy: str) -> None:
+def test_an_impossible_value_is_refused_with_its_field(changes: dict[str, Any], remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy):
         _profile(**changes)
 

@@ -1,4 +1,4 @@
-"""A step that is recorded becomes a profile: sizes, times without waits, blocks and their inputs."""
+"""A recorded step becomes a profile: sizes, times without waits, blocks and their inputs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOKENS = torch.arange(64).reshape(2, 32)
 
 
 class _Counter(Stopwatch):
-    """Every moment is one second after the one before."""
+    """Every moment is one second after the last."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -49,7 +49,7 @@ class _Counter(Stopwatch):
 
 
 def _recorded(offloader: Offloader, model: nn.Module, *args: Any, forwards: int = 1) -> Profile:
-    """The profile of one step of ``forwards`` micro-batches, whose backwards run in reverse order."""
+    """The profile of one step of ``forwards`` micro-batches; their backwards run in reverse order."""
     recorder_of(offloader).stopwatch = _Counter()
     recorder_of(offloader).begin()
     losses = []
@@ -63,7 +63,7 @@ def _recorded(offloader: Offloader, model: nn.Module, *args: Any, forwards: int 
     return profile
 
 
-def test_the_profile_holds_what_the_plan_holds(make_offloader: MakeOffloader) -> None:
+def test_the_profile_has_the_storages_of_the_plan(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader()
     model = GPT(GPTConfig(layers=3, width=32, seq=32))
     profile = _recorded(offloader, model, TOKENS, TOKENS)
@@ -81,7 +81,7 @@ def test_the_profile_holds_what_the_plan_holds(make_offloader: MakeOffloader) ->
     assert Profile.from_json(profile.to_json()) == profile
 
 
-def test_what_only_one_tensor_waits_for_is_let_go_at_its_use(make_offloader: MakeOffloader) -> None:
+def test_a_storage_with_one_pending_handle_is_evicted_at_its_use(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader()
     for tier in offloader.store.tiers.by_device.values():
         tier.evicts_first = True
@@ -96,7 +96,7 @@ class _Waves(nn.Module):
 
 
 @pytest.mark.parametrize("once", [(), (1,), (0, 1, 2)])
-def test_regions_have_their_times_and_what_they_save(make_offloader: MakeOffloader, once: tuple[int, ...]) -> None:
+def test_regions_have_their_times_and_saved_tensors(make_offloader: MakeOffloader, once: tuple[int, ...]) -> None:
     model = GPT(GPTConfig(layers=3, width=32, seq=32, recompute=True))
     unchecked = GPT(GPTConfig(layers=3, width=32, seq=32))
     plain = _recorded(make_offloader().use(unchecked), unchecked, TOKENS, TOKENS)
@@ -109,7 +109,7 @@ def test_regions_have_their_times_and_what_they_save(make_offloader: MakeOffload
     assert len(held) == 3 - len(once)
     assert {storage.region for storage in profile.storages} - {None} == set(once)
     again = [region for region in profile.regions if region.place not in once]
-    for region, storage in zip(again, held[::-1], strict=True):  # backward comes to the last one first
+    for region, storage in zip(again, held[::-1], strict=True):  # backward reaches the last region first
         assert region.begin_s < region.end_s < profile.forward_s
         assert region.again_s is not None
         assert region.backward_end_s is not None
@@ -131,7 +131,7 @@ def test_regions_have_their_times_and_what_they_save(make_offloader: MakeOffload
 
 
 class _Between(nn.Module):
-    """A checkpointed region that saves little and much, and what it is given by a closure."""
+    """A checkpointed region that saves small and large tensors, and tensors of its closure."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class _Between(nn.Module):
         return y
 
 
-def test_what_a_region_would_keep_if_it_ran_once_is_said_and_its_inputs_are_not_its_own(
+def test_saves_of_a_region_have_their_reason_to_stay_and_omit_its_inputs(
     make_offloader: MakeOffloader,
 ) -> None:
     profile = _recorded(make_offloader(min_bytes=8 << 10), _Between(), batch().requires_grad_())
@@ -163,7 +163,7 @@ def _inner(x: Tensor) -> Tensor:
 
 
 _HELD: list[Tensor] = []
-"""What a program keeps of its forwards, as with ``output_hidden_states``."""
+"""Tensors that a program keeps of its forwards, as with ``output_hidden_states``."""
 
 INPUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "saved by nobody else": lambda x: _region(_region(x * 2)),
@@ -180,7 +180,7 @@ INPUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 CAREFUL = ("smaller than one that it saves", "saved after", "of two regions")
-"""Where nobody knows, or its bytes stay, an input counts as saved all the same."""
+"""On paper these inputs count as saved although they may not be: their other uses are unknown, or their bytes stay."""
 
 
 def _region(x: Tensor, function: Callable[[Tensor], Tensor] = _inner, *more: Tensor) -> Tensor:
@@ -201,10 +201,10 @@ class _OfRegions(nn.Module):
 
 
 @pytest.mark.parametrize("inputs", INPUTS)
-def test_on_paper_a_region_that_runs_once_saves_what_it_does_when_it_is_run_once(
+def test_on_paper_a_region_that_runs_once_saves_the_same_as_in_a_real_step(
     make_offloader: MakeOffloader, inputs: str
 ) -> None:
-    """A plan that is made on paper says by their places what is done with the storages."""
+    """A plan made on paper names storages by their places."""
     _HELD.clear()
     model, x = _OfRegions(INPUTS[inputs]), batch().requires_grad_()
     base = _recorded(make_offloader(), model, x)
@@ -250,7 +250,7 @@ def test_micro_batches_are_tapes_of_one_step(make_offloader: MakeOffloader) -> N
     assert profile.step_s == pytest.approx(profile.forward_s + profile.backward_s + profile.other_s)
 
 
-def test_what_may_never_move_is_said_and_what_stayed_for_once_may(make_offloader: MakeOffloader) -> None:
+def test_tensors_that_may_never_move_have_a_reason_and_tensors_kept_once_do_not(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(min_bytes=8 << 10, pending_bytes=1, engine=GateEngine)  # no write ends meanwhile
     x = torch.randn(64, 64, requires_grad=True)
     marked = keep(x * 3)
@@ -286,7 +286,6 @@ def test_a_step_without_backward_is_of_no_use_and_one_still_running_has_no_profi
 
 @pytest.mark.simulated
 def test_a_step_on_a_device_is_timed_without_its_stalls(device: SimulatedDevice) -> None:
-    """Slow copies change no time but that of the waits for them."""
     model, x = Chain().to(NAME), batch().to(NAME)
 
     def step_s(bytes_per_s: float) -> tuple[float, float]:
@@ -311,7 +310,7 @@ def test_a_step_on_a_device_is_timed_without_its_stalls(device: SimulatedDevice)
 
 
 def test_small_tensors_share_a_moment(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device each moment is an event; no plan moves them."""
+    """On a device each moment is an event; no plan moves small tensors."""
     nbytes, count = 64 * 64 * 4, 100
     monkeypatch.setattr("actoffload.runtime.profiler.STAMP_BYTES", 10 * nbytes)
     offloader = make_offloader(min_bytes=nbytes + 1)
@@ -334,7 +333,7 @@ def test_small_tensors_share_a_moment(make_offloader: MakeOffloader, monkeypatch
 
 
 def test_waits_of_the_host_are_no_compute_time(make_offloader: MakeOffloader) -> None:
-    """Under a budget that one tensor fills, a slow disk is waited for in forward and in backward."""
+    """One tensor fills the budget, so forward and backward wait for a slow disk."""
     engine = partial(SlowEngine, bandwidth_bytes_per_s=1e6)
     offloader = make_offloader(engine=engine, device_budget=40 << 10)
     began_s = time.perf_counter()

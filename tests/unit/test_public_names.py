@@ -65,7 +65,7 @@ def test_each_leaf_is_also_a_builtin(cls: type[BaseException], builtin: type[Bas
     assert issubclass(cls, builtin)
 
 
-def test_errors_keep_what_they_are_made_of() -> None:
+def test_errors_keep_their_arguments() -> None:
     error = errors.ConfigError("target", "tape", "choose one of 'host', 'nvme'")
     assert str(error) == "target='tape': choose one of 'host', 'nvme'"
     assert (error.field, error.value) == ("target", "tape")
@@ -73,7 +73,7 @@ def test_errors_keep_what_they_are_made_of() -> None:
     assert issubclass(errors.ChecksumError, errors.StorageReadError)
 
 
-def test_policies_are_told_by_what_they_do() -> None:
+def test_a_policy_is_any_object_with_decide() -> None:
     class Mine:
         def decide(self, facts: TensorFacts) -> Decision:
             return Decision.KEEP
@@ -97,7 +97,7 @@ def test_torch_is_imported_with_the_first_name() -> None:
 
 
 def test_importing_it_imports_nothing_heavy_beside_torch() -> None:
-    """The compiler alone takes seconds (``torch._dynamo``)."""
+    """The compiler alone (``torch._dynamo``) takes seconds to import."""
     heavy = "torch._dynamo torch._inductor sympy rich typer matplotlib numpy.testing"
     heavy += " transformers accelerate trl peft deepspeed megatron lightning torchtitan diffusers"
     program = (

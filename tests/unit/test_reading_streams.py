@@ -1,4 +1,4 @@
-"""A stream that only reads what autograd saves: no hook sees it, and docs/streams.md says what helps."""
+"""A stream that only reads a saved tensor: no hook sees it, and docs/streams.md has the remedies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ X = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
 def _on_page(x: Tensor, side: torch.Stream) -> Tensor:
-    """What the page's function reads: it marks the tensor."""
+    """The output of the page's function, which marks the tensor."""
     names: dict[str, Any] = {}
     exec(pages.BLOCKS["docs/streams.md, A stream that only reads what is saved"], names)
     read: Tensor = names["read_aside"](x, side)
@@ -41,7 +41,7 @@ def _read(x: Tensor, side: torch.Stream) -> Tensor:
 
 
 def _wrong(device: SimulatedDevice, read: Callable[[Tensor, torch.Stream], Tensor]) -> int:
-    """In how many of some seeds, each with another delay, a stream has read other bytes than it was to."""
+    """The number of seeds, each with another delay, with which a stream has read wrong bytes."""
 
     def step(offloader: Offloader | None) -> list[Tensor]:
         side, main = torch.Stream(torch.device(NAME, 0)), torch.accelerator.current_stream()
@@ -74,10 +74,10 @@ def _wrong(device: SimulatedDevice, read: Callable[[Tensor, torch.Stream], Tenso
 
 
 @pytest.mark.parametrize("read", [_on_page, _recorded])
-def test_what_the_page_says_helps(device: SimulatedDevice, read: Callable[[Tensor, torch.Stream], Tensor]) -> None:
+def test_the_remedies_of_the_page_help(device: SimulatedDevice, read: Callable[[Tensor, torch.Stream], Tensor]) -> None:
     assert _wrong(device, read) == 0
 
 
 def test_without_it_the_gap_is_there(device: SimulatedDevice) -> None:
-    """Where this fails the gap is closed: then docs/streams.md and section 4 of the design are to say so."""
-    assert any(_wrong(device, _read) for _ in range(TRIES)), "it is a race, which a busy machine may hide for a while"
+    """If this fails, the gap is closed: then change docs/streams.md and section 4 of the design."""
+    assert any(_wrong(device, _read) for _ in range(TRIES)), "the race may hide for a while on a busy machine"

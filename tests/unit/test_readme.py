@@ -59,7 +59,7 @@ def test_the_configuration_page_has_every_environment_variable() -> None:
     assert used == set(re.findall(r"`(ACTOFFLOAD_[A-Z_]+)`", CONFIGURATION))
 
 
-def test_the_wear_is_what_estimate_counts() -> None:
+def test_the_wear_is_the_estimates() -> None:
     pytest.importorskip("transformers")
     (command,) = re.findall(r"`actoffload estimate (--model llama3-8b [^`]+)`", README)
     found = answer("estimate", *command.split())["estimate"]

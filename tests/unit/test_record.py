@@ -36,8 +36,8 @@ def test_every_transition_is_legal_or_raises_and_changes_nothing(before: State, 
         assert record.state is before
 
 
-def test_the_table_says_something_of_every_state_and_never_loses_bytes() -> None:
-    """No transition skips a copy: what is on disk is fetched before it is hosted, what is hosted is reloaded."""
+def test_the_table_has_every_state_and_never_loses_bytes() -> None:
+    """No transition skips a copy: a record goes from disk to host memory, and from there to the device."""
     assert set(TRANSITIONS) == set(State)
     for before, afters in TRANSITIONS.items():
         assert before not in afters, "a transition to the same state hides a bug"

@@ -1,4 +1,4 @@
-"""When device memory is released: in the allocator's time, which is the host's, however far that is ahead."""
+"""When device memory is released: in the allocator's time, which is the host's, however far the host runs ahead."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NBYTES, COUNT = 1 << 20, 48
 KERNEL_S = 1e-3
 SAVED = COUNT * NBYTES
 AHEAD, BOUND = 1 / 20, 2.0
-"""What the host needs to launch a kernel, against what the device needs to run it."""
+"""The host's time to launch a kernel, as a multiple of the device's time for it."""
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ class Steps:
 
 @pytest.mark.parametrize(("launch", "budget"), [(AHEAD, None), (AHEAD, SAVED // 2), (BOUND, SAVED // 2)])
 def test_the_allocators_peak_is_the_plans(gpu: SimulatedDevice, launch: float, budget: int | None) -> None:
-    """Within 4 %, beside what a run that keeps all has as well."""
+    """The allocator's peak is within 4 %, apart from the memory beside saved tensors that keeping all takes as well."""
     _model(gpu, launch, link=0.6)
     keep, run = Steps(gpu), Steps(gpu)
     keep.run(nullcontext(), 2)
@@ -134,7 +134,7 @@ def test_the_end_of_backward_releases_memory_whose_copies_have_not_ended(device:
 
 
 def _plan(release_after: int | None) -> Plan:
-    """Move everything; release each storage's memory so many events after its save."""
+    """Move everything; each storage's memory is released a fixed number of events after its save."""
     return Plan(
         tuple(
             PlanEntry(index=index, nbytes=NBYTES, action="offload", release_after=release_after)
@@ -183,8 +183,8 @@ def test_the_default_trains_from_the_first_step_where_memory_is_short(gpu: Simul
     assert same_bits(run.gradient, keep.gradient)
 
 
-def test_the_first_steps_hold_a_part_of_what_they_save(gpu: SimulatedDevice) -> None:
-    """A link that is far too slow, and a host that runs ahead: nothing is known yet, and still memory is lower."""
+def test_the_first_steps_hold_a_part_of_their_saved_tensors(gpu: SimulatedDevice) -> None:
+    """A slow link and a host that runs ahead: the steps before any measurement lower memory, too."""
     _model(gpu, AHEAD, link=0.1)
     run = Steps(gpu)
     for policy in ("auto", "greedy"):
@@ -194,7 +194,7 @@ def test_the_first_steps_hold_a_part_of_what_they_save(gpu: SimulatedDevice) -> 
 
 
 def test_an_old_peak_of_the_allocator_lowers_no_budget(gpu: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large tensor that was freed before training, as when a model is loaded: steps have the memory to themselves."""
+    """A large tensor that is freed before training, as when a model is loaded, takes no memory from the steps."""
     _model(gpu, AHEAD, link=0.1)
     keep, run = Steps(gpu), Steps(gpu)
     keep.run(nullcontext(), 2)

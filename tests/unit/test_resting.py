@@ -1,4 +1,4 @@
-"""Steps without hooks: where nothing moves, and the hooks of what stays would take too much of a step."""
+"""Steps without hooks: no tensor moves, and the hooks of tensors that stay would take too much of a step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests import host_bound
 from tests.harness import Chain, assert_same_gradients, batch, gradients, train_step
 
 SMALL, LARGE = 16, 2048
-"""Rows of inputs: of the ones nothing is large enough to move, of the others nearly all is."""
+"""Rows of inputs: no tensor of the small one is large enough to move, nearly all of the large one's are."""
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_most_steps_of_a_model_of_which_nothing_moves_run_without_hooks(model: n
     found = attachment.offloader.statistics()
     hooked = found.steps - found.unhooked
     assert saved[2:MOST_REST] == saved[1:2] * (MOST_REST - 2)
-    assert saved[-1] == hooked * saved[0] > saved[1], "hooks have looked again"
+    assert saved[-1] == hooked * saved[0] > saved[1], "a later step has hooks again"
     assert hooked <= 6
     assert f": {hooked} forward passes: " in attachment.offloader.report()
     assert f"as nothing moves, {found.unhooked} more forward passes ran without hooks" in attachment.offloader.report()
@@ -73,7 +73,7 @@ def test_a_forward_of_other_inputs_has_its_hooks_before_it_saves_anything(model:
     assert _saved(attachment) > before
     before = _saved(attachment)
     train_step(model, batch(SMALL))
-    assert _saved(attachment) == before, "the small ones rest still"
+    assert _saved(attachment) == before, "small inputs still need no hooks"
 
 
 def test_a_second_call_with_other_inputs_in_one_context_has_its_hooks(model: nn.Module, tmp_path: Path) -> None:
@@ -87,8 +87,8 @@ def test_a_second_call_with_other_inputs_in_one_context_has_its_hooks(model: nn.
     assert context.offloader.statistics().packed_tensors > before
 
 
-def test_what_runs_in_a_context_beside_the_model_has_its_hooks(model: nn.Module, tmp_path: Path) -> None:
-    """Nothing shows beforehand what it saves."""
+def test_a_forward_beside_the_model_in_a_context_has_its_hooks(model: nn.Module, tmp_path: Path) -> None:
+    """The library cannot know beforehand which tensors it saves."""
     attachment = _attach(model, tmp_path)
     for _ in range(8):
         train_step(model, batch(SMALL))
@@ -101,7 +101,7 @@ def test_what_runs_in_a_context_beside_the_model_has_its_hooks(model: nn.Module,
 
 
 def test_a_step_of_several_calls_never_rests(model: nn.Module, tmp_path: Path) -> None:
-    """As in contrastive learning: the second call's hooks would see another forward than the plan's."""
+    """Contrastive learning has such steps: the second call's hooks would see another forward than the plan's."""
     context = _context(model, tmp_path)
     for _ in range(MOST_REST):
         with context:
@@ -150,7 +150,7 @@ def test_a_call_that_may_save_more_has_its_hooks_at_once(
     assert after.packed_tensors - before.packed_tensors > 20
     for _ in range(16 if change is None else 0):
         deep(x, deep=False).sum().backward()
-        assert attachment.offloader.statistics().unhooked == after.unhooked, "as such steps are not all alike"
+        assert attachment.offloader.statistics().unhooked == after.unhooked, "such steps differ from each other"
 
 
 def test_hooks_of_the_program_around_the_context_change_nothing(model: nn.Module, tmp_path: Path) -> None:
@@ -168,9 +168,7 @@ def test_hooks_of_the_program_around_the_context_change_nothing(model: nn.Module
 
 
 @pytest.mark.parametrize("options", [{"device_budget": "1GiB"}, {"trace": "trace.json"}], ids=str)
-def test_steps_that_something_looks_at_have_their_hooks(
-    model: nn.Module, tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_steps_with_an_observer_have_their_hooks(model: nn.Module, tmp_path: Path, options: dict[str, Any]) -> None:
     if "trace" in options:
         options = {"trace": str(tmp_path / options["trace"])}
     attachment = _attach(model, tmp_path, **options)
@@ -182,7 +180,7 @@ def test_steps_that_something_looks_at_have_their_hooks(
 def test_long_steps_of_few_tensors_have_their_hooks(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They cost little there, and measure the links."""
+    """Hooks cost little there, and measure the links."""
     monkeypatch.setattr("actoffload.autotune.resting.HOOKS_S", 1e-12)
     attachment = _attach(model, tmp_path)
     for _ in range(8):
@@ -191,7 +189,7 @@ def test_long_steps_of_few_tensors_have_their_hooks(
 
 
 class _RunsOut(nn.Module):
-    """Runs out of memory when it should."""
+    """Runs out of memory while ``fails`` is set."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -205,13 +203,13 @@ class _RunsOut(nn.Module):
 
 
 @pytest.mark.parametrize("rows", [SMALL, 256], ids=["nothing to plan", "a plan"])
-def test_running_out_of_memory_without_hooks_gives_the_next_step_its_hooks(
+def test_without_memory_in_a_step_without_hooks_the_next_step_has_hooks(
     model: nn.Module, tmp_path: Path, rows: int
 ) -> None:
-    """And a limit, if it is known what a step saves: else the plan would be the same again."""
+    """The plan gets a limit as well, if the bytes of a step are known: else it would be the same again."""
     fragile = _RunsOut(model)
     attachment = _attach(fragile, tmp_path)
-    for _ in range(3 * MOST_REST):  # a plan's steps vary on a loaded machine, and it looks again
+    for _ in range(3 * MOST_REST):  # a plan's steps vary on a loaded machine, and the library measures again
         train_step(fragile, batch(rows))
         if attachment.offloader.statistics().unhooked:
             break
@@ -246,7 +244,7 @@ def test_a_second_call_has_its_hooks_though_hooks_of_the_program_came_before(mod
     assert context.offloader.statistics().packed_tensors > before.packed_tensors
 
 
-def test_hooks_that_come_late_leave_those_of_the_program_in_their_place(model: nn.Module, tmp_path: Path) -> None:
+def test_hooks_that_come_late_leave_the_programs_hooks_in_their_place(model: nn.Module, tmp_path: Path) -> None:
     context = _context(model, tmp_path)
     expected = train_step(model, batch(LARGE))
     for _ in range(8):
@@ -259,10 +257,10 @@ def test_hooks_that_come_late_leave_those_of_the_program_in_their_place(model: n
 
     with context:
         model(batch(SMALL))
-        assert top() is None, "it rests"
+        assert top() is None, "the step has no hooks"
         with saved_tensors_hooks(take, lambda tensor: tensor):
             out = model(batch(LARGE))
-        assert top() is None, "theirs are gone with their context"
+        assert top() is None, "the program's hooks are gone with their context"
     out.sum().backward()
     assert len(taken) > 20
     assert context.offloader.statistics().packed_tensors == before
@@ -330,12 +328,12 @@ def test_an_interrupt_as_a_rest_begins_or_ends_pops_no_hooks_of_the_program(
 
 
 @pytest.mark.simulated
-def test_steps_of_which_the_host_only_just_keeps_up_are_not_longer_though_the_recorded_one_was(
+def test_a_long_recorded_step_does_not_lengthen_steps_in_which_the_host_only_just_keeps_up(
     device: SimulatedDevice,
 ) -> None:
-    """On an H200 a step that was recorded took 4.6 times as long as one that kept all, and no later one was compared.
+    """On an H200 a recorded step took 4.6 times as long as one that kept all, and no later step was compared with it.
 
-    Now the steps under the plan show that keeping takes no longer than they compute; in the end no hooks run at all.
+    The steps under the plan show that keeping takes no longer than they compute; in the end no hooks run at all.
     """
     late = host_bound.LAUNCHES["host-bound"]
     host = host_bound.Host(recording_s=0.3e-3, staying_s=20e-6)
@@ -345,7 +343,7 @@ def test_steps_of_which_the_host_only_just_keeps_up_are_not_longer_though_the_re
     assert found["unhooked"] >= 20
 
 
-def test_waits_are_no_sign_that_the_recorded_step_was_late() -> None:
+def test_waits_do_not_prove_that_the_recorded_step_was_late() -> None:
     """The device may have computed meanwhile."""
     recorded = Profile(storages=(), forward_s=1.0, backward_s=2.0)
     assert pace_of(Observed(step_s=2.0), recorded, 0.01) == 2.0
@@ -354,14 +352,14 @@ def test_waits_are_no_sign_that_the_recorded_step_was_late() -> None:
     assert pace_of(Observed(step_s=3.0, backward_wait_s=1.0), recorded, 0.01) is None
 
 
-def test_what_the_device_idled_in_hooks_is_not_part_of_keeps_step() -> None:
+def test_idle_time_of_the_device_in_hooks_is_no_part_of_keeps_step() -> None:
     recorded = Profile(storages=(), forward_s=1.0, backward_s=2.0)
     assert pace_of(Observed(step_s=3.0, idle_s=1.0), recorded, 0.5) == 2.0
     assert pace_of(Observed(step_s=3.0, idle_s=0.1), recorded, 0.01) == 3.0, "the price of a move alone has changed"
     assert pace_of(Observed(step_s=3.0, idle_s=0.1), recorded, 0.05) is None
 
 
-def test_one_step_in_which_hooks_take_too_much_is_enough_to_look_at_the_plan() -> None:
+def test_one_step_with_too_long_hooks_is_enough_to_review_the_plan() -> None:
     assert StepsUnderPlan().add(Observed(step_s=1.0, idle_s=0.02), 0.01) is not None
     steps = StepsUnderPlan()
     found = [steps.add(Observed(step_s=1.0, idle_s=0.02), float("inf")) for _ in range(REVIEW_STEPS)]
@@ -390,7 +388,7 @@ def test_a_device_that_had_work_left_at_the_last_hook_has_idled_in_hooks_alone()
 
     assert [idled(5.0, lead_s) for lead_s in (0.0, 1.0, 4.0)] == [5.0, 4.0, 2.0]
     assert idled(5.0, 4.0, watched=0) == 5.0, "another step is timed"
-    assert idled(1.5, 4.0) == 1.5, "too little to look at events"
+    assert idled(1.5, 4.0) == 1.5, "too little for a query of events"
 
 
 def test_steps_that_wait_for_longer_than_predicted_are_planned_again_unless_a_budget_lets_them() -> None:

@@ -1,4 +1,4 @@
-"""Points from samples, what they say next to the noise, and the picture of them."""
+"""Points from samples, their verdicts next to the noise, and the picture of them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_no_verdict_is_stronger_than_the_noise_between_keeps_own_steps(ratios: l
     assert (keep.verdict, other.verdict) == ("A/A noise", verdict)
 
 
-def test_in_virtual_time_what_is_as_fast_as_keep_is_no_noise_and_a_hundredth_is_no_difference() -> None:
+def test_in_virtual_time_keeps_own_speed_is_no_noise_and_a_hundredth_no_difference() -> None:
     found = points_of([sample("keep", ratios=[1.0]), *(sample("offload", ratios=[r]) for r in (1.0, 1.009))])
     assert [p.verdict for p in found] == ["A/A noise", "as keep"]
     assert points_of([sample("keep", ratios=[1.0]), sample("offload", ratios=[1.02])])[1].verdict == "slower"
@@ -97,7 +97,7 @@ def test_the_picture_is_as_wide_as_a_column_and_has_its_colours(dark: bool, tmp_
     assert (BRIGHT if dark else DEEP)["hybrid"] in text
 
 
-def test_the_picture_explains_what_it_draws_and_nothing_else(tmp_path: Path) -> None:
+def test_the_picture_has_a_legend_for_exactly_its_series(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "rok.svg"
     draw_rok(points_of(all_points()), [file], "title")

@@ -19,13 +19,12 @@ CASE = Case(model="gpt-small", hidden=2048, layers=4, batch=8, seq=512, vocab=10
 
 
 def predicted(case: Case = CASE, gpu: str = "a100-pcie", *levels: str) -> dict[str, Any]:
-    """The samples by series and level."""
     variants = replace(PRESETS["cpu"], levels=levels).variants
     found = predict({"case": asdict(case), "variants": [asdict(v) for v in variants], "gpu": gpu})["samples"]
     return {s["series"] + s["level"]: s for s in found}
 
 
-def test_keep_saves_what_is_counted_and_takes_as_long_as_is_estimated() -> None:
+def test_keep_has_the_counted_bytes_and_the_estimated_time() -> None:
     keep = predicted()["keep"]
     counted = models.count(models.build(CASE, torch.device("meta")), CASE.batch)
     saved = sum(counted.blocks.values()) + counted.small + counted.ends
@@ -52,7 +51,7 @@ def test_offloading_hides_where_links_are_fast_enough_and_the_hybrid_keeps_its_b
     assert [name for name, sample in found.items() if "error" in sample] == ["hybrid0.01"]
 
 
-def test_what_cannot_be_predicted_is_a_result(tmp_path: Path) -> None:
+def test_a_sample_without_a_prediction_has_its_error(tmp_path: Path) -> None:
     own = tmp_path / "mine.py"
     own.write_text("import torch\ndef build():\n    return torch.nn.Flatten(0), lambda size: torch.ones(size)\n")
     variants = [asdict(v) for v in replace(PRESETS["cpu"], levels=("recompute",)).variants]
@@ -69,7 +68,7 @@ def test_what_cannot_be_predicted_is_a_result(tmp_path: Path) -> None:
     assert "the peak for recompute is not known" in hybrid["error"]
 
 
-def test_one_command_predicts_and_writes_both_pictures_which_say_so(tmp_path: Path) -> None:
+def test_one_command_predicts_and_writes_both_pictures_marked_as_predicted(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "r.json"
     options = ["rok", "--preset", "tiny", "--gpu", "h100-sxm", "--out", str(file)]

@@ -1,4 +1,4 @@
-"""Saved bytes counted on meta tensors: against what an offloader sees in a real step of the same model on the CPU."""
+"""Saved bytes counted on meta tensors, against an offloader's count of a real step of the same model on the CPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": _SIZES,
     "qwen3_moe": _SIZES | _EXPERTS | {"num_experts": 8},
     "gpt_oss": _SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2},
-    # Values as wide as keys: the CPU has no fused kernel for others.
+    # Values as wide as keys: only for these has the CPU a fused kernel.
     "deepseek_v3": {name: size for name, size in _SIZES.items() if name != "head_dim"}
     | _EXPERTS
     | _DEEPSEEK_HEADS
@@ -46,7 +46,7 @@ def count_family(model_type: str, dtype: torch.dtype = torch.bfloat16) -> SavedB
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_meta_tensors_count_what_a_real_step_saves(model_type: str, tmp_path: Path) -> None:
+def test_meta_tensors_count_the_saved_bytes_of_a_real_step(model_type: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     torch.manual_seed(0)
     # Experts run in bfloat16 alone. In it, the CPU's layer norm keeps its statistics in bfloat16, too, unlike a GPU's.
@@ -65,7 +65,7 @@ def test_meta_tensors_count_what_a_real_step_saves(model_type: str, tmp_path: Pa
     assert len(counted.blocks) == (4 if model_type == "t5" else 2)
 
 
-def test_bfloat16_halves_what_is_kept() -> None:
+def test_bfloat16_halves_the_saved_bytes() -> None:
     pytest.importorskip("transformers")
     half, whole = count_family("llama"), count_family("llama", torch.float32)
     assert 0.5 < sum(half.blocks.values()) / sum(whole.blocks.values()) < 0.65, "norms and statistics stay float32"
@@ -118,7 +118,7 @@ def test_attention_of_pytorchs_own_layers_is_a_fused_kernel() -> None:
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_the_built_in_gpt_saves_what_korthikanti_counts(tensor: int) -> None:
+def test_the_built_in_gpt_saves_the_bytes_that_korthikanti_counts(tensor: int) -> None:
     """A layer: s·b·h·(10 + 24/t) bytes in 16 bits; the ends: last norm and head, and the logits (arXiv 2205.05198)."""
     sizes = GPTConfig(layers=3, width=256, seq=128, dropout=0.1, tensor=tensor)
     saved = count(build_gpt(sizes, dtype=torch.bfloat16, device=META), 4, min_bytes=1)
@@ -149,7 +149,7 @@ def test_small_tensors_are_apart() -> None:
     assert not model[0]._forward_hooks
 
 
-# -- what a user names ------------------------------------------------------------------------------------------------
+# -- models that a user names ------------------------------------------------------------------------------------------
 
 
 def test_configurations_are_files_or_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

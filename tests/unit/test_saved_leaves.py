@@ -1,4 +1,4 @@
-"""What a custom Function reads of what it saved: a leaf is that very leaf, and attributes are there."""
+"""A custom Function reads the very leaf that it saved, and the attributes of other saved tensors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _numbers(seed: int) -> Tensor:
 
 
 def _saving(seen: Callable[[tuple[Tensor, ...]], Any]) -> Any:
-    """A function that saves its two inputs; ``seen`` makes both gradients of what backward reads."""
+    """A function that saves its two inputs; ``seen`` makes both gradients from the tensors that backward reads."""
 
     class Saves(torch.autograd.Function):
         @staticmethod
@@ -65,7 +65,7 @@ LEAVES: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.parametrize("kind", LEAVES)
 @pytest.mark.parametrize("options", SPACES)
 def test_a_leaf_is_itself(make_offloader: MakeOffloader, kind: str, options: str) -> None:
-    """So what others hang on it is there, and what backward hangs on it others see (`main_grad`, FP8 scales)."""
+    """Attributes set on the leaf are there in backward, and backward's are on the leaf (`main_grad`, FP8 scales)."""
     leaf = LEAVES[kind]()
     leaf.main_grad = torch.zeros(WIDTH, WIDTH)  # type: ignore[attr-defined]
     x = _numbers(2).requires_grad_()
@@ -108,7 +108,7 @@ def test_a_leaf_is_checked_and_may_be_swapped(make_offloader: MakeOffloader) -> 
 
 
 def test_a_graph_that_dies_lets_go_of_its_leaves(make_offloader: MakeOffloader) -> None:
-    """Also after backward has read them, with no help of the garbage collector."""
+    """Reference counts alone free the leaves, also after backward has read them."""
 
     def seen(saved: tuple[Tensor, ...]) -> Any:
         return torch.ones(WIDTH, WIDTH), torch.ones(WIDTH, WIDTH)
@@ -130,8 +130,8 @@ def test_a_graph_that_dies_lets_go_of_its_leaves(make_offloader: MakeOffloader) 
     assert_empty(offloader)
 
 
-def test_what_other_hooks_return_is_not_replaced(make_offloader: MakeOffloader) -> None:
-    """Hooks of the program's own, inside of ours, say what backward reads."""
+def test_a_tensor_from_other_hooks_is_not_replaced(make_offloader: MakeOffloader) -> None:
+    """The program's own hooks, inside ours, decide which tensors backward reads."""
     weight = nn.Parameter(_numbers(1))
 
     def seen(saved: tuple[Tensor, ...]) -> Any:
@@ -153,10 +153,10 @@ RETURNS: dict[str, Callable[[tuple[Tensor, ...]], Any]] = {
 
 @pytest.mark.parametrize("returned", RETURNS)
 @pytest.mark.parametrize("options", SPACES)
-def test_a_gradient_does_not_share_memory_with_what_was_saved(
+def test_a_gradient_does_not_share_memory_with_a_saved_tensor(
     make_offloader: MakeOffloader, returned: str, options: str
 ) -> None:
-    """Else the second backward of a retained graph adds to what was saved, and an optimizer changes it."""
+    """If they shared memory, a second backward would add to the saved tensor, and an optimizer would change it."""
 
     def run(context: Any) -> list[Tensor]:
         weight, x = _numbers(1).requires_grad_(), _numbers(2).requires_grad_()
@@ -208,7 +208,7 @@ def test_numbers_and_texts_among_a_tensors_attributes_come_back(
 
 
 @pytest.mark.parametrize("options", SPACES)
-def test_other_attributes_are_said_to_be_lost_once(make_offloader: MakeOffloader, options: str) -> None:
+def test_lost_attributes_cause_one_warning(make_offloader: MakeOffloader, options: str) -> None:
     read: list[dict[str, Any]] = []
 
     def seen(saved: tuple[Tensor, ...]) -> Any:
@@ -260,7 +260,7 @@ def test_a_functions_own_output_has_none_as_without_hooks(make_offloader: MakeOf
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_a_nested_tensor_that_was_changed_in_place_is_autograds_error(make_offloader: MakeOffloader) -> None:
-    """One of the strided layout has no shape."""
+    """A nested tensor of the strided layout has no shape to show."""
     parts = [torch.randn(2), torch.randn(3)]
     with make_offloader(**SPACES["moves"]):
         b = torch.nested.nested_tensor(parts, requires_grad=True).clone()

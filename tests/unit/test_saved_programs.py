@@ -1,6 +1,6 @@
-"""Programs of saves, changes, unpacks and deaths: what comes back is what was saved, or autograd's error.
+"""Programs of saves, changes, unpacks and deaths: unpack returns the saved bits, or raises autograd's error.
 
-Each once gave wrong gradients, lost memory, or ended the process, in some version of the hooks.
+Each example once gave wrong gradients, lost memory, or ended the process, in some version of the hooks.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ class _Saved:
 
 
 _MODEL = torch.nn.Identity()
-"""Known, or else all live modules are looked through for each program."""
+"""Known to the offloader; else each program searches all live modules."""
 
 
 def follow(options: dict[str, Any], elements: list[int], program: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """Run a program; each unpack gives the bits that were saved, or an error where they were changed in place."""
+    """Run a program; each unpack returns the saved bits, or raises an error after an in-place change."""
     offloader = Offloader(OffloadConfig(target="nvme", path="/tmp", devices="cpu", **options)).use(_MODEL)
     tensors = [_Tensor(activation(number, size)) for number, size in enumerate(elements)]
     saved: list[_Saved] = []
@@ -114,7 +114,7 @@ def follow(options: dict[str, Any], elements: list[int], program: list[tuple[Any
     assert_empty(offloader)
     found = offloader.statistics()
     offloader.close()
-    # What is alive counts as kept only if its write has ended.
+    # A storage that is alive counts as kept only if its write has ended.
     kept = {reason: nbytes for reason, nbytes in found.kept_bytes.items() if reason != "held elsewhere"}
     return found.packed_tensors, found.packed_bytes, found.deduplicated_bytes, kept
 
@@ -136,7 +136,7 @@ def saves(*more: tuple[Any, ...]) -> list[tuple[Any, ...]]:
 @example(1, "all", [ELEMENTS] * 3, saves(("change", 0), ("save", 0, "other counter"), ("unpack", 2), ("unpack", 1)))
 @example(1, "all", [ELEMENTS] * 3, saves(("unpack", 1), ("unpack", 1), ("unpack", 0), ("unpack", 1), ("drop", 0)))
 @example(1, "all", [ELEMENTS] * 3, saves(("renew", 0), ("save", 0, "whole"), ("unpack", 2), ("unpack", 1)))
-def test_what_was_saved_comes_back(least: int, policy: Any, elements: list[int], program: list[Any]) -> None:
+def test_saved_bits_come_back(least: int, policy: Any, elements: list[int], program: list[Any]) -> None:
     options = {"min_bytes": least, "policy": policy, "engine": "memory"}
     found = follow(options, elements, program)
     with in_python():
@@ -156,7 +156,7 @@ def test_a_view_of_less_does_not_stand_for_the_whole(options: dict[str, Any], ma
     offloader.synchronize()
     for one, view in zip(saved, views, strict=True):
         assert same_bits(one.unpack(), view)
-    assert offloader.statistics().live_records == 3, "the piece lies in the first one"
+    assert offloader.statistics().live_records == 3, "the piece lies in the first storage"
     assert offloader.statistics().deduplicated_bytes == 512
     saved.clear()
     del one
@@ -176,12 +176,12 @@ def test_memory_that_was_freed_and_filled_again_is_another_storage(
         address, held = storage.data_ptr(), []
         while storage.data_ptr() == address:
             storage.resize_(0)
-            held.append(torch.empty(ELEMENTS))  # takes the place, where it is given away at once
+            held.append(torch.empty(ELEMENTS))  # takes the address if it is free at once
             storage.resize_(BYTES)
         storage.copy_(torch.full((ELEMENTS,), 7.0).untyped_storage())
         after = SavedTensor(tensor)
     assert offloader.statistics().deduplicated_bytes == 0
-    for saved in (before, after):  # its owner has it: both are what it is now, as without offloading
+    for saved in (before, after):  # its owner holds it: both are its present contents, as without offloading
         assert same_bits(saved.unpack(), torch.full((ELEMENTS,), 7.0))
     del saved, before, after
     assert_empty(offloader)
@@ -202,7 +202,7 @@ def test_memory_that_its_owner_has_made_smaller_is_not_read_past_its_end(make_of
 
 @POLICIES
 def test_another_thread_s_tensor_shares_no_record(options: dict[str, Any], make_offloader: MakeOffloader) -> None:
-    """What tells two counters apart is set for a moment, which another thread must not see."""
+    """The comparison of two counters sets a version for a moment, which another thread must not see."""
     offloader = make_offloader(**options)
     tensor = activation(1)
     theirs: list[SavedTensor] = []
@@ -226,11 +226,11 @@ def test_a_view_that_may_be_inside_of_a_dtensor_shares_no_record(
     begun: bool, make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An in-place change of the DTensor counts on the DTensor alone."""
-    offloader = make_offloader(**ALL, announce="none")  # else it asks for this process's rank
+    offloader = make_offloader(**ALL, announce="none")  # else it queries this process's rank
     monkeypatch.setitem(sys.modules, "torch.distributed.tensor", sys.modules.get("torch.distributed.tensor", sys))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: begun)
     with torch.no_grad():
-        local = torch.ones(ELEMENTS).view(2, -1)  # as `to_local` gives it: a view without a history
+        local = torch.ones(ELEMENTS).view(2, -1)  # a view without a history, as `to_local` returns it
     with offloader:
         first = torch.ones(2, ELEMENTS // 2, requires_grad=True)
         out = (first * local) * local  # saves it twice
@@ -244,10 +244,10 @@ def test_a_view_that_may_be_inside_of_a_dtensor_shares_no_record(
 
 def test_a_lazy_clone_has_its_memory_from_when_it_is_saved(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(**ALL)
-    clone = torch._lazy_clone(torch.ones(1 << 15))  # large enough to wait for others
+    clone = torch._lazy_clone(torch.ones(1 << 15))  # large enough to wait in a batch
     with offloader:
         saved = [SavedTensor(activation(0)), SavedTensor(clone)]
-        clone.untyped_storage().data_ptr()  # as an operation that may write asks
+        clone.untyped_storage().data_ptr()  # as an operation does that may write
         saved.append(SavedTensor(activation(1)))
     offloader.synchronize()
     assert offloader.statistics().kept_bytes == {}
@@ -257,7 +257,7 @@ def test_a_lazy_clone_has_its_memory_from_when_it_is_saved(make_offloader: MakeO
 
 
 @POLICIES
-def test_who_empties_what_was_handed_out_takes_nothing_from_others(
+def test_an_emptied_tensor_leaves_other_saved_tensors_whole(
     options: dict[str, Any], make_offloader: MakeOffloader
 ) -> None:
     offloader = make_offloader(**options)
@@ -276,7 +276,7 @@ def test_who_empties_what_was_handed_out_takes_nothing_from_others(
     assert_empty(offloader)
 
 
-# -- what runs in between ---------------------------------------------------------------------------------------------
+# -- changes in between -----------------------------------------------------------------------------------------------
 
 
 @POLICIES
@@ -310,7 +310,7 @@ def test_a_mode_saves_and_drops_while_a_tensor_is_saved(options: dict[str, Any],
 
 @POLICIES
 @pytest.mark.parametrize("more", range(0, 60, 5))
-def test_the_collector_lets_go_of_the_record_that_is_looked_at(
+def test_the_collector_frees_the_record_that_a_save_has_found(
     more: int, options: dict[str, Any], make_offloader: MakeOffloader
 ) -> None:
     offloader = make_offloader(**options)
@@ -363,10 +363,10 @@ def test_a_mode_that_makes_another_kind_of_tensor_ends_nothing() -> None:
     assert done.returncode == 0, done.stderr
 
 
-# -- who holds what ---------------------------------------------------------------------------------------------------
+# -- references to memory ---------------------------------------------------------------------------------------------
 
 
-def test_what_has_left_is_not_held(make_offloader: MakeOffloader) -> None:
+def test_memory_that_has_moved_is_not_held(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(**ALL)
     tensors = [activation(number, 64 * KIB) for number in range(3)]
     memory = [StorageRef(tensor.untyped_storage()) for tensor in tensors]
@@ -381,7 +381,7 @@ def test_what_has_left_is_not_held(make_offloader: MakeOffloader) -> None:
 
 @POLICIES
 @pytest.mark.parametrize("least", [1, 1 << 20], ids=["records", "small"])
-def test_what_outlives_the_offloader_can_be_read_and_is_counted_out(
+def test_a_saved_tensor_that_outlives_the_offloader_can_be_read_and_counted_out(
     least: int, options: dict[str, Any], make_offloader: MakeOffloader
 ) -> None:
     offloader = make_offloader(**options | {"min_bytes": least})

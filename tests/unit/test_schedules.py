@@ -1,4 +1,4 @@
-"""`layer_major` in one process: gradients, the order of calls, what is passed on, errors, memory and virtual time."""
+"""`layer_major` in one process: gradients, the order of calls, arguments, errors, memory and virtual time."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ OPTIONS: dict[str, Any] = {"plain": None, "offloaded": {"boundaries": "all"}, "b
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo looks
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("form", ["eager", "checkpointed", "compiled", "lora", "in place"])
-def test_gradients_are_those_of_a_loop(form: str, options: str, tmp_path: Path) -> None:
+def test_gradients_equal_a_loops(form: str, options: str, tmp_path: Path) -> None:
     loop, model = Model(form), Model(form)
     loop.loop(batches())
     expected = gradients(loop)
@@ -140,7 +140,7 @@ def test_a_tied_weight_adds_up_the_heads_gradients_first() -> None:
     torch.testing.assert_close(found, gradients(loop)["embed.weight"])
 
 
-# -- what runs, and what it gets --------------------------------------------------------------------------------------
+# -- calls and their arguments -----------------------------------------------------------------------------------------
 
 
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +178,7 @@ def test_every_block_runs_all_micro_batches_before_the_next_one() -> None:
     assert [number for _, number in calls] == [0, 1, 2] * 2, "so gradients add up as in a loop"
 
 
-def test_the_other_elements_go_to_every_block_and_to_after() -> None:
+def test_elements_beside_the_first_go_to_every_block_and_to_after() -> None:
     x, factor, label = torch.ones(2, WIDTH), torch.full((1,), 2.0), torch.tensor(3.0)
     blocks = nn.ModuleList([Block()])
     got: list[Any] = []
@@ -196,7 +196,7 @@ def test_the_other_elements_go_to_every_block_and_to_after() -> None:
 
     (loss,) = schedules.layer_major(blocks, [(x, label)], before=before, after=after)
     assert torch.equal(loss, blocks[0](x + label, factor).mean())
-    assert got == [(factor,), (label,)], "the elements of the micro-batch, not those of `before`"
+    assert got == [(factor,), (label,)], "the elements of the micro-batch, not of `before`"
 
 
 def test_blocks_may_return_a_tuple_of_one() -> None:
@@ -330,7 +330,7 @@ class _Boundaries:
         device: the simulated device.
         patch: of the test.
         layers: how many.
-        share: what a gather and a reduction take, as a share of what a layer computes for one micro-batch.
+        share: the time of a gather and a reduction, as a share of a layer's compute for one micro-batch.
     """
 
     def __init__(self, device: SimulatedDevice, patch: pytest.MonkeyPatch, layers: int = 4, share: float = 0.0) -> None:
@@ -377,7 +377,7 @@ class _Boundaries:
         return self._take(lambda: self.loop(inputs))
 
     def layer_major(self, count: int) -> dict[str, float]:
-        """A layer-major step: seconds, what of them it waited, and the peaks in boundaries."""
+        """A layer-major step: its seconds, the seconds that it waited, and its peaks in boundaries."""
         inputs = self.inputs(count)
         boundary = inputs[0].nbytes
         found: dict[str, float] = {}
@@ -444,7 +444,7 @@ def test_a_proposal_has_as_many_samples_as_there_is_room_for(
     assert (found.size, found.count, found.device_bytes, found.movable_bytes) == expected
 
 
-def test_a_proposal_that_cannot_be_made_says_why(tmp_path: Path) -> None:
+def test_an_impossible_proposal_has_its_reason(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="one sample takes"):
         propose_microbatches(_taken(), Limits(tiers=("host",)), 1800, 4)
     offloader = Offloader(OffloadConfig(target="nvme", path=tmp_path))
@@ -456,7 +456,7 @@ def test_a_proposal_that_cannot_be_made_says_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.simulated
-def test_a_proposal_takes_the_memory_that_it_says(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proposal_takes_its_predicted_memory(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()  # tensors that earlier tests have left would die between the two measurements
     device.synchronize()
     steps = _Boundaries(device, monkeypatch)

@@ -1,4 +1,4 @@
-"""Selective checkpointing through our contexts: the bits and errors of PyTorch's own, and what it caches is moved."""
+"""Selective checkpointing through our contexts: the bits and errors of PyTorch's own, and cached tensors move."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tests.harness import (
     train_step,
 )
 
-# PyTorch's own contexts are compared with; from 2.14 on they say that hooks do not see what they cache.
+# The reference is PyTorch's own contexts; from 2.14 on they warn that hooks do not see their cached tensors.
 pytestmark = pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")
 ATEN = torch.ops.aten
 MATMULS = [ATEN.mm.default, ATEN.addmm.default, ATEN.bmm.default]
@@ -54,18 +54,18 @@ Function = Callable[..., Any]
 
 
 def save_all(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Everything but what is changed in place afterwards (and what changes it): PyTorch refuses that."""
+    """Everything except tensors that are changed in place later (and the change itself), which PyTorch refuses."""
     spared = op is ATEN.empty_like.default or (hasattr(op, "_schema") and op._schema.is_mutable)
     return CheckpointPolicy.PREFER_RECOMPUTE if spared else CheckpointPolicy.PREFER_SAVE
 
 
 def save_some(*ops: Any) -> Any:
-    """A policy function for these operations, that answers with bools."""
+    """A policy function for these operations that returns bools."""
     return lambda context, op, *args, **kwargs: op in ops
 
 
 def region(function: Function, *args: Any, policy: Any = MATMULS, make: Any = None, **options: Any) -> Tensor:
-    """Run a function under a selective checkpoint: with our contexts, or with those that ``make`` makes."""
+    """Run a function under a selective checkpoint: with our contexts, or with the contexts that ``make`` makes."""
     contexts = partial(make or create_selective_checkpoint_contexts, policy, **options)
     out: Tensor = checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
     return out
@@ -93,12 +93,12 @@ class Blocks(nn.Module):
 
 
 def matrix(rows: int = 64, columns: int = 64, seed: int = 0) -> Tensor:
-    """A leaf that wants a gradient."""
+    """A leaf that requires a gradient."""
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
 def gradients_of(function: Function, *leaves: Tensor, context: Any = None) -> list[Tensor]:
-    """The gradients of the sum of what a function returns."""
+    """The gradients of the sum of a function's output."""
     with context if context is not None else contextlib.nullcontext():
         out = function(*leaves).sum()
     return list(torch.autograd.grad(out, leaves))
@@ -110,11 +110,10 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.fixture
 def offloader(make_offloader: MakeOffloader) -> Offloader:
-    """Moves everything."""
     return make_offloader(policy="all")
 
 
-# -- what moves, and that the bits are the same ------------------------------------------------------------------------
+# -- tensors that move, with the same bits -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
@@ -124,7 +123,7 @@ def offloader(make_offloader: MakeOffloader) -> Offloader:
     [MATMULS, save_all, save_some(ATEN.tanh.default, ATEN.t.default, ATEN.view.default), save_some()],
     ids=["matmuls", "all", "views", "none"],
 )
-def test_gradients_are_those_of_pytorchs_own(policy: Any, shape: Any, inside: bool, offloader: Offloader) -> None:
+def test_gradients_equal_pytorchs_own(policy: Any, shape: Any, inside: bool, offloader: Offloader) -> None:
     model, x = Blocks(policy), batch().reshape(shape)
     model.make = plain_contexts
     expected = train_step(model, x)
@@ -143,9 +142,9 @@ def _one_operation_three_times(x: Tensor) -> Tensor:
 
 
 def _results_that_are_no_tensors(x: Tensor) -> Tensor:
-    scale = x.detach().max().item()  # a number is what this operation returns
+    scale = x.detach().max().item()  # this operation returns a number
     values, indices = torch.topk(x @ x, 8)
-    torch._assert_async(values.max() > 0)  # and this one returns nothing
+    torch._assert_async(values.max() > 0)  # this one returns nothing
     return (values * scale + indices).sin()
 
 
@@ -156,14 +155,14 @@ def _complex_and_empty(x: Tensor) -> Tensor:
 
 
 def _a_view_whose_base_changes(x: Tensor) -> Tensor:
-    """A cached view would not see that what it is a view of has changed."""
+    """A cached view would not see a change of its base."""
     buffer = torch.zeros(64, 64)
     buffer[:32].copy_(x[:32])
     return (buffer * x).sin()
 
 
 def _an_end_that_is_not_recomputed(x: Tensor) -> Tensor:
-    """The recomputation stops when it has all that was saved; the last product is not needed."""
+    """The recomputation stops when it has all saved tensors; it does not need the last product."""
     return x.sin() @ x
 
 
@@ -177,7 +176,7 @@ def _an_end_that_is_not_recomputed(x: Tensor) -> Tensor:
         (_an_end_that_is_not_recomputed, MATMULS),
     ],
 )
-def test_programs_have_the_gradients_that_they_have_without(function: Any, policy: Any, offloader: Offloader) -> None:
+def test_programs_have_the_same_gradients_as_without(function: Any, policy: Any, offloader: Offloader) -> None:
     x = matrix()
     with no_garbage_collection():
         expected = gradients_of(function, x)
@@ -186,9 +185,7 @@ def test_programs_have_the_gradients_that_they_have_without(function: Any, polic
 
 
 @pytest.mark.parametrize("make", [create_selective_checkpoint_contexts, plain_contexts], ids=["ours", "pytorch"])
-def test_what_is_cached_moves_and_stays_with_contexts_that_pytorch_keeps(
-    make: Any, make_offloader: MakeOffloader
-) -> None:
+def test_cached_tensors_move_unless_pytorch_keeps_its_contexts(make: Any, make_offloader: MakeOffloader) -> None:
     model, x = Blocks(), batch()
     model.make = plain_contexts
     expected = train_step(model, x)
@@ -206,10 +203,10 @@ def test_what_is_cached_moves_and_stays_with_contexts_that_pytorch_keeps(
 
 
 class _OfTheProgram(plain._CachedTorchDispatchMode):
-    """A second context that relies on what PyTorch's first one stores."""
+    """A second context that relies on the data that PyTorch's first one stores."""
 
 
-def test_contexts_that_ours_cannot_stand_for_stay_in_a_program(offloader: Offloader) -> None:
+def test_contexts_that_ours_cannot_replace_stay(offloader: Offloader) -> None:
     x = matrix()
 
     def function(x: Tensor) -> Tensor:
@@ -232,7 +229,7 @@ def test_contexts_that_ours_cannot_stand_for_stay_in_a_program(offloader: Offloa
 @pytest.mark.simulated
 @pytest.mark.parametrize("pending_bytes", ["1GiB", "2MiB"], ids=["copies under way", "brought back"])
 def test_a_recorded_step_counts_cached_tensors_once(device: SimulatedDevice, pending_bytes: str) -> None:
-    """The second run takes them over, unless their copies are under way, which hold the memory and count it."""
+    """The recomputation takes them over, unless copies under way hold and count the memory."""
 
     def function(x: Tensor) -> Tensor:
         return x.sin().cos().tanh().sin().cos()
@@ -247,7 +244,7 @@ def test_a_recorded_step_counts_cached_tensors_once(device: SimulatedDevice, pen
     x = matrix(2048, 256).detach().to(NAME).requires_grad_()
     with simulated(policy="auto", min_bytes=1, announce="none", pending_bytes=pending_bytes) as offloader:
         base, before = None, 0
-        while base is None:  # the look at a recorded step is a part of the next one, which may run regions once
+        while base is None:  # the next step evaluates a recorded one, and may run regions once
             before = offloader.statistics().baseline_peak_bytes
             step(offloader)
             base = next((shape.base for shape in autopilot_of(offloader)._shapes if shape.base is not None), None)
@@ -258,7 +255,7 @@ def test_a_recorded_step_counts_cached_tensors_once(device: SimulatedDevice, pen
 @pytest.mark.simulated
 @pytest.mark.parametrize("share", [0.7, 1.0])
 def test_a_programs_own_selective_checkpoints_keep_the_memory(device: SimulatedDevice, share: float) -> None:
-    """A number below what the program takes; or no number, and then, with a plan, no more than it takes."""
+    """A number below the program's own need; or no number: with a plan, no more than the program's own need."""
     model, x = Blocks(save_all, width=256, depth=8, dropout=0.0).to(NAME), batch(rows=2048, width=256).to(NAME)
     model.make = plain_contexts
     for _ in range(2):
@@ -276,8 +273,8 @@ def test_a_programs_own_selective_checkpoints_keep_the_memory(device: SimulatedD
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (4, 16, 64)], ids=["2d", "3d"])
-def test_the_memory_of_what_is_cached_is_given_up(shape: Any, make_offloader: MakeOffloader) -> None:
-    """While the forward goes on, nothing of ours holds what was cached and moved, nor a view of it."""
+def test_the_memory_of_cached_tensors_is_released(shape: Any, make_offloader: MakeOffloader) -> None:
+    """During the forward the library holds no cached tensor that has moved, nor a view of it."""
     offloader = make_offloader(policy="all", engine="memory")
     alive: list[bool] = []
 
@@ -383,7 +380,7 @@ def test_a_change_inside_of_the_region_raises_in_backward(function: Any, policy:
 
 
 def test_changes_may_be_allowed(offloader: Offloader) -> None:
-    """Then PyTorch's own contexts are used: they hand out the changed bytes."""
+    """The region then uses PyTorch's own contexts, which return the changed bytes."""
     x = matrix()
     function = partial(region, lambda x: (x @ x).relu_().sin().cos(), policy=MATMULS, allow_cache_entry_mutation=True)
     assert_same(gradients_of(function, x, context=offloader), gradients_of(function, x))
@@ -391,7 +388,7 @@ def test_changes_may_be_allowed(offloader: Offloader) -> None:
 
 @ON_EACH_DEVICE
 def test_a_change_that_the_cached_tensors_counter_does_not_see(make_offloader: MakeOffloader, where: str) -> None:
-    """A product of three dimensions ends in an alias with a counter of its own: PyTorch's own goes wrong here."""
+    """A product of three dimensions ends in an alias with its own counter; PyTorch's contexts go wrong here."""
     x = matrix(1024).detach().reshape(16, 64, 64).to(where).requires_grad_()
     w = matrix(seed=1).detach().to(where).requires_grad_()
 
@@ -402,8 +399,8 @@ def test_a_change_that_the_cached_tensors_counter_does_not_see(make_offloader: M
 
     expected = gradients_of(function, x, w)
     plain = gradients_of(partial(region, function, make=plain_contexts), x, w)
-    assert not same_bits(plain[0], expected[0]), "PyTorch has mended it: the special case may go"
-    offloader = make_offloader(policy="all", engine=GateEngine)  # it would read the product after it was changed
+    assert not same_bits(plain[0], expected[0]), "PyTorch has fixed it: remove the special case"
+    offloader = make_offloader(policy="all", engine=GateEngine)  # it would read the product after the change
     for _ in range(2):
         with offloader:
             loss = region(function, x, w).sum()
@@ -415,7 +412,7 @@ def test_a_change_that_the_cached_tensors_counter_does_not_see(make_offloader: M
     assert offloader.statistics().live_records == 0
 
 
-# -- what PyTorch allows and refuses -----------------------------------------------------------------------------------
+# -- calls that PyTorch allows and refuses -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["MUST_SAVE", "PREFER_SAVE", "MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD", "a bool"])
@@ -502,7 +499,7 @@ def test_an_operation_that_only_backward_runs_raises(offloader: Offloader) -> No
 @pytest.mark.parametrize("outer", [create_selective_checkpoint_contexts, plain_contexts], ids=["ours", "pytorch"])
 @pytest.mark.parametrize("inner", [create_selective_checkpoint_contexts, plain_contexts], ids=["ours", "pytorch"])
 def test_regions_of_ours_and_of_pytorch_nest(outer: Any, inner: Any, offloader: Offloader) -> None:
-    """Also that an outer region sees nothing of what we do: PyTorch's counts every operation."""
+    """An outer region of PyTorch, which counts every operation, sees none of ours."""
     x, w = matrix(), matrix(seed=1)
 
     def inside(x: Tensor, w: Tensor) -> Tensor:
@@ -525,7 +522,7 @@ def test_regions_of_ours_and_of_pytorch_nest(outer: Any, inner: Any, offloader: 
 
 
 def test_a_region_inside_of_a_plain_checkpoint_finds_the_offloader(offloader: Offloader) -> None:
-    """The hooks on top are the outer checkpoint's: the offloader is found below them."""
+    """The hooks on top are the outer checkpoint's: the region finds the offloader below them."""
     x, w = matrix(), matrix(seed=1)
 
     def outside(x: Tensor, w: Tensor) -> Tensor:
@@ -574,14 +571,14 @@ def test_a_failed_read_fails_the_step(make_offloader: MakeOffloader) -> None:
 
 
 def contexts_are_ours(**options: Any) -> bool:
-    """Whose contexts one gets here and now."""
+    """Whether the contexts made here and now are ours."""
     contexts = create_selective_checkpoint_contexts(MATMULS, **options)
     whose = {type(context).__module__.partition(".")[0] for context in contexts}
     assert len(whose) == 1
     return whose == {"actoffload"}
 
 
-def test_our_contexts_are_given_only_inside_of_an_offloader(offloader: Offloader) -> None:
+def test_our_contexts_are_made_only_inside_an_offloader(offloader: Offloader) -> None:
     assert not contexts_are_ours()
     with offloader:
         assert contexts_are_ours()
@@ -593,7 +590,7 @@ def test_our_contexts_are_given_only_inside_of_an_offloader(offloader: Offloader
         y = x * 2
         y.register_hook(lambda gradient: found.append(contexts_are_ours()))
         y.sum().backward()
-        assert found == [False], "what is saved during backward is wanted at once"
+        assert found == [False], "backward needs its own saved tensors at once"
     assert not contexts_are_ours()
 
 
@@ -640,7 +637,7 @@ def test_compiled_regions_have_the_same_gradients(around: bool, offloader: Offlo
 
 @contextlib.contextmanager
 def scoped_op(namespace: str, schema: str) -> Iterator[tuple[Any, Any]]:
-    """A library and the operation that it defines, for as long as the test runs."""
+    """A library and the operation that it defines, which exist during the test."""
     library = torch.library.Library(namespace, "FRAGMENT")
     library.define(schema)
     try:
@@ -650,7 +647,7 @@ def scoped_op(namespace: str, schema: str) -> Iterator[tuple[Any, Any]]:
 
 
 class Late(dist._Work):  # type: ignore[name-defined]
-    """A collective whose bytes are there when somebody has waited for it."""
+    """A collective whose bytes arrive at the wait for it."""
 
     def __init__(self, result: Tensor, source: Tensor) -> None:
         super().__init__()
@@ -676,7 +673,7 @@ def late_op() -> Iterator[Any]:
 
 
 @pytest.mark.skipif(torch.__version__ < "2.10", reason="wait_tensor() has no gradient in this PyTorch")
-def test_what_a_collective_brings_moves_when_it_is_there(late_op: Any, offloader: Offloader) -> None:
+def test_the_result_of_a_collective_moves_after_it_has_arrived(late_op: Any, offloader: Offloader) -> None:
     class Gathered(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -707,8 +704,8 @@ def test_what_a_collective_brings_moves_when_it_is_there(late_op: Any, offloader
     assert_empty(offloader)
 
 
-def test_what_a_collective_brings_is_awaited_before_it_moves(late_op: Any, offloader: Offloader) -> None:
-    """Also when the region itself has no need of it."""
+def test_the_result_of_a_collective_is_awaited_before_it_moves(late_op: Any, offloader: Offloader) -> None:
+    """The copy waits for the collective even if the region itself does not."""
 
     class Unread(torch.autograd.Function):
         @staticmethod
@@ -731,7 +728,7 @@ def test_what_a_collective_brings_is_awaited_before_it_moves(late_op: Any, offlo
 
 
 class HeldEngine(PosixEngine):
-    """Its writes begin, and end when the test says so."""
+    """Its writes begin, and end when the test releases them."""
 
     def __init__(self, file: Any) -> None:
         self.began, self.may_end = threading.Event(), threading.Event()
@@ -745,7 +742,7 @@ class HeldEngine(PosixEngine):
 
 
 def test_a_recomputation_counts_nothing_once_a_late_write_has_ended(make_offloader: MakeOffloader) -> None:
-    """The write of a cached tensor holds the memory that the recomputation used, until after backward has ended."""
+    """The write of a cached tensor holds the memory that the recomputation used, beyond the end of backward."""
     offloader = make_offloader(policy="all", engine=HeldEngine)
     engine: Any = only_engine(offloader)
     x = matrix()
@@ -758,8 +755,8 @@ def test_a_recomputation_counts_nothing_once_a_late_write_has_ended(make_offload
     assert_empty(offloader)
 
 
-def test_what_comes_late_into_an_argument_is_taken_from_there(offloader: Offloader) -> None:
-    """As with c10d's own operations, which say of nothing that it is an alias or that it is changed."""
+def test_a_result_that_arrives_late_in_an_argument_is_read_there(offloader: Offloader) -> None:
+    """The schemas of c10d's own operations do not declare aliases or changes either."""
     with scoped_op("actoffload_tests", "late_into(Tensor x) -> Tensor") as (library, op):
         library.impl("late_into", lambda x: x, "CPU")
         x = matrix()
@@ -775,7 +772,7 @@ def test_what_comes_late_into_an_argument_is_taken_from_there(offloader: Offload
         assert_same(gradients_of(partial(region, function, policy=[op]), x, context=offloader), expected)
 
 
-def test_what_a_collective_brings_and_is_changed_raises(late_op: Any, offloader: Offloader) -> None:
+def test_a_changed_result_of_a_collective_raises(late_op: Any, offloader: Offloader) -> None:
     x = matrix()
 
     def function(x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""The simulated accelerator is a PyTorch device: its streams, events, memory and clocks are as those of a real one.
+"""The simulated accelerator is a PyTorch device: its streams, events, memory and clocks behave like a real device's.
 
-What the library does on it is in test_ordering.py, and in each test that asks for the fixture ``device``.
+The library's behaviour on it is in test_ordering.py, and in each test with the fixture ``device``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def test_kernels_run_late_and_in_order(device: SimulatedDevice) -> None:
     assert device.synchronous_kernels == before
 
 
-def test_who_touches_memory_of_another_is_counted(device: SimulatedDevice) -> None:
+def test_an_access_to_memory_with_another_owner_is_counted(device: SimulatedDevice) -> None:
     side = torch.Stream(torch.device(NAME, 0))
     x = torch.zeros(1 << 10, device=NAME)
     device.synchronize()
@@ -92,7 +92,7 @@ def test_a_matrix_product_takes_its_operations(device: SimulatedDevice) -> None:
 
 
 def test_a_wait_for_the_device_ends_though_another_thread_gives_it_work(device: SimulatedDevice) -> None:
-    """As on CUDA, where unregistering memory waits for the device too: for what was enqueued by then."""
+    """CUDA also waits for the device when it unregisters memory: for the work that is enqueued by then."""
     stream, accelerator = torch.accelerator.current_stream(), SimulatedAccelerator()
     x = torch.zeros(8, device=NAME)
     device.synchronize()
@@ -102,7 +102,7 @@ def test_a_wait_for_the_device_ends_though_another_thread_gives_it_work(device: 
     waiter = threading.Thread(target=accelerator.unpin, args=[0], daemon=True)
     waiter.start()
     wait_until(lambda: device.calls(0) > before)
-    x.add_(1)  # which nobody waits for: a lazy stream leaves it be
+    x.add_(1)  # without a wait a lazy stream does not run it
     waiter.join(WAIT_S)
     assert not waiter.is_alive()
     assert not stream.query()
@@ -124,7 +124,7 @@ def test_a_seed_counts_whatever_the_default_device_is(device: SimulatedDevice) -
         return found
 
     expected = draw("cpu")
-    device.lazy(torch.accelerator.current_stream())  # it does nothing before it is waited for: nor fills a seed
+    device.lazy(torch.accelerator.current_stream())  # no kernel runs before a wait for it, so none fills a seed either
     assert draw(NAME) == expected
     with torch.device(NAME):
         state = torch.sim.get_rng_state()  # type: ignore[attr-defined]
@@ -144,8 +144,8 @@ def test_a_strided_nested_tensor_is_an_error_and_not_the_end_of_the_process(devi
         nested * 2
 
 
-def test_the_functions_of_c_are_those_of_the_installed_pytorch(device: SimulatedDevice) -> None:
-    """Without them `torch.accelerator`'s own are called, which take the same arguments, and longer."""
+def test_the_functions_of_c_come_from_the_installed_pytorch(device: SimulatedDevice) -> None:
+    """Without them the library calls `torch.accelerator`'s own, which take the same arguments, and more time."""
     assert accelerators._current_index is torch._C._accelerator_getDeviceIndex
     assert accelerators._current_stream is torch._C._accelerator_getStream
     assert accelerators._set_stream is torch._C._accelerator_setStream

@@ -32,7 +32,7 @@ PATIENCE_S = 5.0
 
 
 def _happens(event: torch.Event | torch.Stream) -> bool:
-    """Whether an event happens, or a stream comes to the end of its work, while others may be paused."""
+    """Whether an event happens, or a stream ends its work, while other streams may be paused."""
     until_s = time.monotonic() + PATIENCE_S
     while not event.query() and time.monotonic() < until_s:
         time.sleep(0.01)
@@ -40,7 +40,7 @@ def _happens(event: torch.Event | torch.Stream) -> bool:
 
 
 def _computes_without_copies_out(device: SimulatedDevice, offloader: Offloader, copies_out: torch.Stream) -> bool:
-    """Whether a step comes to its last gradient though nothing that leaves arrives, with gradients that are right.
+    """Whether a step reaches its last gradient while no copy to the host can end; its gradients are right.
 
     At the end of backward the compute stream waits for the copies, whose memory is released then.
     """
@@ -69,10 +69,10 @@ def test_gradients_have_the_same_bits_where_copies_go_together(
     assert all(_is_right(device, tmp_path, seed, target=target, **sizes) for seed in range(3))
 
 
-def test_page_locked_memory_follows_what_moves(
+def test_page_locked_memory_follows_the_need(
     device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is not kept at the most that a step has ever moved, and what is on its way when it goes stays right."""
+    """The pool gives back memory beyond the recent need, and copies under way meanwhile stay right."""
     monkeypatch.setattr(host_pool, "TRIM_STEPS", 2)
     monkeypatch.setitem(HostPool.__init__.__kwdefaults__, "slab_bytes", RECORD_BYTES)  # type: ignore[arg-type]
     model, x = _model(blocks=12)
@@ -97,7 +97,7 @@ def test_page_locked_memory_follows_what_moves(
     assert device.take_violations() == 0
 
 
-def test_backward_waits_for_no_copy_out_of_what_it_still_has(device: SimulatedDevice, tmp_path: Path) -> None:
+def test_backward_waits_for_no_copy_out_of_a_tensor_on_the_device(device: SimulatedDevice, tmp_path: Path) -> None:
     accelerator = SimulatedAccelerator()
     options: dict[str, Any] = {"target": "host", "pending_bytes": None, "prefetch_bytes": None}
     with _offloader(tmp_path, accelerator=accelerator, **options) as offloader:
@@ -139,7 +139,7 @@ def test_memory_of_a_stream_that_was_never_seen_is_not_its_own_before_the_saving
 
 
 class _Capturing(SimulatedAccelerator):
-    """Says that a graph is captured, and notes what it is asked meanwhile."""
+    """Reports a graph capture, and notes the calls it gets meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,10 +235,10 @@ class _Saves(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("pending_bytes", [None, 2 * RECORD_BYTES])
-def test_what_its_owner_frees_before_its_copy_has_begun_stays(
+def test_a_storage_freed_by_its_owner_before_its_copy_begins_stays(
     device: SimulatedDevice, tmp_path: Path, pending_bytes: int | None
 ) -> None:
-    """Copies wait for others to begin with: until then there must still be something to copy."""
+    """Copies may wait for earlier ones to end; when a copy begins, its source must still have memory."""
     device.lazy(SimulatedAccelerator().side_stream(0, "out"))
     x = torch.ones(SIZE, SIZE, device=NAME, requires_grad=True)
     factors = []
@@ -259,4 +259,4 @@ def test_what_its_owner_frees_before_its_copy_has_begun_stays(
     assert x.grad is not None
     assert torch.equal(x.grad.cpu(), torch.full((SIZE, SIZE), 120.0))
     device.reset()
-    device.take_violations()  # copies that were given up
+    device.take_violations()  # of cancelled copies

@@ -58,7 +58,7 @@ SEEDS = 40
 def test_no_thread_of_ours_touches_another_device_than_that_of_its_event(
     device: SimulatedDevice, tmp_path: Path
 ) -> None:
-    """On CUDA that would make a context on device 0 from the process of every rank."""
+    """On CUDA that would make a context on device 0 in the process of every rank."""
     model, x = _model(1)
     device.delay(0.002, 1)
     before = [device.calls(index) for index in range(2)]
@@ -71,7 +71,7 @@ def test_no_thread_of_ours_touches_another_device_than_that_of_its_event(
         with offloader:
             losses = [model(x).square().sum()]
         offloader.close()
-        run_in_threads(losses.clear)  # with the last handle the pools go, in a thread of ours
+        run_in_threads(losses.clear)  # the pools end with the last handle, in a thread of ours
         wait_until(lambda: not any(thread.name == "actoffload-close" for thread in threading.enumerate()))
         assert pools_of(offloader)[0].mapped_bytes == 0
     assert device.calls(0) == before[0]
@@ -105,7 +105,7 @@ def test_host_memory_is_written_again_after_the_copy_that_reads_it(
 def test_host_memory_keeps_its_budget_when_backward_comes_in_an_unforeseen_order(
     device: SimulatedDevice, tmp_path: Path
 ) -> None:
-    """What was read ahead is let go of; it is on disk."""
+    """Records fetched ahead give their host memory up, because their bytes are on disk."""
     model, x = _model()
     expected = train_step(model, x)
     budgets = {"host_budget": 3 * RECORD_BYTES, "device_budget": 3 * RECORD_BYTES}
@@ -131,7 +131,7 @@ def test_host_memory_keeps_its_budget_when_backward_comes_in_an_unforeseen_order
 def test_memory_that_cannot_be_registered_is_page_locked_by_pytorch(
     device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offered: bool
 ) -> None:
-    """As on devices other than CUDA's; else it is pageable, which is said once."""
+    """PyTorch page-locks for devices other than CUDA's; if that fails too, memory is pageable, with one warning."""
     monkeypatch.setattr(SimulatedAccelerator, "pin", lambda *_: False)
     if not offered:
         plain = torch.empty
@@ -205,7 +205,7 @@ def test_a_read_that_fails_is_an_error_and_is_tried_again(device: SimulatedDevic
 
 
 def test_a_small_view_comes_back_with_its_alignment(device: SimulatedDevice, tmp_path: Path) -> None:
-    """Kernels choose by it how they round."""
+    """The alignment decides which kernel runs, and so how it rounds."""
     view = torch.linspace(0, 1, 1 << 16).to(NAME)[301:5301]
     expected = view.cpu()
     with _offloader(tmp_path, target="host") as offloader:
@@ -353,7 +353,7 @@ def test_such_an_engine_waits_for_the_device(
     ("target", "engine", "ahead"),
     [("host", "memory", State.RELOADING), ("nvme", "memory", State.RELOADING), ("nvme", LateEngine, State.RESIDENT)],
 )
-def test_what_was_fetched_ahead_makes_room_for_what_backward_waits_for(
+def test_records_fetched_ahead_make_room_for_an_urgent_one(
     device: SimulatedDevice, tmp_path: Path, target: str, engine: Any, ahead: State
 ) -> None:
     model, x = _model()

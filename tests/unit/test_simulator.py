@@ -1,4 +1,4 @@
-"""The simulator against steps worked out by hand, and against what must hold for every step."""
+"""The simulator against steps worked out by hand, and against rules for every step."""
 
 from __future__ import annotations
 
@@ -72,9 +72,7 @@ def test_keeping_all() -> None:
 
 
 @pytest.mark.parametrize(("window", "peak_bytes"), [(200, 300), (300, 400)])
-def test_what_is_needed_last_is_not_brought_back_before_what_is_near_has_been_used(
-    window: int, peak_bytes: int
-) -> None:
+def test_the_storage_needed_last_is_not_read_before_nearer_ones_are_used(window: int, peak_bytes: int) -> None:
     kept = [_storage(n, 1.0 + 0.1 * n, 2.5 + 0.5 * (4 - n), last_s=2.9 + 0.5 * (4 - n)) for n in (1, 2, 3)]
     profile = _profile(_storage(0, 0.0, 6.0), *kept, prefetch_bytes=window)
     seen = _seen(profile, "dkkk")
@@ -99,10 +97,10 @@ def test_a_read_is_hidden_behind_the_need_before_it() -> None:
     assert seen.peak.bytes_by_kind == {"kept": 100, "on its way out": 0, "brought back": 100, "recomputed": 0}
 
 
-def test_what_has_not_left_is_taken_and_its_write_cancelled() -> None:
+def test_a_storage_whose_write_has_not_begun_is_taken_and_the_write_cancelled() -> None:
     profile = _profile(_storage(0, 0.0, 2.6), _storage(1, 1.5, 2.3), _storage(2, 1.6, 2.1))
     seen = _seen(profile, "ddd")
-    # 0 is gone at 1.0; 1 is being written until 2.5; 2 has not begun at 2.1.
+    # 0 has left at 1.0; 1 is being written until 2.5; 2 has not begun at 2.1.
     assert seen.cancelled_bytes == 100
     assert (seen.disk_written_bytes, seen.disk_read_bytes) == (200, 100)
     assert seen.step_s == pytest.approx(6.5)  # 0 is read from 2.1 on
@@ -112,7 +110,7 @@ def test_forward_waits_for_room_under_a_budget() -> None:
     profile = _profile(_storage(0, 0.0, 5.0), _storage(1, 0.5, 3.0))
     seen = _seen(profile, "dk", Conditions(device_budget=150))
     assert (seen.forward_wait_s, seen.peak_bytes) == (0.5, 100)
-    # Nothing is read beside what is kept, so the read of 0 begins when it is needed.
+    # The room beside kept storages is too small to read ahead, so the read of 0 begins when it is needed.
     assert seen.backward_wait_s == pytest.approx(1.0)
     assert _seen(profile, "dk").peak_bytes == 200
     assert _seen(profile, "kk", Conditions(device_budget=150)).peak_bytes == 200  # nothing to wait for
@@ -163,13 +161,13 @@ def test_host_memory_that_is_full_keeps_or_waits() -> None:
 
 
 def _again_profile(**changes: Any) -> Profile:
-    """A region whose input is saved at 0 and needed at 3, as it runs again until 4.5 and holds 200 bytes."""
-    held = _storage(None, 3.0, 3.0, nbytes=200, last_s=6.5, kept=RECOMPUTED)  # needed as it runs, as recorded
+    """A region whose input is saved at 0 and needed at 3; it runs again until 4.5 and holds 200 bytes."""
+    held = _storage(None, 3.0, 3.0, nbytes=200, last_s=6.5, kept=RECOMPUTED)  # needed as the region runs, as recorded
     input_ = _storage(0, 0.0, 3.0, nbytes=30, last_s=6.5)
     return _profile(input_, _storage(1, 1.0, 2.0, last_s=2.5), held, backward_s=5.5, **changes)
 
 
-def test_what_a_recomputation_holds_is_at_the_peak() -> None:
+def test_tensors_of_a_recomputation_are_at_the_peak() -> None:
     seen = _seen(_again_profile(), "kk")
     assert (seen.step_s, seen.peak_bytes, seen.moved_bytes) == (7.5, 230, 0)
     assert seen.timeline == ((0.0, 30), (1.0, 130), (2.5, 30), (3.0, 230), (6.5, 30), (6.5, 0))
@@ -178,7 +176,7 @@ def test_what_a_recomputation_holds_is_at_the_peak() -> None:
 
 
 def test_a_recomputation_holds_its_storages_when_the_region_before_has_let_go_of_its_own() -> None:
-    """A device has nothing to do between the two: both happen at one moment."""
+    """A device has no work between the two: both happen at one moment."""
     held = [_storage(None, 3.0 + n, None, nbytes=200, last_s=4.0 + n, kept=RECOMPUTED) for n in range(2)]
     at_once = _storage(None, 4.0, None, nbytes=300, last_s=4.0, kept=RECOMPUTED)
     for storages, peak in ((held, 200), ([*held, at_once], 500)):
@@ -189,7 +187,7 @@ def test_a_recomputation_holds_its_storages_when_the_region_before_has_let_go_of
 
 
 def test_an_error_of_rounding_does_not_reverse_the_events_of_one_moment() -> None:
-    """Stamps that follow each other may become times in the reverse order: each is a sum of its own."""
+    """Each time is a sum of its own, so rounding may reverse two stamps that follow each other."""
     held = [_storage(None, 3.0 + n, None, nbytes=200, last_s=4.0 + n, kept=RECOMPUTED) for n in range(2)]
     late = replace(held[0], last_need_s=math.nextafter(4.0, 5.0))
     at_once = _storage(None, 4.0, None, nbytes=300, last_s=math.nextafter(4.0, 5.0), kept=RECOMPUTED)
@@ -200,16 +198,16 @@ def test_an_error_of_rounding_does_not_reverse_the_events_of_one_moment() -> Non
         assert seen.timeline[-1][1] == 0
 
 
-def test_what_is_read_ahead_may_take_the_room_of_the_region_that_backward_has_just_left() -> None:
+def test_a_read_ahead_may_take_the_room_of_the_region_that_backward_has_just_left() -> None:
     moved, needed = _storage(0, 0.0, 4.0, nbytes=40), _storage(1, 2.0, 3.5, nbytes=10)
-    held = _storage(None, 3.0, None, nbytes=200, last_s=3.5, kept=RECOMPUTED)  # at one moment with the need after it
+    held = _storage(None, 3.0, None, nbytes=200, last_s=3.5, kept=RECOMPUTED)  # at the same moment as the need after it
     seen = _seen(_profile(moved, needed, held), "dk", Conditions(device_budget=260))
     assert (seen.disk_read_bytes, seen.backward_wait_s, seen.peak_bytes) == (40, 0.0, 210)
 
 
 def test_a_recomputation_waits_for_its_input() -> None:
     away = _seen(_again_profile(), "dk")
-    # The input is written until 0.3, and read from 2 on, as backward comes to what is before it.
+    # The input is written until 0.3, and read from 2 on, as backward comes to the storage before it.
     assert (away.disk_written_bytes, away.disk_read_bytes, away.backward_wait_s) == (30, 30, 0.0)
     late = _seen(_again_profile(disk=replace(LINK, read_bytes_per_s=20.0)), "dk")
     assert late.backward_wait_s == pytest.approx(0.5)
@@ -220,20 +218,20 @@ def test_a_recomputation_waits_for_room_and_reading_ahead_leaves_it() -> None:
     held = _storage(None, 3.0, None, nbytes=300, last_s=3.5, kept=RECOMPUTED)
     first, kept = _storage(0, 0.0, 5.0), _storage(1, 1.5, 2.0, last_s=2.5)
     seen = _seen(_profile(first, kept, held), "dk", Conditions(device_budget=350))
-    # Beside what the region will hold there is no room for 100 bytes at 2, so they are read when they are needed.
+    # Beside the region's 300 bytes there is no room for 100 at 2, so they are read when they are needed.
     assert (seen.peak_bytes, seen.backward_wait_s) == (300, 1.0)
     assert _seen(_profile(first, kept, held), "dk", Conditions(device_budget=500)).backward_wait_s == 0.0
     slow = replace(LINK, write_bytes_per_s=100 / 3.2)
     waits = _seen(_profile(first, held, disk=slow), "d", Conditions(device_budget=350))
-    assert waits.backward_wait_s == pytest.approx(0.2 + 1.0), "until the write has made room, and then for the read"
+    assert waits.backward_wait_s == pytest.approx(0.2 + 1.0), "for the write to make room, and then for the read"
 
 
 @pytest.mark.parametrize(("let_go", "wait_s"), [(False, 2.0), (True, 1.0)])
-def test_what_backward_has_taken_leaves_its_room_to_the_next_read(let_go: bool, wait_s: float) -> None:
+def test_a_storage_that_backward_has_taken_leaves_its_room_to_the_next_read(let_go: bool, wait_s: float) -> None:
     first, second = _storage(0, 0.0, 5.0, last_s=6.0), _storage(1, 1.0, 3.0, last_s=6.0, let_go=let_go)
     seen = _seen(_profile(first, second), "dd", Conditions(device_budget=200))
     assert (seen.backward_wait_s, seen.peak_bytes) == (wait_s, 100 if let_go else 200)
-    assert _seen(_profile(first, second), "kk").peak_bytes == 200, "a storage that stays is let go at its death"
+    assert _seen(_profile(first, second), "kk").peak_bytes == 200, "a storage that stays is released at its death"
 
 
 def test_the_forward_of_a_region_waits_for_its_room_and_gives_it_back() -> None:
@@ -267,7 +265,7 @@ def test_a_plan_means_the_same_for_every_tape() -> None:
     assert [item.positions for item in workload.items] == [(0, 1), (2,)]
     plan = Plan((PlanEntry(index=0, nbytes=100, action="offload"), PlanEntry(index=1, nbytes=50, action="keep")))
     assert workload.from_plan(plan) == Choice((NVME, KEEP))
-    assert workload.from_plan(Plan(())) == Choice((NVME, NVME))  # what a plan does not know leaves
+    assert workload.from_plan(Plan(())) == Choice((NVME, NVME))  # a storage that the plan does not know leaves
     assert simulate(profile, plan).disk_written_bytes == 200
 
 
@@ -277,7 +275,7 @@ def _everything(workload: Workload) -> Choice:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_what_holds_for_every_step(seed: int) -> None:
+def test_rules_for_every_step(seed: int) -> None:
     profile = random_profile(seed)
     for step in (profile, checkpointed(profile)):
         workload = Workload(step)
@@ -286,7 +284,7 @@ def test_what_holds_for_every_step(seed: int) -> None:
         choice = _everything(workload)
         seen = run(workload, choice, Conditions(), detail=True)
         assert max(nbytes for _, nbytes in seen.timeline) == seen.peak_bytes
-        assert seen.timeline[-1][1] == 0  # all that came has gone
+        assert seen.timeline[-1][1] == 0  # everything has been released
         assert list(seen.timeline) == sorted(seen.timeline, key=lambda pair: pair[0])
         waits = seen.forward_wait_s + seen.backward_wait_s + seen.cost_s
         assert seen.step_s == pytest.approx(step.step_s + waits)

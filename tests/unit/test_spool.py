@@ -36,7 +36,7 @@ def gate_of(spool: Spool) -> GateEngine:
 @pytest.mark.parametrize("engine", ["auto", "posix", "aiofiles", "memory"])
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize("length", [BLOCK, MIB, 3 * MIB + BLOCK])
-def test_what_is_written_comes_back(make_spool: MakeSpool, engine: str, verify: bool, length: int) -> None:
+def test_written_bytes_come_back(make_spool: MakeSpool, engine: str, verify: bool, length: int) -> None:
     if engine == "aiofiles":
         pytest.importorskip("aiofiles")
     spool = make_spool(engine=engine, verify=verify, capacity_bytes=16 * MIB)
@@ -52,7 +52,6 @@ def test_what_is_written_comes_back(make_spool: MakeSpool, engine: str, verify: 
 
 
 def place(extent: Extent) -> tuple[str, int]:
-    """The directory and the offset of an extent."""
     return extent.arena.file.path, extent.offset
 
 
@@ -77,7 +76,7 @@ def test_each_extent_lies_whole_in_one_file_and_the_paths_take_turns(
 def test_an_extent_lies_on_the_path_with_the_shortest_queue(make_spool: MakeSpool, directories: list[Path]) -> None:
     spool = make_spool(*directories, engine=GateEngine)
     memory = Memory(4 * MIB)
-    lengths = [4 * MIB, 2 * MIB, MIB, MIB, MIB, MIB]  # the third path has had less than the others all the time
+    lengths = [4 * MIB, 2 * MIB, MIB, MIB, MIB, MIB]  # the queue of the third path has been shorter all the time
     paths_taken, transfers = [], []
     for length in lengths:
         extent = spool.allocate(length)
@@ -149,7 +148,7 @@ def test_scattered_room_is_no_room_for_a_larger_extent(make_spool: MakeSpool) ->
     assert spool.statistics().allocated_bytes == 4 * MIB
 
 
-def test_a_full_path_leaves_the_work_to_the_others(
+def test_a_full_path_leaves_the_work_to_other_paths(
     make_spool: MakeSpool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "small").mkdir()
@@ -349,7 +348,7 @@ def test_freed_room_is_poisoned(make_spool: MakeSpool) -> None:
 
 
 def test_an_end_that_comes_twice_gives_the_room_back_once(make_spool: MakeSpool) -> None:
-    """The second time the extent, or its room, may be another's."""
+    """At the second time, the extent or its room may belong to another transfer."""
     spool = make_spool(engine=GateEngine, capacity_bytes=MIB)
     memory, extent = Memory(MIB, fill=0x5A), spool.allocate(MIB)
     first = spool.write(extent, memory.address, MIB)
@@ -382,7 +381,7 @@ def test_close_finishes_and_refuses_more(make_spool: MakeSpool) -> None:
     assert spool.statistics().written_bytes == MIB
 
 
-def test_abort_cancels_and_wakes_those_who_wait(make_spool: MakeSpool) -> None:
+def test_abort_cancels_and_wakes_waiting_threads(make_spool: MakeSpool) -> None:
     spool = make_spool(engine=GateEngine)
     memory, called = Memory(MIB), threading.Event()
     transfer = spool.write(spool.allocate(MIB), memory.address, MIB, on_done=lambda _: called.set())
@@ -415,7 +414,7 @@ def test_abort_works_where_an_interrupt_left_a_lock_held(make_spool: MakeSpool, 
     spool.abort()
 
 
-def test_abort_ends_what_an_interrupt_left_half_begun(make_spool: MakeSpool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abort_ends_a_transfer_of_an_interrupted_write(make_spool: MakeSpool, monkeypatch: pytest.MonkeyPatch) -> None:
     spool = make_spool()
     memory, extent, real = Memory(3 * MIB), spool.allocate(3 * MIB), PosixEngine.submit
     dead = weakref.ref(memory)

@@ -1,4 +1,4 @@
-"""Statistics: what they hold, how they are counted, and the report that is made of them."""
+"""Statistics: their counts, how these are counted, and the report."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_deferred_counts_are_taken_in_the_order_in_which_they_came() -> None:
 
 
 @pytest.mark.parametrize("change", ["remove_resident", "add_resident", "add_record", "remove_record"])
-def test_what_another_thread_counts_meanwhile_hides_no_peak(change: str) -> None:
+def test_a_change_by_another_thread_hides_no_peak(change: str) -> None:
     accounts = Accounts()
     accounts.add_record(100)
     accounts.add_resident(100)
@@ -131,7 +131,7 @@ def test_what_another_thread_counts_meanwhile_hides_no_peak(change: str) -> None
 
 
 class _Accumulated:
-    """A training loop with so many micro-batches a step."""
+    """A training loop with ``microbatches`` a step."""
 
     def __init__(self, offloader: Offloader, microbatches: int) -> None:
         self.offloader, self.microbatches = offloader, microbatches
@@ -147,14 +147,14 @@ class _Accumulated:
             optimizer.step()
 
 
-def test_micro_batches_and_optimizer_steps_are_told_apart(make_offloader: MakeOffloader) -> None:
+def test_micro_batches_and_optimizer_steps_are_counted_apart(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader()
     loop = _Accumulated(offloader, 3)
     for _ in range(2):
         loop.step()
     with torch.no_grad(), offloader:
         loop.model(batch())
-    loop.optimizers[0].step()  # nothing was trained since
+    loop.optimizers[0].step()  # no training since the last one
     found = offloader.statistics()
     assert (found.steps, found.microbatches, found.optimizer_steps) == (7, 6, 2)
     assert "2 steps (6 micro-batches): activations' peak" in offloader.report()
@@ -183,7 +183,7 @@ def test_without_an_optimizer_forward_passes_are_counted(make_offloader: MakeOff
     assert "1 forward pass: activations' peak" in offloader.report()
 
 
-def test_the_peak_of_the_plan_that_is_followed_is_told_beside_the_worst_ever(make_offloader: MakeOffloader) -> None:
+def test_the_report_has_the_plans_peak_beside_the_runs_peak(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(policy="auto", min_bytes="16KiB", device_budget="40%")
     model = Chain(depth=8)
     for _ in range(6):
@@ -194,7 +194,7 @@ def test_the_peak_of_the_plan_that_is_followed_is_told_beside_the_worst_ever(mak
         assert "under the plan that is followed now" in offloader.report()
 
 
-def test_the_peak_of_the_process_stands_beside_that_of_what_was_saved(make_offloader: MakeOffloader) -> None:
+def test_the_report_has_the_peak_of_the_process_beside_that_of_activations(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader()
     train_step(Chain(), batch(), offloader)
     found = offloader.statistics()
@@ -210,7 +210,7 @@ def written(config: OffloadConfig, statistics: Statistics, **known: Any) -> str:
     return render_report(Facts(config=config, counts=statistics, **known))
 
 
-def test_the_report_begins_with_what_matters_and_shows_only_what_is_in_use() -> None:
+def test_the_report_begins_with_the_result_and_omits_unused_parts() -> None:
     report = written(make_config({"target": "nvme"}), _statistics())
     lines = report.splitlines()
     assert lines[:2] == [
@@ -236,7 +236,7 @@ def test_every_reason_to_keep_has_a_meaning_and_is_found_by_its_text(reason: Kee
     assert f"{reason.value:<24} {reason.meaning}" in report
 
 
-def test_the_report_says_what_went_wrong_and_the_notes() -> None:
+def test_the_report_has_failures_and_notes() -> None:
     statistics = _statistics(degraded={"disk full": 2})
     report = written(make_config({}), statistics, notes=["engine posix: direct I/O works"])
     assert "degraded" in report
@@ -245,7 +245,7 @@ def test_the_report_says_what_went_wrong_and_the_notes() -> None:
     assert "degraded" not in written(make_config({}), _statistics())
 
 
-def test_the_report_says_what_a_day_of_this_costs_the_drive() -> None:
+def test_the_report_has_the_wear_of_the_drive_by_day() -> None:
     statistics = Statistics(nvme_written_bytes=10**12, packed_tensors=1, steps=1)
     report = written(make_config({"drive_tbw": "600TB"}), statistics, elapsed_s=3600)
     assert "1.0 TB written in 60.0 min, 24.0 TB a day at this rate; 25.0 days of writing" in report
@@ -256,7 +256,7 @@ def test_the_report_says_what_a_day_of_this_costs_the_drive() -> None:
     assert "wear" not in written(make_config({}), Statistics(packed_tensors=1, steps=1), elapsed_s=3600)
 
 
-def test_metrics_tell_what_was_done_since_and_the_peaks() -> None:
+def test_metrics_have_changes_of_counts_and_present_peaks() -> None:
     before = _statistics()
     now = _statistics(nvme_written_bytes=100 * MIB, unpack_wait_s=1.5, resident_peak_bytes=11 * MIB)
     assert now.metrics(since=before) == {

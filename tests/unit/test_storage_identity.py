@@ -1,4 +1,4 @@
-"""One record for each storage and version: what shares one, and what only looks as if it might."""
+"""One record for each storage and version: which tensors share one, and which only look as if they might."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def test_versions_are_part_of_the_identity(make_offloader: MakeOffloader) -> Non
     plain = _leaf(*BIG)
     (plain * 2).add(1).cos().sum().backward()
     assert same_bits(x.grad, plain.grad)
-    for stale in (first, same):  # ... and the earlier one is known to be gone
+    for stale in (first, same):  # ... and the earlier one raises
         with pytest.raises(SavedTensorModifiedError):
             stale.sum().backward()
 
 
 class _At(torch.autograd.Function):
-    """A product in memory of the caller's, as an allocator uses an address again: a storage of its own each time."""
+    """A product in memory of the caller's, as at an address that an allocator uses again: always a new storage."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: int, memory: bytearray) -> Tensor:
@@ -97,13 +97,13 @@ def _scope(offloader: Offloader | None) -> contextlib.AbstractContextManager[obj
 
 
 def test_equal_versions_of_two_counters_do_not_share_a_record_after_a_change(make_offloader: MakeOffloader) -> None:
-    """A record whose own counter had moved on was taken for `.data`, which counts anew from the same number."""
+    """A tensor from `.data` counts anew from 0; equal to the record's old version, it must not match all the same."""
 
     def run(offloader: Offloader | None) -> Tensor:
         x, v = weight().detach(), torch.ones(64, 64, requires_grad=True)
         with _scope(offloader):
             h = x * 2 * torch.ones(64, 64, requires_grad=True)
-            alive = h.sin()  # saves h at version 0; its graph stays alive and never runs
+            alive = h.sin()  # saves h at version 0; its graph stays alive without a backward
             if offloader is not None:
                 offloader.synchronize()
             with torch.no_grad():
@@ -112,7 +112,7 @@ def test_equal_versions_of_two_counters_do_not_share_a_record_after_a_change(mak
             loss = (y * v).sum()
         if offloader is not None:
             offloader.synchronize()
-        del h, y  # what is alive is read as it is
+        del h, y  # a storage that is alive is returned as it is
         loss.backward()
         assert alive.requires_grad
         return take_gradient(v)
@@ -126,13 +126,13 @@ def test_equal_versions_of_two_counters_do_not_share_a_record_after_a_change(mak
 def test_the_result_of_a_collective_is_waited_for_before_it_is_saved(
     make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A collective writes raw memory when it ends: what moves before that holds the bytes from before it."""
+    """A collective writes raw memory when it ends; a copy made before that has the bytes from before."""
     import torch.distributed._functional_collectives as collectives
 
     def run(offloader: Offloader | None) -> Tensor:
         w, received, wire = weight(), [torch.zeros(512, 64)], weight(512).detach()
 
-        def wait(tensor: Tensor) -> Tensor:  # as NCCL's output: no version changes
+        def wait(tensor: Tensor) -> Tensor:  # like NCCL's output: no version changes
             if offloader is not None:
                 offloader.synchronize()  # the disk is faster than the wire
             if received:
@@ -189,7 +189,7 @@ def test_two_threads_save_one_storage_under_a_budget(make_offloader: MakeOffload
 def test_an_interrupt_in_the_comparison_of_counters_leaves_the_version(
     make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a graph of before, which knows nothing of the library, would raise autograd's error in its backward."""
+    """A changed version would raise autograd's error in a graph that the library does not know."""
     x = _leaf(*BIG)
     y = x * 2
     plain = y.square()
@@ -198,7 +198,7 @@ def test_an_interrupt_in_the_comparison_of_counters_leaves_the_version(
     def interrupted(*arguments: Any) -> None:
         monkeypatch.undo()
         set_version(*arguments)
-        raise KeyboardInterrupt  # CPython looks for signals as a call of C returns
+        raise KeyboardInterrupt  # CPython checks for signals as a call of C returns
 
     offloader = make_offloader()
     with offloader:

@@ -1,4 +1,4 @@
-"""What compute streams wait for our copies: counted, told apart, never waited for, and what plans learn from it."""
+"""Waits of compute streams for our copies: counted, attributed, never awaited by the host, and used by plans."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ X = batch()
 
 @pytest.fixture
 def accelerator(device: SimulatedDevice) -> SimulatedAccelerator:
-    """Its kernels take no time and its copies a second for each megabyte, none before it is waited for."""
+    """Its kernels take no time, and its copies a second for each megabyte; no copy begins before a wait for it."""
     device.model(
         flops=float("inf"), memory_bytes_per_s=float("inf"), to_device_bytes_per_s=1e6, to_host_bytes_per_s=1e6,
         latency_s=0,
@@ -79,7 +79,7 @@ def test_waits_for_room_and_for_data_are_counted_apart(
 
 
 def _step(offloader: Offloader, model: nn.Module) -> float:
-    """One step; returns how long the compute stream took for it, which is what it waited."""
+    """One step; returns the compute stream's seconds, which are all waits."""
     x = X.to(NAME)
     begin, end = (torch.Event(NAME, enable_timing=True) for _ in range(2))
     begin.record()
@@ -91,10 +91,10 @@ def _step(offloader: Offloader, model: nn.Module) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
-def test_during_a_capture_nothing_is_asked_nor_timed(
+def test_during_a_capture_no_event_is_queried_or_recorded(
     accelerator: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To ask for an event is refused then, and ends the capture; an event would be a part of the graph."""
+    """CUDA refuses the query of an event then and ends the capture; an event would become part of the graph."""
     model = _model()
     with simulated(accelerator, pending_bytes=1) as offloader:
         waited_s = sum(_step(offloader, model) for _ in range(3))
@@ -108,12 +108,12 @@ def test_during_a_capture_nothing_is_asked_nor_timed(
 
 
 @pytest.mark.parametrize("traced", [False, True], ids=["", "traced"])
-def test_a_forked_child_asks_the_device_nothing(
+def test_a_forked_child_makes_no_call_to_the_device(
     accelerator: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, traced: bool
 ) -> None:
-    """The child of a process that used CUDA cannot: it has no tensors there, but may enter a context of the parent.
+    """The child of a process that used CUDA cannot use it: it has no tensors there, but may enter the parent's context.
 
-    Nor does what it steps go to the trace, which is the parent's.
+    Its steps are not in the trace either, which is the parent's.
     """
     model, x = _model(), X.to(NAME)
     optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
@@ -138,7 +138,7 @@ def test_a_forked_child_asks_the_device_nothing(
         optimizer.step()
         assert offloader.statistics().live_records == 0
         assert offloader.report()
-        assert not recorder_of(offloader).active, "it would ask for the time of what dies"
+        assert not recorder_of(offloader).active, "it would query the time at which a tensor dies"
         assert asked == []
 
 
@@ -179,17 +179,17 @@ def test_a_device_without_timed_events_works(
         for _ in range(3):
             _step(offloader, model)
             assert_same_gradients(gradients(model), expected)
-        assert len(asked) == 1, "asked once"
+        assert len(asked) == 1, "one attempt"
         assert offloader.statistics().wait_s == 0
 
 
 @pytest.mark.parametrize("policy", ["all", "auto"])
-def test_statistics_tell_what_streams_waited_for(accelerator: SimulatedAccelerator, policy: str) -> None:
+def test_statistics_have_the_waits_of_streams(accelerator: SimulatedAccelerator, policy: str) -> None:
     model = _model()
     expected = train_step(model, X.to(NAME))
     with simulated(accelerator, pending_bytes=1, policy=policy) as offloader:
         with offloader:
-            pass  # a forward that saves nothing
+            pass  # a forward without saved tensors
         waited_s = 0.0
         for _ in range(2):
             waited_s += _step(offloader, model)
@@ -201,10 +201,10 @@ def test_statistics_tell_what_streams_waited_for(accelerator: SimulatedAccelerat
         assert offloader.statistics().wait_s == statistics.wait_s, "once"
 
 
-def test_of_many_waits_some_are_timed_and_stand_for_the_others(
+def test_a_sample_of_many_waits_is_timed_and_stands_for_all(
     accelerator: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nobody plans from them."""
+    """No planner uses the waits under ``policy="all"``."""
     model = nn.Sequential(nn.Linear(64, 64), *[nn.Hardtanh() for _ in range(150)]).to(NAME)
     asked: list[None] = []
 
@@ -232,7 +232,7 @@ def test_a_window_that_shortens_no_wait_is_widened_no_more(accelerator: Simulate
 def test_a_stream_that_waits_for_data_widens_the_window(
     device: SimulatedDevice, accelerator: SimulatedAccelerator, fixed: bool
 ) -> None:
-    """As a wait of the host does; the host of a device is ahead of it, and never waits."""
+    """A wait of the host does so, too; the host of a device runs ahead of it, and never waits."""
     model = _model()
     options = {"prefetch_bytes": 64 << 10} if fixed else {}
     with simulated(accelerator, pending_bytes=1, policy="all", **options) as offloader:
@@ -244,7 +244,7 @@ def test_a_stream_that_waits_for_data_widens_the_window(
 
 
 class _TwoEvents:
-    """A device on which the first event has happened and later ones have not; a thread may be held as it stamps."""
+    """A device on which the first event has happened and later ones have not; a thread may be stopped as it stamps."""
 
     def __init__(self) -> None:
         self.made: list[int] = []
@@ -269,7 +269,7 @@ class _TwoEvents:
 
 
 def test_a_step_is_not_over_before_the_last_stamp_of_every_thread() -> None:
-    """Two threads stamp at once: the stamp that was made first is noted last."""
+    """Two threads stamp at once: the stamp that is made first is stored last."""
     device = _TwoEvents()
     watch = DeviceStopwatch(device, lambda: 0)  # type: ignore[arg-type]
     watch.begin()
@@ -301,7 +301,7 @@ class _Clock(Accelerator):
 
 
 def test_each_copy_of_a_recorded_step_is_timed_once_for_the_rate_of_its_link() -> None:
-    """Each later step looks at the rates; the copies that were under way at the first look count from then on."""
+    """Each later step reads the rates; copies that were under way at the first reading count from then on."""
     device = _Clock()
     watch = DeviceStopwatch(device, lambda: None)
     watch.begin()
@@ -324,7 +324,7 @@ def test_each_copy_of_a_recorded_step_is_timed_once_for_the_rate_of_its_link() -
 def test_waits_that_are_over_as_backward_ends_take_no_time_of_the_next_step(
     device: SimulatedDevice, accelerator: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A device that has nothing to do waits for the host then; as backward ends it mostly has work left."""
+    """An idle device then waits for the host; as backward ends it mostly has work left."""
     timed: list[Any] = []
     plain = accelerator.seconds_between
 
@@ -350,7 +350,7 @@ def test_waits_that_are_over_as_backward_ends_take_no_time_of_the_next_step(
 
 
 class _Given:
-    """A device whose events happen at given seconds, each as it is made."""
+    """A device with a list of times: each new event happens at the next one."""
 
     def __init__(self, *seconds: float) -> None:
         self.left = list(seconds)
@@ -368,8 +368,11 @@ class _Given:
         return end - begin
 
 
-def test_what_a_device_idles_in_hooks_is_no_part_of_a_recorded_step() -> None:
-    """A stamp within a hook comes at its begin. A wait for a copy that a hook enqueued counts once, and as a wait."""
+def test_idle_time_of_a_device_in_hooks_is_no_part_of_a_recorded_step() -> None:
+    """A stamp within a hook stands for the hook's begin.
+
+    A wait for a copy that a hook enqueued counts once, as a wait.
+    """
     watch = DeviceStopwatch(_Given(10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 18.0, 20.0, 22.0), lambda: 0)  # type: ignore[arg-type]
     watch.begin()
     with watch.hook():

@@ -119,7 +119,7 @@ class _Record:
 
 
 def _profile(chance: random.Random, window: int) -> Profile:
-    """Each storage has its own size, so that the bytes on the device tell which one came; some have no record."""
+    """Each storage has its own size, so that the bytes on the device identify it; some have no record."""
     storages, index = [], 0
     for n in range(COUNT):
         recorded = chance.random() < 0.8
@@ -135,7 +135,7 @@ def _profile(chance: random.Random, window: int) -> Profile:
 
 
 def _simulated(profile: Profile, away: list[bool]) -> dict[int, list[int]]:
-    """What came back at each need, by the sizes; the needs by their seconds after 100."""
+    """The sizes of the storages fetched at each need; needs are numbered by their seconds after 100."""
     recorded = [s for s in profile.storages if s.index is not None]
     entries = tuple(
         PlanEntry(index=n, nbytes=s.nbytes, action="offload" if gone else "keep", tier="nvme" if gone else "")

@@ -1,4 +1,4 @@
-"""The trace of a run: what a callable is told, what the file has, and what its reader makes of it."""
+"""The trace of a run: the events that a callable receives, the file's contents, and its reader."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _traced(make_offloader: MakeOffloader, file: Path, *, steps: int = 2, **opti
 
 
 def assert_nested(trace: TraceFile) -> None:
-    """Spans of one track do not cross each other, or a viewer shows them wrong; times are rounded to nanoseconds."""
+    """Spans of one track nest, or a viewer shows them wrong; times are rounded to nanoseconds."""
     ends: dict[str, list[float]] = {}
     for span in sorted((*trace.phases, *trace.waits, *trace.transfers), key=lambda span: (span.begin_s, -span.end_s)):
         around = ends.setdefault(span.track, [])
@@ -120,7 +120,7 @@ def test_a_viewer_gets_steps_rows_in_order_and_an_arrow_from_each_write_to_its_r
             assert 4 * math.prod(shape) == nbytes
 
 
-def test_memory_is_looked_at_while_nothing_is_saved(make_offloader: MakeOffloader, tmp_path: Path) -> None:
+def test_memory_is_sampled_while_nothing_is_saved(make_offloader: MakeOffloader, tmp_path: Path) -> None:
     offloader = make_offloader(trace=tmp_path / "run.json", policy="keep")
     model = Chain()
     offloader.use(model)
@@ -143,7 +143,7 @@ def test_memory_is_looked_at_while_nothing_is_saved(make_offloader: MakeOffloade
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-def test_a_fork_in_the_middle_of_a_look_at_memory(
+def test_a_fork_in_the_middle_of_a_sample_of_memory(
     make_offloader: MakeOffloader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks, goes_on = threading.Event(), threading.Event()
@@ -179,14 +179,14 @@ def _asked(parameter: Any) -> Any:
 _Watched: Any = type("_Watched", (nn.Parameter,), {"grad": property(_asked)})
 
 
-def test_gradients_are_looked_at_only_by_threads_that_make_them(make_offloader: MakeOffloader, tmp_path: Path) -> None:
-    """Autograd gives a parameter its gradient without any lock: another thread that reads it then may crash."""
+def test_only_threads_that_make_gradients_read_them(make_offloader: MakeOffloader, tmp_path: Path) -> None:
+    """Autograd assigns a parameter's gradient without a lock: another thread that reads it then may crash."""
     model = Chain(depth=8)
     model.extra = _Watched(torch.ones(8))
     offloader = make_offloader(trace=tmp_path / "run.json", policy="keep").use(model)
     for _ in range(3):
         train_step(model, batch(), offloader)
-        time.sleep(0.05)  # for the thread that looks at memory
+        time.sleep(0.05)  # for the thread that samples memory
     offloader.close()
     assert _ASKERS
     assert "actoffload-trace-memory" not in _ASKERS
@@ -210,7 +210,7 @@ def test_an_evaluation_after_the_last_step_is_no_step(make_offloader: MakeOffloa
 
 
 def _run(file: Path, end: str, **environment: str) -> int:
-    """Train a step in a process of its own, which never closes what it attaches, and ends as ``end`` says."""
+    """Train a step in a process of its own, which attaches without `close` and ends with the statement ``end``."""
     program = f"""
 import os, signal, time, torch, actoffload
 model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(3)))
@@ -222,7 +222,7 @@ model(torch.ones(256, 256)).sum().backward()
     return subprocess.run([sys.executable, "-c", program], check=False, env=environment).returncode
 
 
-def test_a_killed_run_leaves_a_trace_that_is_said_to_be_truncated(tmp_path: Path) -> None:
+def test_a_killed_run_leaves_a_trace_marked_as_truncated(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     assert _run(file, "time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)") == -signal.SIGKILL
     with pytest.raises(TraceFileError, match=r"run\.json: truncated after \d+ events: .*truncated_ok=True"):
@@ -232,7 +232,7 @@ def test_a_killed_run_leaves_a_trace_that_is_said_to_be_truncated(tmp_path: Path
     assert [phase.name for phase in trace.phases] == ["forward", "backward"]
     assert "statistics" not in trace.metadata
     assert trace.metadata["config"]["policy"] == "keep"
-    with file.open("r+b") as half:  # in the middle of its last event
+    with file.open("r+b") as half:  # as if killed in the middle of the last event
         half.truncate(file.stat().st_size - 7)
     assert load(file, truncated_ok=True).phases
 
@@ -241,7 +241,7 @@ def test_a_killed_run_leaves_a_trace_that_is_said_to_be_truncated(tmp_path: Path
 def test_a_disk_that_is_full_leaves_a_trace_that_can_be_read(
     until: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may have room again when the trace ends."""
+    """The disk may have room again when the trace ends."""
     file, write = tmp_path / "run.json", os.pwrite
     writer = TraceWriter(str(file), {"rank": 0})
     writer.open()
@@ -304,8 +304,8 @@ def test_an_event_without_its_end_is_found(make_offloader: MakeOffloader, tmp_pa
         load(file)
 
 
-def test_it_has_the_clock_of_the_profiler(make_offloader: MakeOffloader, tmp_path: Path) -> None:
-    """Both files' events lie on one time line: our forward within the profiler's region around it."""
+def test_a_trace_has_the_clock_of_the_profiler(make_offloader: MakeOffloader, tmp_path: Path) -> None:
+    """Both files' events lie on one time line: our forward is within the profiler's region around it."""
     offloader = make_offloader(trace=tmp_path / "run.json", policy="keep")
     model = Chain()
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
@@ -337,7 +337,7 @@ def test_each_rank_has_a_file_of_its_own_and_ends_it_at_exit(tmp_path: Path) -> 
 
 
 def test_two_offloaders_share_a_file(make_offloader: MakeOffloader, tmp_path: Path) -> None:
-    """One after the other, as after an interrupt, or at the same time."""
+    """The two follow each other, as after an interrupt, or run at the same time."""
     file, model = tmp_path / "run.json", Chain()
     first, second = (make_offloader(trace=file, policy=policy) for policy in ("keep", "greedy"))
     for offloader in (first, second):
@@ -367,7 +367,7 @@ def test_two_threads_that_close_an_offloader_end_its_part_of_a_file_once(
     closing = [threading.Thread(target=first.close) for _ in range(2)]
     for thread in closing:
         thread.start()
-    time.sleep(0.1)  # both wait for the look to end
+    time.sleep(0.1)  # both wait for the end of the sample
     goes_on.set()
     for thread in closing:
         thread.join(WAIT_S)
@@ -395,14 +395,14 @@ def test_a_variable_that_names_no_file_is_refused(
     assert descriptors() == files
 
 
-def test_what_comes_as_the_file_ends_does_not_go_over_its_end(tmp_path: Path) -> None:
-    """A thread that was about to write waits meanwhile, and the file is closed then."""
+def test_no_event_is_written_behind_the_end_of_the_file(tmp_path: Path) -> None:
+    """A thread that is about to write waits for the lock meanwhile, and finds the file closed."""
     file = tmp_path / "run.json"
     writer = writer_for(str(file), {})
     late = threading.Thread(target=writer.flush)
 
     class Written:
-        def __str__(self) -> str:  # as the end is made
+        def __str__(self) -> str:  # runs while the writer makes the end of the file
             writer.instant("notes", "late", 0.0)
             late.start()
             return "known"
@@ -413,7 +413,7 @@ def test_what_comes_as_the_file_ends_does_not_go_over_its_end(tmp_path: Path) ->
     assert not writer.failed
 
 
-def test_two_offloaders_of_one_step_tell_its_phases_once(make_offloader: MakeOffloader, tmp_path: Path) -> None:
+def test_two_offloaders_of_one_step_write_its_phases_once(make_offloader: MakeOffloader, tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     outer, inner = (make_offloader(trace=file, policy=policy) for policy in ("keep", "greedy"))
     model = Chain()
@@ -468,7 +468,7 @@ DEMO = {"mode": "nvme", "layers": 4, "width": 256, "batch": 4, "seq": 128, "seed
 
 
 def test_the_trace_of_the_demo_is_valid_and_adds_up(tmp_path: Path) -> None:
-    """A process that says nothing of a trace, run by the command; the file is read by a package of others as well."""
+    """The command traces a process without trace options of its own; an independent package also reads the file."""
     chrometrace = pytest.importorskip("chrometrace")
     file = tmp_path / "run.json"
     program = ["-m", "actoffload.tools.demo", json.dumps(DEMO | {"paths": [str(tmp_path)]})]
@@ -495,6 +495,6 @@ def test_the_trace_of_the_demo_is_valid_and_adds_up(tmp_path: Path) -> None:
     for place, measured in enumerate(total):
         assert abs(sum(values[place] for values in memory.values()) - measured) <= 0.05 * measured
     assert {"parameters", "gradients", "optimizer state", "other"} <= memory.keys()
-    # on a loaded machine no look may fall into the milliseconds in which one certain block holds its tensors
+    # On a loaded machine no sample may fall into the milliseconds in which one certain block holds its tensors.
     assert any(name.startswith("saved by stack.blocks.") for name in memory)
     assert trace.metadata["predicted"]["step_s"] > 0

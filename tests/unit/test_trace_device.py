@@ -1,4 +1,4 @@
-"""The trace of a run on an accelerator: the device's own times, and what its memory is used for."""
+"""The trace of a run on an accelerator: the device's own times, and the uses of its memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.harness import run_in_threads
 pytestmark = pytest.mark.simulated
 
 MEASURED = 0.05
-"""What memory is used for sums to what the allocator says within this share."""
+"""The sum of all uses of memory differs from the allocator's count by at most this share."""
 
 
 def _traced(device: SimulatedDevice, path: Path, **options: object) -> TraceFile:
@@ -62,8 +62,8 @@ def test_the_device_has_phases_of_its_own(device: SimulatedDevice, tmp_path: Pat
     assert names == [(name, number) for number in (1, 2, 3) for name in ("forward", "backward", "optimizer")]
 
 
-def test_memory_is_what_it_is_used_for(device: SimulatedDevice, tmp_path: Path) -> None:
-    """With nothing moved all that is allocated at the end of a forward has a name, but what other tests have left."""
+def test_all_memory_has_a_use(device: SimulatedDevice, tmp_path: Path) -> None:
+    """With nothing moved, all memory at the end of a forward has a name, except memory that other tests have left."""
     left = torch.accelerator.memory_allocated()
     trace = _traced(device, tmp_path, target="host", policy="keep")
     total, memory = trace.counters["memory total"].series["bytes"], trace.counters["memory"].series
@@ -73,13 +73,13 @@ def test_memory_is_what_it_is_used_for(device: SimulatedDevice, tmp_path: Path) 
     forwards = [phase.end_s for phase in trace.phases if phase.name == "forward" and not phase.on_device]
     looks = [trace.counters["memory"].at(end_s) for end_s in forwards]
     assert all(used["other"] - left <= MEASURED * sum(used.values()) for used in looks)
-    # The thread that looks now and then may be at it as a forward ends: that one has an earlier look.
+    # The sampling thread may be at work as a forward ends: then that forward has an earlier sample.
     saved = [(used["saved by stack.blocks.0"], used["saved by stack.blocks.1"]) for used in looks]
     assert any(first == second > 0 for first, second in saved)
 
 
-def test_forwards_of_several_threads_take_what_is_over(device: SimulatedDevice, tmp_path: Path) -> None:
-    """Each takes times that another might be taking just now."""
+def test_forwards_of_several_threads_take_each_ended_time_once(device: SimulatedDevice, tmp_path: Path) -> None:
+    """Two threads may look for ended times at the same moment."""
     device.model()
     offloader = Offloader(OffloadConfig(trace=tmp_path / "run.json", target="host", min_bytes=0, announce="none"))
 

@@ -1,4 +1,4 @@
-"""``actoffload report`` and ``top``: the numbers of a traced run, what it proposes, and what is printed."""
+"""``actoffload report`` and ``top``: the numbers of a traced run, the proposals, and the output."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _by_hand() -> Run:
     return look_at(trace)
 
 
-def test_the_step_shown_has_the_median_length_of_those_under_the_last_plan() -> None:
+def test_the_step_shown_has_the_median_length_under_the_last_plan() -> None:
     run = _by_hand()
     assert (run.count, run.shown, run.step_s, run.begin_s, run.end_s) == (4, 3, 2.0, 8.0, 10.0)
 
@@ -121,7 +121,7 @@ def test_on_a_device_a_step_lasts_until_both_have_ended_it() -> None:
         look_at(replace(trace, metadata={"virtual_device_time": True}))
 
 
-def test_numbers_memory_links_waits_and_what_stayed() -> None:
+def test_numbers_memory_links_and_waits() -> None:
     run = _by_hand()
     numbers = run.numbers()
     assert numbers.keys() == LABELS.keys()
@@ -136,7 +136,7 @@ def test_numbers_memory_links_waits_and_what_stayed() -> None:
     for moment in memory:
         assert sum(moment.by_kind.values()) - moment.by_kind[AWAY] == moment.total
     host, link = run.links()
-    assert (host.name, host.nbytes) == ("host write", MIB), "those of another library are on the link, too"
+    assert (host.name, host.nbytes) == ("host write", MIB), "copies of another library are on the link, too"
     assert (link.name, link.nbytes, link.can_do) == ("disk write", 8 * MIB, 8 * MIB)
     assert link.used == pytest.approx(0.5), "one of two seconds"
     waits = [(wait.module, wait.count, round(wait.total_s, 9)) for wait in run.dearest_waits()]
@@ -145,7 +145,7 @@ def test_numbers_memory_links_waits_and_what_stayed() -> None:
     assert [[round(span.begin_s, 9) for span in spans] for spans in of_step] == [[0.2, 1.0], [0.5, 0.5]]
 
 
-def test_a_prediction_for_a_micro_batch_stands_beside_what_a_micro_batch_took() -> None:
+def test_a_prediction_for_a_micro_batch_stands_beside_its_measured_time() -> None:
     trace = _by_hand().trace
     known = {**trace.metadata, "predicted": {"step_s": 0.5}, "seen": {"step_s": 0.6}}
     for what, seen_s in (("a step", 2.0), ("a micro-batch", 0.6)):
@@ -154,7 +154,7 @@ def test_a_prediction_for_a_micro_batch_stands_beside_what_a_micro_batch_took() 
 
 
 def test_no_link_is_in_use_for_more_than_all_of_a_step() -> None:
-    """Even if transfers lie upon each other. Time that they share counts once."""
+    """Time that several transfers share counts once."""
     trace = _by_hand().trace
     ours, _ = trace.transfers
     each = [replace(ours, begin_s=8.0 + n / 8, end_s=10.0 - n / 8, track=f"disk write #{n}") for n in range(1, 4)]
@@ -239,7 +239,7 @@ def test_a_difference_within_the_noise_of_the_steps_is_none() -> None:
     assert "a step is 50% slower" in verdict_of(replace(run, lengths_s=(2.0, 2.0)), replace(run, lengths_s=(3.0, 3.0)))
 
 
-def test_a_prediction_says_that_the_machine_has_changed() -> None:
+def test_a_prediction_reports_a_changed_machine() -> None:
     profile = Profile.load(Path("tests/recorded/gpt.json"))
     for factor, told in ((1.05, ""), (1.5, "50% longer"), (0.5, "50% less")):
         seen = Observed(step_s=factor * profile.step_s + 1.0, forward_wait_s=0.0, backward_wait_s=1.0)
@@ -280,7 +280,7 @@ def test_a_file_that_cannot_be_reported_on_is_refused(tmp_path: Path, traces: di
     assert "cannot be read" in invoke("report", str(tmp_path / "none.json"), status=1)
 
 
-def test_top_shows_what_is_there_and_ends_with_the_run(
+def test_top_shows_the_trace_so_far_and_ends_with_the_run(
     tmp_path: Path, traces: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = traces["budget"].read_text(encoding="utf-8")
@@ -332,7 +332,6 @@ def file(traces: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture(scope="module")
 def page(file: Path) -> Iterator[Page]:
-    """The page in a browser."""
     if PROGRAM is None:
         pytest.skip("there is no Chromium")
     with browser(file.parent / "browser") as shown:
@@ -360,7 +359,7 @@ def test_the_page_answers_first_and_is_small(file: Path, traces: dict[str, Path]
 
 
 def test_each_colour_is_one_thing_and_none_is_missing(file: Path) -> None:
-    """A chart names its parts by the classes of `COLOURS`; what is away has the colour of what it is."""
+    """A chart names its parts by the classes of `COLOURS`; tensors that are away have the colour of their kind."""
     assert {*KINDS, "write", "read", "wait"} == COLOURS.keys()
     assert len(set(COLOURS.values())) == len(COLOURS)
     assert f", {COLOURS[SAVED]} " in COLOURS[AWAY]
@@ -371,10 +370,10 @@ def test_each_colour_is_one_thing_and_none_is_missing(file: Path) -> None:
 
 
 def test_no_text_can_be_cut(file: Path, traces: dict[str, Path]) -> None:
-    """Without a browser: each rule that keeps a text on one line is for a few letters, and long words break."""
+    """Each rule that keeps a text on one line is for a few letters, and long words break; this needs no browser."""
     text = file.read_text(encoding="utf-8")
     found = re.findall(r"^\s*([^{}@]+) \{ ([^{}]*) \}$", text.partition("<style>")[2], re.MULTILINE)
-    rules = dict(reversed(found))  # the first of a selector, before those for narrow windows
+    rules = dict(reversed(found))  # the first rule of a selector, before the rules for narrow windows
     assert {name for name, rule in rules.items() if "nowrap" in rule} == {".x, .y, .phase"}
     assert not any("hidden" in rule for rule in rules.values())
     assert "overflow-wrap: break-word" in rules["body"]
@@ -392,7 +391,7 @@ def test_a_browser_shows_the_page_without_an_error_or_the_network(page: Page) ->
 
 
 def test_the_figures_of_a_moment_are_under_the_pointer(page: Page) -> None:
-    """The browser shows a title after a moment. No line or label of the chart covers it."""
+    """The browser shows a title after a moment, and no line or label of the chart covers it."""
     title = """(() => {
       const area = document.querySelectorAll(".memory")[1];
       area.scrollIntoView({block: "center"});

@@ -1,4 +1,4 @@
-"""What PyTorch traces, exports or watches itself is left alone: nothing moves, nothing breaks."""
+"""While PyTorch traces, exports or watches saved tensors itself, nothing moves and nothing breaks."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_an_attached_model_is_exported_without_its_attachment(tmp_path: Any, str
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_torchscript_says_what_to_do(tmp_path: Any) -> None:
+def test_torchscript_refuses_and_names_the_remedy(tmp_path: Any) -> None:
     model, x = Small(), torch.linspace(-1, 1, 64).reshape(4, 16)
     attachment = actoffload.attach(model, target="nvme", path=str(tmp_path), min_bytes=0)
     assert same_bits(torch.jit.trace(model, x)(x), model(x))
@@ -83,7 +83,7 @@ def test_torchscript_says_what_to_do(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("outside", [True, False])
 def test_allow_mutation_on_saved_tensors(make_offloader: MakeOffloader, outside: bool) -> None:
-    """It has to see what is saved, so nothing moves inside of it, and this is said."""
+    """PyTorch's context has to see the saved tensors, so inside it nothing moves, and a warning says so."""
 
     def run(context: Any) -> Tensor:
         x = torch.linspace(-1, 1, 3000).requires_grad_()

@@ -1,4 +1,4 @@
-"""`make newest` takes hours: a run that is stopped costs no result, and the next one takes what has not passed."""
+"""`make newest` takes hours: a stopped run costs no result, and the next one runs the files that have not passed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks import harness
 from tests import versions
 
 
-def test_a_stopped_run_goes_on_with_what_has_not_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_run_takes_the_files_that_have_not_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = sorted((harness.ROOT / "tests" / "integration").glob("test_*.py"))
     broken, asked = {files[0].stem}, list[str]()
 
