@@ -217,7 +217,7 @@ class ActivationStore:
 
     def _place(self, record: Record, tensor: Tensor, tape: Tape[Record], tier: Tier) -> None:
         """Decide whether a new record moves, and begin its move."""
-        shared = self.shared
+        shared, budget = self.shared, self.shared.budget
         tier.poll()
         tier.count_resident(record)
         shared.reporter.event(EventKind.PACK, record, record.module or "")
@@ -227,20 +227,18 @@ class ActivationStore:
             reason = KeepReason.DEGRADED
         else:
             reason = self.decision.why_keep(record, tensor, tape)
-            full = reason is KeepReason.LAST and not shared.budget.has_room_early(0)
-            if reason is KeepReason.FITS:  # unless the plan was wrong about the room
-                full = shared.budget.exceeded_by((self.decision.following_bytes(record) or 0) - tier.leaving_bytes)
-            if full:
-                reason = None  # staying saves time only, and this room is for bytes that the step needs at once
+            full = reason is KeepReason.LAST and not budget.has_room_early(0)
+            if reason is KeepReason.FITS:  # by a plan that may be wrong about the room
+                full = budget.exceeded_by((self.decision.following_bytes(record) or 0) - tier.leaving_bytes)
+            # Staying saves time only, and this room is for bytes that the step needs at once.
+            reason = None if full else reason
         if reason is None:
             reason = tier.offload(record)
-        budget = shared.budget
         budget.largest_bytes = max(budget.largest_bytes, record.nbytes)
         if budget.limit_bytes is not None:
             # Room for the next storage now, whether this one stays or not: it is allocated before its save.
             self._following_bytes = self.decision.following_bytes(record)
-            waited_s = self._make_room(tier)
-            if waited_s > SHORT_WAIT_S:
+            if (waited_s := self._make_room(tier)) > SHORT_WAIT_S:
                 shared.reporter.event(EventKind.PACK_WAIT, record, since_s=now() - waited_s)
         if reason is None:
             shared.accounts.moved_bytes += record.nbytes
