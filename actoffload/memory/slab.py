@@ -44,8 +44,6 @@ class Slab:
 
     Attributes:
         buffer: An object at its address that keeps it alive.
-        number: Tells slabs of the same room apart; the pool's, as is the next.
-        room: The largest slot that it has room for, as it is listed; -1 when it is not.
         locked: Whether it may be page-locked: from before the request until the device has let go of it.
         used: Whether a slot came from it since the last look of `HostPool.trim`.
     """
@@ -61,11 +59,14 @@ class Slab:
         self.nbytes = nbytes
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
         self.extents = ExtentAllocator(nbytes, ALIGNMENT)
-        self.number = 0
-        self.room = -1
         self.used = True
         self.locked = page_locked is not None
         self._used: list[tuple[int, int, list[object]]] = []  # free ranges that copies use, by where they begin
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no slot lies in it."""
+        return not self.extents.allocated_bytes
 
     @staticmethod
     def page_locked(nbytes: int, pin: Callable[[int, int], bool], most_bytes: int) -> Slab:
@@ -127,9 +128,9 @@ class Slab:
         return True
 
     def take(self, nbytes: int) -> tuple[int, list[object]]:
-        """Return where a free piece begins, for which there is room, and the events of copies that may still use it."""
+        """Return where a free piece begins, and the events of copies that may still use it. The caller knows that it fits."""
         offset = self.extents.allocate(nbytes)
-        assert offset is not None, "the slab is listed by its room"
+        assert offset is not None, "the caller has looked"
         return offset, self._take_events(offset, offset + self.extents.round_up(nbytes))
 
     def give_back(self, offset: int, nbytes: int, events: list[object]) -> None:
