@@ -70,35 +70,39 @@ class HostBudget:
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self._lock = renewed_in_child(threading.Lock())
-        self._mapped: weakref.WeakKeyDictionary[HostPool, int] = weakref.WeakKeyDictionary()
+        self._pools: weakref.WeakSet[HostPool] = weakref.WeakSet()
 
-    def take(self, pool: HostPool, nbytes: int) -> bool:
-        """Count bytes that a pool is about to map; return False where there is no room for them."""
+    def join(self, pool: HostPool) -> None:
+        """Count a pool from now on."""
         with self._lock:
-            if nbytes > self.capacity_bytes - sum(self._mapped.values()):
-                return False
-            self._mapped[pool] = self._mapped.get(pool, 0) + nbytes
-            return True
-
-    def change(self, pool: HostPool, nbytes: int) -> None:
-        """Count bytes that a pool has mapped without asking; negative: that it has unmapped."""
-        with self._lock:
-            self._mapped[pool] = self._mapped.get(pool, 0) + nbytes
+            self._pools.add(pool)
 
     def leave(self, pool: HostPool) -> None:
         """Count a pool no more: it is closed."""
         with self._lock:
-            self._mapped.pop(pool, None)
+            self._pools.discard(pool)
+
+    def take(self, pool: HostPool, nbytes: int) -> bool:
+        """Let a pool map so many more bytes; return False where there is no room for them."""
+        with self._lock:
+            # First counted, then compared: of two pools that ask at once, one sees the other's bytes.
+            pool.growth_bytes = nbytes
+            if self._room() < 0:
+                pool.growth_bytes = 0
+            return pool.growth_bytes > 0
 
     def room(self) -> int:
         """Return the bytes that may still be mapped."""
         with self._lock:
-            return self.capacity_bytes - sum(self._mapped.values())
+            return self._room()
+
+    def _room(self) -> int:
+        return self.capacity_bytes - sum(pool.mapped_bytes + pool.growth_bytes for pool in self._pools)
 
     def make_room(self, nbytes: int, asker: HostPool) -> None:
         """Have other pools unmap idle memory, unless there is room. The caller holds no lock: the pools take theirs."""
         with self._lock:
-            others = [pool for pool in self._mapped if pool is not asker]
+            others = [pool for pool in self._pools if pool is not asker]
         if others and self.room() < nbytes:
             for pool in others:
                 pool.unmap_idle()
@@ -129,7 +133,7 @@ class HostPool:
     Attributes:
         allocated_bytes: Bytes in slots.
         peak_bytes: The most there were.
-        mapped_bytes: Bytes of all slabs.
+        mapped_bytes: Bytes of all slabs; ``growth_bytes``: of the one that is on its way.
         growing: More memory is on its way: a refused request may succeed after ``on_growth``.
         pin_failed: Some memory could not be page-locked.
     """
@@ -150,10 +154,10 @@ class HostPool:
     ) -> None:
         self._budget = HostBudget(budget) if isinstance(budget, int) else budget
         self.capacity_bytes = self._budget.capacity_bytes
-        self._growth_bytes = 0  # of the budget, for the slab that is on its way
         self.peak_bytes = 0
         self.allocated_bytes = 0
-        self.mapped_bytes = 0
+        self.mapped_bytes = self.growth_bytes = 0
+        self._budget.join(self)
         self.growing = False
         self.pin_failed = False
         self._slab_bytes = slab_bytes
@@ -342,7 +346,6 @@ class HostPool:
         size = max(need, min(self._slab_bytes, room))
         if size > room or not self._budget.take(self, size):
             return False
-        self._growth_bytes = size
         if self._pin is None:
             self._add(Slab(size))
         else:
@@ -354,8 +357,7 @@ class HostPool:
                 self._thread.start()
             except RuntimeError:  # the system has no more threads
                 self.pin_failed = True
-                self._budget.change(self, -size)
-                self._growth_bytes = 0
+                self.growth_bytes = 0
                 return False
             self.growing = True
         return True
@@ -372,8 +374,7 @@ class HostPool:
     def _add(self, slab: Slab) -> None:
         self._slabs.append(slab)
         self.mapped_bytes += slab.nbytes
-        self._budget.change(self, slab.nbytes - self._growth_bytes)
-        self._growth_bytes = 0
+        self.growth_bytes = 0
 
     def _unmap_idle(self, need: int) -> None:
         """Let slabs go that are free from end to end, if that makes room for a slab of ``need`` bytes."""
@@ -396,7 +397,6 @@ class HostPool:
 
     def _forget(self, slab: Slab) -> None:
         self.mapped_bytes -= slab.nbytes
-        self._budget.change(self, -slab.nbytes)
 
     def _unlock(self, slabs: list[Slab], unpin: Callable[[int], bool]) -> None:
         """Undo the page-locking of unused slabs, in a thread of its own, as each takes milliseconds."""
@@ -415,8 +415,7 @@ class HostPool:
             self.growing = False
             if grown is None:
                 self.capacity_bytes = self.mapped_bytes  # the system has no more
-                self._budget.change(self, -self._growth_bytes)
-                self._growth_bytes = 0
+                self.growth_bytes = 0
             else:
                 self._add(grown)
         self._take_dropped()

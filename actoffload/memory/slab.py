@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -61,7 +60,7 @@ class Slab:
         self.extents = ExtentAllocator(nbytes, ALIGNMENT)
         self.used = True
         self.locked = page_locked is not None
-        self._used: list[tuple[int, int, list[object]]] = []  # free ranges that copies use, by where they begin
+        self._used: list[tuple[int, int, list[object]]] = []  # free ranges that copies use
 
     @property
     def is_idle(self) -> bool:
@@ -128,7 +127,7 @@ class Slab:
         return True
 
     def take(self, nbytes: int) -> tuple[int, list[object]]:
-        """Return where a free piece begins, and the events of copies that may still use it. The caller knows that it fits."""
+        """Return where a free piece begins, for which there is room, and the events of copies that may still use it."""
         offset = self.extents.allocate(nbytes)
         assert offset is not None, "the caller has looked"
         return offset, self._take_events(offset, offset + self.extents.round_up(nbytes))
@@ -136,7 +135,7 @@ class Slab:
     def give_back(self, offset: int, nbytes: int, events: list[object]) -> None:
         """Make a piece free; the next slot in its memory gets the events of the copies that may still use it."""
         if events:
-            insort(self._used, (offset, offset + nbytes, events))
+            self._used.append((offset, offset + nbytes, events))
         self.extents.free(offset, nbytes)
 
     def events(self) -> list[object]:
@@ -144,16 +143,13 @@ class Slab:
         return [event for _, _, events in self._used for event in events]
 
     def _take_events(self, begin: int, end: int) -> list[object]:
-        first, last = bisect_right(self._used, (begin,)), bisect_left(self._used, (end,))
-        if first and self._used[first - 1][1] > begin:
-            first -= 1
         found: dict[object, None] = {}
         rest = []
-        for used_begin, used_end, events in self._used[first:last]:
-            found.update(dict.fromkeys(events))
-            if used_begin < begin:
-                rest.append((used_begin, begin, events))
-            if end < used_end:
-                rest.append((end, used_end, events))
-        self._used[first:last] = rest
+        for used_begin, used_end, events in self._used:
+            if used_begin < end and begin < used_end:
+                found.update(dict.fromkeys(events))
+            # What lies outside of the piece, before it and behind it, is still used.
+            parts = (used_begin, min(used_end, begin)), (max(used_begin, end), used_end)
+            rest += [(*part, events) for part in parts if part[0] < part[1]]
+        self._used = rest
         return list(found)

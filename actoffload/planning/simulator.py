@@ -84,7 +84,6 @@ class Prediction:
     """A simulated step. Seconds and bytes; storages by number.
 
     Attributes:
-        compute_s: the step without waits.
         forward_wait_s: waits of saving, mostly for room.
         cost_s: compute time that moving bytes took.
         pending_peak_bytes: the most bytes on their way out of the device at once.
@@ -100,7 +99,6 @@ class Prediction:
     """
 
     step_s: float
-    compute_s: float
     forward_wait_s: float
     backward_wait_s: float
     cost_s: float
@@ -422,7 +420,6 @@ class _Step:
         written, spilled, loaded, fetched = transfers.links.moved
         return Prediction(
             step_s=profile.step_s + clock.delay,
-            compute_s=profile.step_s,
             forward_wait_s=clock.waited[FORWARD],
             backward_wait_s=clock.waited[BACKWARD],
             cost_s=clock.cost_s,

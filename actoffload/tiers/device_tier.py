@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -77,8 +76,6 @@ class DeviceTier(Tier):
         self._unused: list[tuple[object, Batch]] = []
         """Memory that was filled for records which died before they were used, and the copies that fill it."""
         self._hook_costs = HookCosts(shared, copies)
-        self._waiter = ThreadPoolExecutor(1, "actoffload-copies")
-        self._waiter.submit(int)  # its thread starts now: in a step it would be an error that there are no more
 
     # -- device → host ------------------------------------------------------------------------------------------------
 
@@ -215,7 +212,7 @@ class DeviceTier(Tier):
         self.begun(transfer)
         record.to(State.SPILLING)
         self.shared.pending_bytes += record.nbytes
-        self._waiter.submit(self.begin_after, partial(self._wait_for, list(slot.events)), transfer)
+        self.begin_after(partial(self._wait_for, list(slot.events)), transfer)
 
     def _wait_for(self, batches: list[Any]) -> None:
         """Wait until copies have ended. It runs on the one thread that waits for copies, in their order."""
@@ -280,7 +277,7 @@ class DeviceTier(Tier):
         )
         self.begun(transfer)
         if events:
-            self._waiter.submit(self.begin_after, partial(self._wait_for, events), transfer)
+            self.begin_after(partial(self._wait_for, events), transfer)
         record.slot = slot
         record.wanted = True
         record.to(State.FETCHING)
@@ -473,9 +470,6 @@ class DeviceTier(Tier):
         self._reading.clear()
         self._reloading.clear()
         self._arrived.clear()
-
-    def close(self) -> None:
-        self._waiter.shutdown(wait=False, cancel_futures=True)
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
         if not self.shared.watches_host:
