@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -212,12 +213,15 @@ class DeviceTier(Tier):
         self.begun(transfer)
         record.to(State.SPILLING)
         self.shared.pending_bytes += record.nbytes
-        self.begin_after(partial(self._wait_for, list(slot.events)), transfer)
+        self.begin_after(partial(self._wait_until_copied, tuple(slot.events)), transfer)
 
-    def _wait_for(self, batches: list[Any]) -> None:
-        """Wait until copies have ended. It runs on the one thread that waits for copies, in their order."""
+    def _wait_until_copied(self, batches: Sequence[Any]) -> None:
         for batch in batches:
             assert batch.event is not None, "the copies have begun"
+            self.copies.synchronize(batch)
+
+    def _wait_for(self, batches: Sequence[Any]) -> None:
+        for batch in batches:
             self.copies.synchronize(batch)
 
     def _written(self, since_s: float, transfer: Transfer) -> None:

@@ -62,7 +62,7 @@ class DirectTier(Tier):
         record.to(State.SPILLING)
         self.shared.pending_bytes += record.nbytes
         self._copied_in_place.append(record)
-        self.begin_after(partial(self.copies.device.synchronize, event), transfer)
+        self.begin_after(partial(self._wait_for, event), transfer)
         return None
 
     def _so_far(self, record: Record) -> Event:
@@ -73,6 +73,9 @@ class DirectTier(Tier):
     def _used_here(self, record: Record, tensor: Tensor) -> None:
         """Report to the allocator that the current stream uses memory, which may belong to another stream."""
         self.copies.device.used_on(tensor, self.copies.device.current_stream(record.device.index or 0))
+
+    def _wait_for(self, event: Event) -> None:
+        self.copies.device.synchronize(event)
 
     def _written(self, since_s: float, transfer: Transfer) -> None:
         with self.shared.lock:
@@ -118,7 +121,7 @@ class DirectTier(Tier):
         record.to(State.FETCHING)
         self._ahead[record] = None
         self.count_resident(record)
-        self.begin_after(partial(self.copies.device.synchronize, event), transfer)
+        self.begin_after(partial(self._wait_for, event), transfer)
 
     def _arrived(self, tensor: Tensor, since_s: float, transfer: Transfer) -> None:
         with self.shared.lock:
