@@ -117,7 +117,7 @@ class Spool:
             before: Runs in an engine's thread, before each request touches its memory.
             on_done: Called at most once with the transfer, in an engine's thread, with no lock held.
             keepalive: Kept alive until nothing touches the memory any more.
-            held: Submit nothing: the caller calls ``go_on`` once the memory is ready.
+            held: Submit nothing: the caller calls ``go_on`` as bytes become ready.
             records: The owners of the bytes: ``Transfer.records``.
 
         Raises:
@@ -125,7 +125,7 @@ class Spool:
             StateError: The extent is freed, too small or in use, or something is not aligned.
         """
         owners = tuple(records)
-        transfer = Transfer(IoKind.WRITE, extent, length, self._post, 0, before, on_done, keepalive, owners)
+        transfer = Transfer(IoKind.WRITE, extent, length, self._post, 0, before, on_done, keepalive, None, owners)
         return self._start(transfer, ranges or ((address, length),), held)
 
     def read(
@@ -138,20 +138,22 @@ class Spool:
         skip: int = 0,
         on_done: Callable[[Transfer], None] | None = None,
         keepalive: object = None,
+        on_part: Callable[[], None] | None = None,
         held: bool = False,
         records: Sequence[Any] = (),
     ) -> Transfer:
         """Start to read ``length`` bytes, behind ``skip``, that the last successful write left in an extent.
 
         Arguments and errors as in ``write``; also a StateError when that write has not finished, has failed or was
-        shorter. With ``verify`` the length must be the one that was written.
+        shorter. With ``verify`` the length must be the one that was written. ``on_part`` is called as ``on_done`` is,
+        after each request but the last: see ``Transfer.arrived_bytes``.
         """
         owners = tuple(records)
-        transfer = Transfer(IoKind.READ, extent, length, self._post, skip, None, on_done, keepalive, owners)
+        transfer = Transfer(IoKind.READ, extent, length, self._post, skip, None, on_done, keepalive, on_part, owners)
         return self._start(transfer, ranges or ((address, length),), held)
 
-    def go_on(self, transfer: Transfer) -> None:
-        """Submit a held transfer.
+    def go_on(self, transfer: Transfer, nbytes: int | None = None) -> None:
+        """Submit the requests of a held transfer within its first ``nbytes`` bytes (None: all). One thread at a time.
 
         Raises:
             OffloaderClosedError: The engine is closed; the caller is to ``Transfer.fail`` the transfer.
@@ -159,7 +161,7 @@ class Spool:
         with self.disk.lock:
             if transfer in self._live and self._live[transfer] is None:
                 self._live[transfer] = self._begins(transfer)
-        transfer.start()
+        transfer.start(nbytes)
 
     def free(self, extent: Extent) -> None:
         """Free an extent; its room is reused once nothing is in flight on it.

@@ -38,9 +38,10 @@ class Transfer:
     length: int
     on_end: Callable[[Transfer], None]  # of the spool, before `on_done`
     skip: int = 0  # bytes at the beginning of the extent that are not moved
-    before: Callable[[], None] | None = None  # this and the next two: see `Spool.write`
+    before: Callable[[], None] | None = None  # this and the next three: see `Spool.write`
     on_done: Callable[[Transfer], None] | None = None
     keepalive: object = None
+    on_part: Callable[[], None] | None = None
     records: tuple[Any, ...] = ()  # the owners of the bytes
     needed_by: dict[Any, None] = field(init=False)  # the records that have not left; the caller's lock guards it
     began_s: float = 0.0  # when it was enqueued
@@ -48,7 +49,9 @@ class Transfer:
     _claim: Claim = field(default_factory=Claim)  # of `_CANCELLED`, or of the thread that finishes it
     _ended: Completion = field(default_factory=Completion)
     _requests: list[IoRequest] = field(default_factory=list)
-    _left: set[IoRequest] = field(default_factory=set)  # the requests that have not ended
+    _request_bytes: int = 0  # of each request but the last
+    _submitted: int = 0
+    _left: set[int] = field(default_factory=set)  # the first byte of each request that has not ended
 
     def __post_init__(self) -> None:
         self.needed_by = dict.fromkeys(self.records)
@@ -71,9 +74,9 @@ class Transfer:
         if not self.cancelled:
             return False
         self.error = self.error or error
-        for request in self._requests:
+        for index, request in enumerate(self._requests):
             if request.cancel():
-                self._left.discard(request)
+                self._left.discard(index * self._request_bytes)
         self._end_if_last()
         return True
 
@@ -110,17 +113,17 @@ class Transfer:
         """
         self._check_place(memory, alignment)
         address, several = memory[0][0], len(memory) > 1
-        step = self.length if several else request_bytes
-        for begin in range(0, self.length, step):
-            length = min(step, self.length - begin)
+        self._request_bytes = self.length if several else request_bytes
+        for begin in range(0, self.length, self._request_bytes):
+            length = min(self._request_bytes, self.length - begin)
             offset = self.extent.offset + self.skip + begin
             request = IoRequest(self.kind, address + begin, length, offset, ranges=memory if several else ())
             request.before = self.before
             if verify and self.kind is IoKind.WRITE:
                 request.before = partial(self._before_verified, offset, request.memory)
-            request.on_done = partial(self._request_done, verify)
+            request.on_done = partial(self._request_done, begin, verify)
             self._requests.append(request)
-        self._left.update(self._requests)
+            self._left.add(begin)
 
     def check_order(self, verify: bool) -> None:
         """For the spool: refuse silent corruption, as engines serve reads before writes.
@@ -138,20 +141,30 @@ class Transfer:
             state = "is being written" if extent.writer is not None else f"holds {valid} valid bytes"
             raise StateError(f"read of {self.length} bytes: {extent!r} {state}")
 
-    def start(self) -> None:
-        """For the spool: submit the requests.
+    def start(self, nbytes: int | None = None) -> None:
+        """For the spool: submit the requests within the first ``nbytes`` bytes (None: all) that were not submitted.
 
         Raises:
             OffloaderClosedError: The engine is closed; the caller is to `fail` or to cancel the transfer.
         """
-        for request in self._requests:
+        until = self.length if nbytes is None else nbytes
+        while self._submitted < len(self._requests):
+            request = self._requests[self._submitted]
+            if self._submitted * self._request_bytes + request.length > until:
+                return
             self.extent.arena.engine.submit(request)
+            self._submitted += 1
 
     def fail(self, error: BaseException) -> None:
-        """End the requests that have not begun with an error: ``Spool.go_on`` has failed, or is not to be called."""
-        for request in self._requests:
+        """End the rest of a held transfer with an error; instead of ``Spool.go_on``, on its thread."""
+        for request in self._requests[self._submitted :]:
             if request.try_start():
                 request.finish(error)
+
+    @property
+    def arrived_bytes(self) -> int:
+        """How many of the first bytes have been moved, without a gap, so far."""
+        return min(tuple(self._left), default=self.length)
 
     def abandon(self, error: BaseException) -> None:
         """For a forked child, which has no engine threads: nothing will ever run, so wake every thread that waits."""
@@ -175,13 +188,15 @@ class Transfer:
             self.before()
         self.extent.checksums[offset] = crc32(memory)
 
-    def _request_done(self, verify: bool, request: IoRequest) -> None:
+    def _request_done(self, begin: int, verify: bool, request: IoRequest) -> None:
         error = request.error
         if error is None and verify and self.kind is IoKind.READ:
             error = self._check(request)
         if error is not None and self.error is None:
             self.error = error
-        self._left.discard(request)
+        self._left.discard(begin)
+        if self.on_part is not None and self._left:
+            self.on_part()
         self._end_if_last()
 
     def _check(self, request: IoRequest) -> ChecksumError | None:
@@ -206,7 +221,7 @@ class Transfer:
             self.extent.valid_bytes = self.length if finished and self.error is None else 0
             self.extent.writer = None
         on_done, keepalive = self.on_done, self.keepalive
-        self.on_done = self.before = self.keepalive = None
+        self.on_done = self.on_part = self.before = self.keepalive = None
         self.on_end(self)  # first: on_done may want to free the extent and find the room
         self._ended.set()
         if finished and on_done is not None:

@@ -372,6 +372,7 @@ class ReleaseWindow:
         source: Tensor,
         index: int,
         used_by: list[Any],
+        of_bytes: int,
         due: int,
     ) -> Batch:
         """Have bytes of device ``index`` copied to the host, soon, and hold them until the window is past them.
@@ -382,6 +383,7 @@ class ReleaseWindow:
             source: device memory, likewise.
             index: the device's.
             used_by: see `Batch.add`.
+            of_bytes: of how many bytes these are a part, which are let go together.
             due: the event at which a plan releases them, see `release_due`; 0 without a plan.
         """
         nbytes = destination.nbytes
@@ -396,7 +398,7 @@ class ReleaseWindow:
             self._find_due()
         self.held_bytes += nbytes
         if not self.is_fixed:
-            self.limit_bytes = max(self.limit_bytes, 2 * nbytes)
+            self.limit_bytes = max(self.limit_bytes, 2 * of_bytes)
         most = min(BATCH_BYTES, self.limit_bytes // 4)
         if self.expected_bytes:  # a plan takes each copy to begin as its storage is saved
             most = min(most, int(BATCH_SHARE * self.expected_bytes))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 
 from ..errors import StateError
 from ..events import EventKind, now
-from ..memory.host_pool import HostPool
+from ..memory.host_pool import HostPool, Slot
 from ..policy import KeepReason
 from ..storage.spool import Spool
 from ..storage.transfers import Transfer
@@ -31,12 +31,22 @@ CAPTURED = (
     "backward in a captured graph asks for a tensor that was moved before the capture: run the forward in the same "
     "capture, where nothing moves, or run it in no_offload()"
 )
+CHUNK_BYTES = 64 << 20
+"""A larger record that goes to disk, or comes from there, is copied in parts of this size while the disk works."""
 SPILL_ABOVE = 0.75
 """Tiered: the oldest records go to disk while more than this share of the host budget is taken."""
 BACKLOG_SHARE = 1 / 4
 """Without a plan, this share of the most that a step has saved may wait for its copy ..."""
 USABLE_SHARE = 1 / 4
 """... and no more than this share of the device memory that is free as a forward begins."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Owner of a copy out of the first bytes of a record, which goes in parts."""
+
+    module: str | None
+    record: Record
 
 
 class DeviceTier(Tier):
@@ -95,13 +105,14 @@ class DeviceTier(Tier):
             self.window.begin()
             self.window.release_complete()  # so that their host memory goes on to disk
             return KeepReason.PRESSURE
-        due = 0 if record.release_after is None else self.shared.events + record.release_after
-        host = self._pool.tensor(slot, 0, nbytes)
-        out = self.window.hold(record, host, record.flat(), record.device.index or 0, slot.events, due)
+        outs = self._copy_out(record, slot)
+        out, _ = outs[-1]
         record.slot = slot
         record.outgoing, record.saved_on = out, out.stream
         record.to(State.STAGING)
         self._copied_in_place.append(record)
+        if len(outs) > 1 and self._goes_to_disk(record):
+            self._spill(record, outs)
         if limited:
             self.window.begin()  # copies that wait for their batch would take room meanwhile
         if out.event is not None:
@@ -132,10 +143,11 @@ class DeviceTier(Tier):
         usable = None if self.window.expected_bytes else self.copies.usable_bytes()
         self.shared.spare_bytes = None if usable is None else int(USABLE_SHARE * usable)
 
-    def _has_its_source(self, record: Record) -> bool:
+    def _has_its_source(self, owner: object) -> bool:
         """Whether a copy out may begin: its source was not freed or resized while the batch was filled."""
-        if not self.resized(record):
+        if not isinstance(owner, Record) or not self.resized(owner):
             return True
+        record = owner
         assert record.outgoing is not None, "it waits among others"
         assert record.slot is not None, "and has a slot"
         self.window.withdraw(record, record.outgoing, record.slot.events)
@@ -143,8 +155,27 @@ class DeviceTier(Tier):
         self.stay(record)
         return False
 
-    def _source_released(self, record: Record) -> None:
+    def _copy_out(self, record: Record, slot: Slot) -> list[tuple[Batch, int]]:
+        """Have a record copied to the host; return its parts: the batch of each, and how many bytes it completes."""
+        nbytes, index, source = record.nbytes, record.device.index or 0, record.flat()
+        outs: list[tuple[Batch, int]] = []
+        due = 0 if record.release_after is None else self.shared.events + record.release_after
+        part_bytes = CHUNK_BYTES if nbytes > CHUNK_BYTES and self._goes_to_disk(record) else nbytes
+        for begin in range(0, nbytes, part_bytes):
+            end = min(begin + part_bytes, nbytes)
+            owner = record if end == nbytes else Part(record.module, record)  # the last part stands for all
+            part = source if nbytes == part_bytes else source[begin:end]
+            host = self._pool.tensor(slot, begin, end - begin)
+            outs.append((self.window.hold(owner, host, part, index, slot.events, nbytes, due), end))
+            if nbytes > part_bytes:
+                self.window.begin()  # a thread waits for each
+        return outs
+
+    def _source_released(self, owner: object) -> None:
         """Go on with a record after the window has released its device memory."""
+        if not isinstance(owner, Record):
+            return
+        record = owner
         record.outgoing = None
         if record.state is State.RELEASED:
             self.remove_resident(record)
@@ -156,7 +187,11 @@ class DeviceTier(Tier):
         record.to(State.HOSTED)
         self.let_go(record)
         self.shared.reporter.event(EventKind.WRITE, record, "to host")
-        if self._goes_to_disk(record):
+        if record.transfer is not None:
+            record.to(State.SPILLING)
+        elif record.on_disk:
+            record.to(State.SPILLED)
+        elif self._goes_to_disk(record):
             self._spill(record)
         elif self._spill_mode == "overflow":
             self._hosted[record] = None
@@ -198,8 +233,13 @@ class DeviceTier(Tier):
             if record.state is State.HOSTED:
                 self._spill(record)
 
-    def _spill(self, record: Record) -> None:
-        """Have a hosted record written to disk once its copy to the host has ended."""
+    def _spill(self, record: Record, outs: list[tuple[Any, int]] | None = None) -> None:
+        """Have a record written to disk as its bytes come to host memory.
+
+        Args:
+            record: its bytes are written.
+            outs: its parts, as `_copy_out` returns them, while they are copied; None where the record is hosted.
+        """
         slot = record.slot
         assert slot is not None, "what is written has a slot"
         assert self.spool is not None, "spilling needs a spool"
@@ -211,16 +251,21 @@ class DeviceTier(Tier):
             extent, slot.address, slot.nbytes, on_done=on_done, keepalive=slot, held=True, records=(record,)
         )
         self.begun(transfer)
-        record.to(State.SPILLING)
+        if record.state is State.HOSTED:
+            record.to(State.SPILLING)
         self.shared.pending_bytes += record.nbytes
-        self.begin_after(partial(self._wait_until_copied, tuple(slot.events)), transfer)
+        parts = outs or [(batch, slot.nbytes) for batch in slot.events]
+        self.begin_after(partial(self._write_as_copied, self.spool, transfer, parts), transfer)
 
-    def _wait_until_copied(self, batches: Sequence[Any]) -> None:
-        for batch in batches:
+    def _write_as_copied(self, spool: Spool, transfer: Transfer, parts: list[tuple[Any, int]]) -> None:
+        """Write each part but the last once it is copied; return when the last one is."""
+        for batch, nbytes in parts:
             assert batch.event is not None, "the copies have begun"
             self.copies.synchronize(batch)
+            if nbytes < parts[-1][1]:
+                spool.go_on(transfer, nbytes)
 
-    def _wait_for(self, batches: Sequence[Any]) -> None:
+    def _wait_for(self, batches: list[object]) -> None:
         for batch in batches:
             self.copies.synchronize(batch)
 
@@ -230,8 +275,9 @@ class DeviceTier(Tier):
                 if self.is_written(record, transfer):
                     self.shared.reporter.event(EventKind.WRITE, record, "to disk", since_s)
                     record.slot = None
-                    record.to(State.SPILLED)
-                else:
+                    if record.state is State.SPILLING:  # else it is still STAGING: its device memory is not released
+                        record.to(State.SPILLED)
+                elif record.state is State.SPILLING:
                     record.to(State.HOSTED)
 
     # -- disk → host → device -----------------------------------------------------------------------------------------
@@ -257,6 +303,7 @@ class DeviceTier(Tier):
         assert out is not None, "a record on its way out is among others"
         if self.window.withdraw(record, out, slot.events if slot is not None else None):
             record.outgoing = None
+        self.give_up_write(record)
         self.forwarded(record)
         record.slot = None
         record.to(State.RESIDENT)
@@ -276,6 +323,7 @@ class DeviceTier(Tier):
             slot.nbytes,
             on_done=partial(self._arrived_on_host, now()),
             keepalive=slot,
+            on_part=self._part_arrived if record.nbytes > CHUNK_BYTES else None,
             held=bool(events),
             records=(record,),
         )
@@ -283,6 +331,7 @@ class DeviceTier(Tier):
         if events:
             self.begin_after(partial(self._wait_for, events), transfer)
         record.slot = slot
+        record.filled_bytes = 0
         record.wanted = True
         record.to(State.FETCHING)
         self._reading.add(record)
@@ -298,12 +347,17 @@ class DeviceTier(Tier):
                 return True
         return False
 
+    def _part_arrived(self) -> None:
+        with self.shared.lock:
+            self.shared.changed.notify_all()
+
     def _arrived_on_host(self, since_s: float, transfer: Transfer) -> None:
         with self.shared.lock:
             self._reading.difference_update(transfer.records)
             for record in self.ended(transfer):
                 assert record.slot is not None, "a record that is read has a slot"
-                record.slot.events.clear()  # the read has waited for them
+                if not record.filled_bytes:  # no copy of it has begun, and the read has waited for the earlier ones
+                    record.slot.events.clear()
                 if transfer.error is not None:
                     record.error = transfer.error
                     record.slot = None
@@ -346,6 +400,29 @@ class DeviceTier(Tier):
             self.window.advance(0)
             self._reload(record)
 
+    def _reload_arrived(self, record: Record) -> None:
+        """Begin the copies of the parts of a record that have come from disk; backward waits for it."""
+        end = record.transfer.arrived_bytes // CHUNK_BYTES * CHUNK_BYTES if record.transfer is not None else 0
+        if end > record.filled_bytes:
+            with contextlib.suppress(torch.OutOfMemoryError):  # then the whole record makes room once it has arrived
+                self._fill(record, end)
+
+    def _fill(self, record: Record, end: int) -> None:
+        """Copy a record to device memory of its own up to byte ``end``."""
+        slot, begin = record.slot, record.filled_bytes
+        assert slot is not None, "what was read has a slot"
+        self._begin_reloads()
+        incoming = self.copies.gather("in", record.device.index or 0, None)
+        if record.filling is None or record.incoming is None:
+            record.filling = self.copies.destination(incoming, record.nbytes)
+            self.count_resident(record)
+        else:
+            incoming.stream = record.incoming.stream  # which owns the memory
+        part = record.filling[begin:end]
+        incoming.add(record, part, self._pool.tensor(slot, begin, end - begin), end - begin, slot.events)
+        self.copies.begin_in(incoming)
+        record.incoming, record.filled_bytes = incoming, end
+
     def _reload(self, record: Record) -> None:
         """Enqueue the copy of a hosted record to the device, in a batch with the records that the same call reloads."""
         if record.weak_data is not None and record.state is State.HOSTED and self.recover(record):
@@ -356,6 +433,14 @@ class DeviceTier(Tier):
             record.to(State.HOSTED)
         slot = record.slot
         assert slot is not None, "a hosted record has a slot"
+        if record.filling is not None:
+            if record.filled_bytes < record.nbytes:
+                self._fill(record, record.nbytes)
+            self._reloads(record, record.filling)
+            record.filling = None
+            if record.on_disk:
+                record.slot = None
+            return
         incoming = self.copies.gather("in", record.device.index or 0, self._incoming)
         if incoming is not self._incoming:
             self._begin_reloads()
@@ -389,9 +474,9 @@ class DeviceTier(Tier):
         if self.shared.config.policy == "auto" and not self.window.expected_bytes:
             self.release_dead()
 
-    @staticmethod
-    def _is_dead(record: Record) -> bool:
-        return record.state is State.RELEASED
+    def _is_dead(self, owner: object) -> bool:
+        record = owner.record if isinstance(owner, Part) else owner
+        return isinstance(record, Record) and record.state is State.RELEASED
 
     def begin_copies(self) -> None:
         if (self._incoming is not None or self.window.gathering is not None) and not self.copies.capturing():
@@ -417,6 +502,7 @@ class DeviceTier(Tier):
             self._reload_now(record)
             incoming = record.incoming
         elif record.state is State.FETCHING:
+            self._reload_arrived(record)
             return None
         if incoming is not None:
             if incoming.event is None:
@@ -441,8 +527,10 @@ class DeviceTier(Tier):
             events = record.slot.events if record.slot is not None else None
             if self.window.withdraw(record, out, events):
                 record.outgoing = None
-        if incoming is not None and not incoming.settled:
-            self._unused.append((record.data, incoming))
+        if incoming is not None:
+            if not incoming.settled:
+                self._unused.append((record.data if record.filling is None else record.filling, incoming))
+            record.filling = None
 
     def remove_resident(self, record: Record) -> None:
         if record.outgoing is None:

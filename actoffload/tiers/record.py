@@ -102,6 +102,8 @@ class Record:
     saved_on: Any = None  # a stream; its use of the device memory is reported as that is released
     outgoing: Batch | None = None  # the copies to the host that it is among, until its device memory is let go
     incoming: Batch | None = None  # the copies to the device that it is among
+    filling: Tensor | None = None  # device memory that is filled as the bytes come from disk
+    filled_bytes: int = 0  # its first bytes; their copies have begun
     error: BaseException | None = None  # why it could not be read; the next unpack tries again
 
     def __post_init__(self) -> None:

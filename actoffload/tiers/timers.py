@@ -370,5 +370,6 @@ class StreamWaits:
 
 
 def traced(owner: object, nbytes: int) -> Traced:
-    """Return a tensor for a trace. ``owner``: its record, or an object of another library."""
-    return getattr(owner, "module", None), nbytes, getattr(owner, "number", 0), tuple(getattr(owner, "shape", ()))
+    """Return a tensor for a trace. ``owner``: its record, a part of a record, or an object of another library."""
+    record: Any = getattr(owner, "record", owner)
+    return getattr(record, "module", None), nbytes, getattr(record, "number", 0), tuple(getattr(record, "shape", ()))

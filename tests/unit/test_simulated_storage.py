@@ -16,8 +16,10 @@ from torch import Tensor
 from actoffload.errors import StorageReadError
 from actoffload.memory import host_pool
 from actoffload.storage.engines.base import IoKind
-from actoffload.testing.faults import FailingEngine
+from actoffload.storage.spool import Spool
+from actoffload.testing.faults import FailingEngine, GateEngine
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
+from actoffload.tiers import device_tier, tiers
 from actoffload.tiers.copy_streams import CopyStreams
 from actoffload.tiers.device_tier import DeviceTier
 from actoffload.tiers.direct_tier import DirectTier
@@ -42,6 +44,7 @@ from tests.unit.simulated_programs import (
     SIZE,
     LateEngine,
     _equal,
+    _is_right,
     _model,
     _offloader,
 )
@@ -189,7 +192,7 @@ def test_uring_is_tried_first_behind_a_device(device: SimulatedDevice, tmp_path:
 
 
 def test_a_read_that_fails_is_an_error_and_is_tried_again(device: SimulatedDevice, tmp_path: Path) -> None:
-    w = torch.linspace(-1, 1, SIZE * SIZE).to(NAME).requires_grad_()
+    w = _one_record()
     engine = partial(FailingEngine, kind=IoKind.READ, count=1)
     with _offloader(tmp_path, target="nvme", engine=engine) as offloader:
         with offloader:
@@ -215,6 +218,108 @@ def test_a_small_view_comes_back_with_its_alignment(device: SimulatedDevice, tmp
         assert offloader.statistics().host_read_bytes > 0
         assert torch.equal(found.cpu(), expected)
         assert found.data_ptr() % 512 == alignment
+
+
+# -- parts of one tensor -----------------------------------------------------------------------------------------------
+
+CHUNK = 4096
+
+
+@pytest.fixture
+def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record is copied and written in four parts."""
+    assert RECORD_BYTES == 4 * CHUNK
+    monkeypatch.setattr(device_tier, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(tiers, "Spool", partial(Spool, request_bytes=CHUNK))
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("target", ["host", "nvme", "tiered"])
+def test_gradients_have_the_same_bits_in_parts(device: SimulatedDevice, tmp_path: Path, target: str) -> None:
+    assert all(_is_right(device, tmp_path, seed, target=target, debug=seed == 0) for seed in range(2))
+
+
+def _one_record() -> Tensor:
+    return torch.linspace(-1, 1, SIZE * SIZE).to(NAME).requires_grad_()
+
+
+@pytest.mark.usefixtures("chunks")
+def test_a_tensor_is_written_while_the_rest_of_it_is_copied(
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck, event, begun = torch.Stream(torch.device(NAME, 0)), torch.Event(NAME), [0]
+    plain = SimulatedAccelerator.copy
+
+    def stuck_at_the_third(accelerator: SimulatedAccelerator, copies: Any, stream: Any) -> None:
+        begun[0] += 1
+        if begun[0] == 3:
+            stream.wait_event(event)
+        plain(accelerator, copies, stream)
+
+    monkeypatch.setattr(SimulatedAccelerator, "copy", stuck_at_the_third)
+    w = _one_record()
+    with _offloader(tmp_path, target="nvme", pending_bytes="1MiB") as offloader:
+        with device.paused(stuck):
+            event.record(stuck)
+            with offloader:
+                out = (w * 2).sin()
+            wait_until(lambda: offloader.statistics().nvme_written_bytes == 2 * CHUNK, "two parts are written")
+            (record,) = records_of(offloader)
+            assert record.state is State.STAGING
+        offloader.synchronize()
+        assert offloader.statistics().nvme_written_bytes == RECORD_BYTES
+        (found,) = torch.autograd.grad(out.sum(), w)
+    assert torch.equal(found.cpu(), (2 * (w * 2).cos()).cpu())
+
+
+@pytest.mark.usefixtures("chunks")
+def test_a_tensor_is_copied_to_the_device_while_the_rest_of_it_is_read(device: SimulatedDevice, tmp_path: Path) -> None:
+    w, gates = _one_record(), list[GateEngine]()
+    found: list[Tensor] = []
+
+    def gate(file: Any) -> GateEngine:
+        gates.append(GateEngine(file, threads=1))
+        gates[0].open()
+        return gates[0]
+
+    with _offloader(tmp_path, target="nvme", engine=gate) as offloader:
+        with offloader:
+            out = (w * 2).sin()
+        offloader.synchronize()
+        (record,) = records_of(offloader)
+        assert record.on_disk
+        gates[0].shut()
+        backward = threading.Thread(target=lambda: found.extend(torch.autograd.grad(out.sum(), w)))
+        backward.start()
+        gates[0].release(2)
+        wait_until(lambda: record.filled_bytes == 2 * CHUNK, "two parts are on their way to the device")
+        assert record.state is State.FETCHING
+        gates[0].open()
+        backward.join()
+    assert torch.equal(found[0].cpu(), (2 * (w * 2).cos()).cpu())
+
+
+@pytest.mark.usefixtures("chunks")
+def test_all_parts_of_a_tensor_may_come_to_the_device_before_its_read_is_seen_to_end(
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrived = DeviceTier._arrived_on_host
+
+    def late(tier: DeviceTier, since_s: float, transfer: Any) -> None:
+        (record,) = transfer.records
+        tier._part_arrived()
+        wait_until(lambda: record.filled_bytes == RECORD_BYTES, "all parts are on their way to the device")
+        arrived(tier, since_s, transfer)
+
+    monkeypatch.setattr(DeviceTier, "_arrived_on_host", late)
+    w = _one_record()
+    with _offloader(tmp_path, target="nvme") as offloader:
+        with offloader:
+            out = (w * 2).sin()
+        offloader.synchronize()
+        assert [record.on_disk for record in records_of(offloader)] == [True]
+        (found,) = torch.autograd.grad(out.sum(), w)
+    assert torch.equal(found.cpu(), (2 * (w * 2).cos()).cpu())
 
 
 # -- an engine that takes device memory --------------------------------------------------------------------------------
