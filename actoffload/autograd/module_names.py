@@ -146,12 +146,14 @@ class ModelInputs(Hooking):
         called: returns the callback for a model's forward with gradients, or None. The callback takes the shapes of
             the inputs and a function that computes the forward's signature. Forwards with equal signatures save the
             same tensors, as far as the module and its arguments show.
+        begins: called with a model as its forward begins.
     """
 
-    def __init__(self, notes: StorageSet, called: ModelBegins | None) -> None:
+    def __init__(self, notes: StorageSet, called: ModelBegins | None, begins: Callable[[nn.Module], None]) -> None:
         super().__init__()
         self._notes = notes
         self._called = called
+        self._begins = begins
 
     def watch(self, model: nn.Module) -> None:
         """Note the inputs of every call of a model from now on."""
@@ -177,6 +179,7 @@ class ModelInputs(Hooking):
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not enabled():
             return  # `torch.func.grad` or a similar transform: the library leaves this forward alone
+        self._begins(module)
         self.note(args, kwargs)
         called = self._called() if self._called is not None and torch.is_grad_enabled() else None
         leaves = tree_leaves((args, kwargs))

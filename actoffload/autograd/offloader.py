@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import os
 import threading
@@ -43,6 +44,7 @@ from .checkpoints import Checkpoints, install
 from .entry import Entry
 from .exclusions import Exclusions
 from .function_tensors import held_by_functions
+from .inner_hooks import InnerHooks
 from .last_line import facts_so_far, sum_up, sum_up_at_end
 from .module_names import ModelInputs, ModuleScopes, check_patterns
 from .packing import Forwards, Packer
@@ -122,7 +124,8 @@ class Offloader:
         elif self.config.policy == "auto":
             self.autopilot = Autopilot(store, following)
         called = None if self.autopilot is None else weakref.WeakMethod(self._model_begins)
-        self._inputs = ModelInputs(self.exclusions.static, called)
+        self._inner_hooks = InnerHooks(functools.partial(store.shared.reporter.advise, "inner hooks"))
+        self._inputs = ModelInputs(self.exclusions.static, called, self._inner_hooks.begin)
         if store.trace is not None:
             store.trace.ask = weakref.WeakMethod(self._known)
         # A store that dies without `close()` ends its threads and files. At exit `_at_exit` does that instead.
@@ -185,6 +188,11 @@ class Offloader:
     def note_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note tensors that the program passes to a model. It holds them anyway, so they never move."""
         self._inputs.note(args, kwargs)
+
+    @untraced
+    def look_inside(self, model: nn.Module) -> None:
+        """Look for the program's own hooks in the forward that begins, if it is the model's first."""
+        self._inner_hooks.begin(model)
 
     @property
     def _needs_names(self) -> bool:
@@ -278,6 +286,7 @@ class Offloader:
         store = self.store
         if store.trace is not None:
             store.trace.forward_ended()
+        self._inner_hooks.end()
         # Not after a failure: the garbage collector may close a generator's context amid a change under our own lock.
         said = advice(entry.tape.by_node, entry.tape.total_bytes)
         if not failed:
@@ -532,6 +541,7 @@ class Offloader:
         self._module_names.remove()
         self._recompute.undo()
         self._inputs.remove()
+        self._inner_hooks.remove()
 
     def after_fork_in_child(self) -> None:
         """Keep the tensors that are in memory and give up the rest: a forked child has none of our threads."""
