@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..errors import ConfigError, StateError
+from ..errors import StateError
 from .plan import Plan
 from .profile import Profile
 from .transfers import (
@@ -56,12 +56,6 @@ class Conditions:
     nvme_budget: int | None = None
     pending_bytes: int | None = None
     in_forward: Mapping[int, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name in ("device_budget", "host_budget", "nvme_budget", "pending_bytes"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-                raise ConfigError(name, value, "give a number of bytes, 0 or more, or None")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
