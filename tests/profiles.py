@@ -23,6 +23,12 @@ SAVED_PER_BLOCK = (
 """Saved tensors of a transformer block: module, size in batch × sequence × width, and when in its forward (share)."""
 
 
+def scaled(link: Link, factor: float) -> Link:
+    """The same link with ``factor`` times its bandwidth."""
+    write, read = link.write_bytes_per_s * factor, link.read_bytes_per_s * factor
+    return replace(link, write_bytes_per_s=write, read_bytes_per_s=read)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accelerator:
     """A device on paper: FLOP/s that its kernels reach, and its links in bytes per second."""

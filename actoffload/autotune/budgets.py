@@ -100,11 +100,6 @@ class Budgets:
         )
 
     @property
-    def peak_bytes(self) -> int:
-        """The highest memory of the device so far; 0 if its allocator does not count it."""
-        return (self._tiers.in_use() or (0, 0))[1]
-
-    @property
     def room_bytes(self) -> int | None:
         """Saved bytes for which the device has room beside all else; None while that is not known."""
         usable, memory = self._tiers.usable_bytes(), self._tiers.in_use()

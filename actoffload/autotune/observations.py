@@ -228,20 +228,17 @@ class Recording:
 class StepsUnderPlan:
     """The last steps under one plan.
 
-    Args:
-        count: the first comparison with the plan is after this many steps.
-
     Attributes:
         seen: their median; None before there are enough.
         count: how many steps there were, also those that a device has not ended yet.
         beside_bytes: as `RunSoFar.peak_beside_bytes`, in one of these steps; None until that is measured.
     """
 
-    def __init__(self, count: int = REVIEW_STEPS) -> None:
+    def __init__(self) -> None:
         self.seen: Observed | None = None
         self.beside_bytes: int | None = None
         self.count = 0
-        self._left = count
+        self._left = REVIEW_STEPS
         self._steps: deque[Observed] = deque(maxlen=REVIEW_STEPS)
 
     @property

@@ -11,7 +11,6 @@ import ctypes
 import os
 import threading
 import weakref
-from bisect import bisect_left, insort
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -71,35 +70,39 @@ class HostBudget:
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self._lock = renewed_in_child(threading.Lock())
-        self._mapped: weakref.WeakKeyDictionary[HostPool, int] = weakref.WeakKeyDictionary()
+        self._pools: weakref.WeakSet[HostPool] = weakref.WeakSet()
 
-    def take(self, pool: HostPool, nbytes: int) -> bool:
-        """Count bytes that a pool is about to map; return False where there is no room for them."""
+    def join(self, pool: HostPool) -> None:
+        """Count a pool from now on."""
         with self._lock:
-            if nbytes > self.capacity_bytes - sum(self._mapped.values()):
-                return False
-            self._mapped[pool] = self._mapped.get(pool, 0) + nbytes
-            return True
-
-    def change(self, pool: HostPool, nbytes: int) -> None:
-        """Count bytes that a pool has mapped without asking; negative: that it has unmapped."""
-        with self._lock:
-            self._mapped[pool] = self._mapped.get(pool, 0) + nbytes
+            self._pools.add(pool)
 
     def leave(self, pool: HostPool) -> None:
         """Count a pool no more: it is closed."""
         with self._lock:
-            self._mapped.pop(pool, None)
+            self._pools.discard(pool)
+
+    def take(self, pool: HostPool, nbytes: int) -> bool:
+        """Let a pool map so many more bytes; return False where there is no room for them."""
+        with self._lock:
+            # First counted, then compared: of two pools that ask at once, one sees the other's bytes.
+            pool.growth_bytes = nbytes
+            if self._room() < 0:
+                pool.growth_bytes = 0
+            return pool.growth_bytes > 0
 
     def room(self) -> int:
         """Return the bytes that may still be mapped."""
         with self._lock:
-            return self.capacity_bytes - sum(self._mapped.values())
+            return self._room()
+
+    def _room(self) -> int:
+        return self.capacity_bytes - sum(pool.mapped_bytes + pool.growth_bytes for pool in self._pools)
 
     def make_room(self, nbytes: int, asker: HostPool) -> None:
         """Have other pools unmap idle memory, unless there is room. The caller holds no lock: the pools take theirs."""
         with self._lock:
-            others = [pool for pool in self._mapped if pool is not asker]
+            others = [pool for pool in self._pools if pool is not asker]
         if others and self.room() < nbytes:
             for pool in others:
                 pool.unmap_idle()
@@ -130,7 +133,7 @@ class HostPool:
     Attributes:
         allocated_bytes: Bytes in slots.
         peak_bytes: The most there were.
-        mapped_bytes: Bytes of all slabs.
+        mapped_bytes: Bytes of all slabs; ``growth_bytes``: of the one that is on its way.
         growing: More memory is on its way: a refused request may succeed after ``on_growth``.
         pin_failed: Some memory could not be page-locked.
     """
@@ -151,10 +154,10 @@ class HostPool:
     ) -> None:
         self._budget = HostBudget(budget) if isinstance(budget, int) else budget
         self.capacity_bytes = self._budget.capacity_bytes
-        self._growth_bytes = 0  # of the budget, for the slab that is on its way
         self.peak_bytes = 0
         self.allocated_bytes = 0
-        self.mapped_bytes = 0
+        self.mapped_bytes = self.growth_bytes = 0
+        self._budget.join(self)
         self.growing = False
         self.pin_failed = False
         self._slab_bytes = slab_bytes
@@ -162,10 +165,7 @@ class HostPool:
         self._is_done, self._wait_for = is_done, wait_for
         self._bind, self._stay_near, self._on_growth = bind, stay_near, on_growth
         self._poison = poison
-        self._slabs: list[Slab] = []
-        self._slabs_made = 0
-        self._by_room: list[tuple[int, int, Slab]] = []
-        self._idle: dict[Slab, None] = {}  # without slots
+        self._slabs: list[Slab] = []  # from which slots may come
         self._kept: dict[int, list[_Piece]] = {}  # free, but not returned to their slabs, by size
         self._dropped: Mailbox[_Piece] = Mailbox()  # filled by finalizers
         self._grown: Mailbox[Slab | None] = Mailbox()  # filled by the thread that page-locks
@@ -247,11 +247,9 @@ class HostPool:
                         spare_bytes += slab.nbytes
                     else:
                         unused.append(slab)
-            for slab in unused:
-                self._unlist(slab)  # no slot comes from it from now on
-                slab.room = -1
+            self._slabs = [slab for slab in self._slabs if slab not in unused]
             for slab in self._slabs:
-                slab.used = slab not in self._idle
+                slab.used = not slab.is_idle
             if unused:
                 work = partial(self._unlock, unused, self._unpin)
                 self._trimmer = threading.Thread(target=work, name="actoffload-page-unlock", daemon=True)
@@ -266,7 +264,7 @@ class HostPool:
             return
         try:
             self._reclaim()
-            for slab in tuple(self._idle):
+            for slab in self._idle:
                 self._unmap(slab)
         finally:
             self._lock.release()
@@ -291,7 +289,7 @@ class HostPool:
                 if wait and self._wait_for is not None:
                     for event in slab.events():
                         self._wait_for(event)
-                if slab in self._idle or not slab.locked:  # a slot keeps the mapping that it lies in
+                if slab.is_idle or not slab.locked:  # a slot keeps the mapping that it lies in
                     self._unmap(slab)
             if not any(slab.locked for slab in self._slabs):
                 _CLOSED.discard(self)
@@ -305,9 +303,7 @@ class HostPool:
         self._thread, self._trimmer, self.growing = None, None, False
         self._kept.clear()
         if self._pin is not None:
-            self._by_room.clear()
-            for slab in self._slabs:
-                slab.room = -1
+            self._slabs.clear()
             self.capacity_bytes = 0
             self._poison = False
         self._pin = self._unpin = self._wait_for = None
@@ -321,12 +317,13 @@ class HostPool:
         return self._hand_out(kept.pop()) if kept and self.mapped_bytes <= self.capacity_bytes else None
 
     def _find(self, nbytes: int) -> Slot | None:
-        place = bisect_left(self._by_room, (nbytes,))
-        if place == len(self._by_room):
+        # The fullest slab that has room: the others become idle sooner, and can be given back.
+        rooms = [(slab.extents.largest_free_bytes, place) for place, slab in enumerate(self._slabs)]
+        fitting = [room for room in rooms if room[0] >= nbytes]
+        if not fitting:
             return None
-        slab = self._by_room[place][2]
+        slab = self._slabs[min(fitting)[1]]
         offset, events = slab.take(nbytes)
-        self._list(slab)
         return self._hand_out(_Piece(slab.address + offset, slab.extents.round_up(nbytes), slab, offset, events, []))
 
     def _hand_out(self, piece: _Piece) -> Slot:
@@ -335,19 +332,9 @@ class HostPool:
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         return Slot(piece, self._dropped)
 
-    def _list(self, slab: Slab) -> None:
-        """List a slab by the room that it has now."""
-        self._unlist(slab)
-        slab.room = slab.extents.largest_free_bytes
-        insort(self._by_room, (slab.room, slab.number, slab))
-        if slab.extents.allocated_bytes == 0:
-            self._idle[slab] = None
-
-    def _unlist(self, slab: Slab) -> None:
-        self._idle.pop(slab, None)
-        place = bisect_left(self._by_room, (slab.room, slab.number))
-        if place < len(self._by_room) and self._by_room[place][2] is slab:
-            del self._by_room[place]
+    @property
+    def _idle(self) -> list[Slab]:
+        return [slab for slab in self._slabs if slab.is_idle]
 
     def _grow(self, nbytes: int) -> bool:
         """Map a slab with room for ``nbytes``, or begin to; return False when the capacity does not allow it."""
@@ -359,7 +346,6 @@ class HostPool:
         size = max(need, min(self._slab_bytes, room))
         if size > room or not self._budget.take(self, size):
             return False
-        self._growth_bytes = size
         if self._pin is None:
             self._add(Slab(size))
         else:
@@ -371,8 +357,7 @@ class HostPool:
                 self._thread.start()
             except RuntimeError:  # the system has no more threads
                 self.pin_failed = True
-                self._budget.change(self, -size)
-                self._growth_bytes = 0
+                self.growth_bytes = 0
                 return False
             self.growing = True
         return True
@@ -387,19 +372,15 @@ class HostPool:
         self._on_growth()
 
     def _add(self, slab: Slab) -> None:
-        self._slabs_made += 1
-        slab.number = self._slabs_made
         self._slabs.append(slab)
         self.mapped_bytes += slab.nbytes
-        self._budget.change(self, slab.nbytes - self._growth_bytes)
-        self._growth_bytes = 0
-        self._list(slab)
+        self.growth_bytes = 0
 
     def _unmap_idle(self, need: int) -> None:
         """Let slabs go that are free from end to end, if that makes room for a slab of ``need`` bytes."""
         if self.mapped_bytes - sum(slab.nbytes for slab in self._idle) + need > self.capacity_bytes:
             return
-        for slab in tuple(self._idle):
+        for slab in self._idle:
             if self.mapped_bytes + need <= self.capacity_bytes:
                 return
             self._unmap(slab)
@@ -407,6 +388,7 @@ class HostPool:
     def _unmap(self, slab: Slab) -> None:
         """Forget an idle slab, if the device does not use it any more; its mapping goes with its last view."""
         if self._let_go(slab) and slab.unlock(self._unpin):
+            self._slabs.remove(slab)
             self._forget(slab)
 
     def _let_go(self, slab: Slab) -> bool:
@@ -414,14 +396,10 @@ class HostPool:
         return not slab.locked or self._is_done is None or all(map(self._is_done, slab.events()))
 
     def _forget(self, slab: Slab) -> None:
-        self._slabs.remove(slab)
-        self._unlist(slab)
-        slab.room = -1
         self.mapped_bytes -= slab.nbytes
-        self._budget.change(self, -slab.nbytes)
 
     def _unlock(self, slabs: list[Slab], unpin: Callable[[int], bool]) -> None:
-        """Undo the page-locking of slabs that are not listed, in a thread of its own, as each takes milliseconds."""
+        """Undo the page-locking of unused slabs, in a thread of its own, as each takes milliseconds."""
         for slab in slabs:
             with contextlib.suppress(Exception):  # of a device that is broken: the slab stays as it is
                 slab.unlock(unpin)
@@ -430,15 +408,14 @@ class HostPool:
     def _reclaim(self) -> None:
         for slab in self._gone.drain():
             if slab.locked:  # the device has not let go of it
-                self._list(slab)
+                self._slabs.append(slab)
             else:
                 self._forget(slab)
         for grown in self._grown.drain():
             self.growing = False
             if grown is None:
                 self.capacity_bytes = self.mapped_bytes  # the system has no more
-                self._budget.change(self, -self._growth_bytes)
-                self._growth_bytes = 0
+                self.growth_bytes = 0
             else:
                 self._add(grown)
         self._take_dropped()
@@ -446,10 +423,8 @@ class HostPool:
             for piece in self._kept.popitem()[1]:
                 slab = piece.slab
                 slab.give_back(piece.offset, piece.nbytes, piece.events)
-                if slab.room >= 0:
-                    self._list(slab)
-                    if slab in self._idle and self.mapped_bytes > self.capacity_bytes:
-                        self._unmap(slab)
+                if slab.is_idle and self.mapped_bytes > self.capacity_bytes and slab in self._slabs:
+                    self._unmap(slab)
 
     def _take_dropped(self) -> None:
         while self._dropped:  # not `drain`, as in `Disk.work_off`

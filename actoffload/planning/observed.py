@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..errors import ConfigError
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
@@ -26,10 +24,6 @@ class Observed:
     peak_bytes: int | None = None
     hooks_s: float = 0.0
     idle_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.step_s < float("inf"):
-            raise ConfigError("step_s", self.step_s, "give the seconds that the step took")
 
     @property
     def wait_s(self) -> float:

@@ -82,11 +82,6 @@ class Plan:
             return self.entries[index]
         return None
 
-    def tier(self, facts: TensorFacts) -> str:
-        """Where the plan sends the storage at this place, one of `TIERS`."""
-        entry = self.entry(facts.index, facts.nbytes)
-        return entry.tier if entry is not None else ""
-
     @property
     def offloaded_bytes(self) -> int:
         """Bytes that leave the device."""
@@ -128,24 +123,10 @@ class Plan:
             raise ConfigError("policy", text[:80], _REMEDY)
         return plan
 
-    def difference(self, other: Plan) -> tuple[int, ...]:
-        """Return the places at which two plans differ, or which only one of them has."""
-        longest = max(len(self.entries), len(other.entries))
-        mine = self.entries + (None,) * (longest - len(self.entries))
-        theirs = other.entries + (None,) * (longest - len(other.entries))
-        return tuple(place for place, (a, b) in enumerate(zip(mine, theirs, strict=True)) if _differ(a, b))
-
 
 def regions_in_words(count: int, once: int) -> str:
     """How regions run: ``"24 checkpointed regions: 15 run once, 9 run again"``."""
     return f"{count} checkpointed region{'s' * (count != 1)}: {once} run once, {count - once} run again"
-
-
-def _differ(a: PlanEntry | None, b: PlanEntry | None) -> bool:
-    if a is None or b is None or (a.action, a.nbytes) != (b.action, b.nbytes):
-        return True
-    # An empty tier leaves the choice to the offloader, so it agrees with any tier.
-    return bool(a.tier and b.tier and a.tier != b.tier)
 
 
 def decided(decisions: Iterable[tuple[int, KeepReason | None, str | None]]) -> Plan:

@@ -133,11 +133,6 @@ class Link:
     cost_s_per_byte: float = 0.0
     cost_s_each: float = 0.0
 
-    def scaled(self, factor: float) -> Link:
-        """The same link with ``factor`` times its bandwidth."""
-        write, read = self.write_bytes_per_s * factor, self.read_bytes_per_s * factor
-        return replace(self, write_bytes_per_s=write, read_bytes_per_s=read)
-
 
 @dataclass(frozen=True, kw_only=True)  # without slots, for `cached_property`: each step under a plan reads these sums
 class Profile:

@@ -51,7 +51,6 @@ class Limits(Conditions):
     whole_device: bool = False
 
     def __post_init__(self) -> None:
-        Conditions.__post_init__(self)  # super() does not work in a dataclass with slots
         slowdown = self.max_slowdown
         if slowdown is not None and (not isinstance(slowdown, (int, float)) or not 0 <= slowdown < float("inf")):
             raise ConfigError("max_slowdown", slowdown, "give a share of the step time, for example 0.02, or None")

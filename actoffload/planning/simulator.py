@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..errors import ConfigError, StateError
+from ..errors import StateError
 from .plan import Plan
 from .profile import Profile
 from .transfers import (
@@ -57,12 +57,6 @@ class Conditions:
     pending_bytes: int | None = None
     in_forward: Mapping[int, int] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        for name in ("device_budget", "host_budget", "nvme_budget", "pending_bytes"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-                raise ConfigError(name, value, "give a number of bytes, 0 or more, or None")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
@@ -84,7 +78,6 @@ class Prediction:
     """A simulated step. Seconds and bytes; storages by number.
 
     Attributes:
-        compute_s: the step without waits.
         forward_wait_s: waits of saving, mostly for room.
         cost_s: compute time that moving bytes took.
         pending_peak_bytes: the most bytes on their way out of the device at once.
@@ -100,7 +93,6 @@ class Prediction:
     """
 
     step_s: float
-    compute_s: float
     forward_wait_s: float
     backward_wait_s: float
     cost_s: float
@@ -424,7 +416,6 @@ class _Step:
         written, spilled, loaded, fetched = transfers.links.moved
         return Prediction(
             step_s=profile.step_s + clock.delay,
-            compute_s=profile.step_s,
             forward_wait_s=clock.waited[FORWARD],
             backward_wait_s=clock.waited[BACKWARD],
             cost_s=clock.cost_s,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -22,21 +22,13 @@ def optimizer_steps() -> int:
     return _steps[0]
 
 
-# Weakly: the hook is for the whole process, and must not keep the run of a dropped offloader.
-_watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
-
-
-class Watcher:
-    """Calls a function at the end of each optimizer's step, when all gradients and states exist."""
-
-    def __init__(self, function: Callable[[], object]) -> None:
-        self.function = function
-        _watchers.add(self)
+watchers: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Runs that look at the end of each optimizer's step. Weak: the hook is the process's, and must keep no dropped run."""
 
 
 @skipped
 def _stepped(*_: object) -> None:
     if not torch.compiler.is_compiling():
         _steps[0] += 1
-        for watcher in tuple(_watchers):  # a copy: another thread may add one
-            watcher.function()
+        for watcher in tuple(watchers):  # a copy: another thread may add one
+            watcher.optimizer_stepped()

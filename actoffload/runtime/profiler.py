@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -52,7 +51,6 @@ class RunRegion:
         name: of its function.
         once: it does not run again.
         begin: of its forward; ``end``: likewise, None if the forward raised.
-        over: its forward has ended or raised; a finalizer may set this.
         held: the storages that its second run left alive, as one entry; None before that run.
         again_end: the end of the second run.
         saves: of the second run: the moment of each save, its bytes, and why it would stay.
@@ -68,7 +66,6 @@ class RunRegion:
     once: bool
     begin: Stamp
     end: Stamp = None
-    over: bool = False
     held: SavedStorage | None = None
     again_end: Stamp = None
     saves: list[tuple[Stamp, int, str]] = field(default_factory=list)
@@ -136,7 +133,6 @@ class Profiler:
     def __init__(self, stopwatch: Stopwatch) -> None:
         self.stopwatch = stopwatch
         self.noted_s = 0.0
-        self._local = threading.local()
         self.running: list[None] = []
         """Not empty while a step is recorded. A list, as the compiled hooks check it for each tensor."""
         self._backward_end = BackwardEnd(self._backward_ended)
@@ -192,20 +188,20 @@ class Profiler:
         tape = self._tape_of(record.tape, birth)
         kept = "" if reason is None or reason.kind is Kind.CHOSEN else reason.value
         self._number_of[record] = len(self._saved)
-        region = self._running()
-        place = None if region is None else region.place
+        region: RunRegion | None = record.tape.region
+        place = region.place if region is not None and region.once else None
         entry = SavedStorage(record.nbytes, birth, tape, record.index, record.module, place, kept)
-        if region is None and (stack := self._stack()):  # a region that runs again: its checkpoint saves this input
-            entry.input_of = stack[-1]
+        if region is not None and not region.once:
+            entry.input_of = region  # it runs again: its checkpoint's hooks receive its saves, but for this input
         self._saved.append(entry)
 
-    def kept(self, nbytes: int, reason: KeepReason) -> SavedStorage | None:
-        """Note an activation that stays without a record; return its entry, for `kept_died`."""
+    def kept(self, nbytes: int, reason: KeepReason, region: RunRegion | None) -> SavedStorage | None:
+        """Note an activation that stays without a record; return its entry, for `kept_died`. ``region``: it runs."""
         if not self.running:
             return None
         stamp = self._shared.birth(nbytes)
-        region = self._running()
-        tape, place = (0, None) if region is None else (region.tape, region.place)
+        # A checkpoint's hooks receive what a region saves that runs again.
+        tape, place = (0, None) if region is None or not region.once else (region.tape, region.place)
         entry = SavedStorage(nbytes, stamp, tape, None, None, place, reason.value)
         self._saved.append(entry)
         return entry
@@ -248,8 +244,6 @@ class Profiler:
         begin = self.stopwatch.stamp()
         region = RunRegion(place, self._tape_of(tape, begin), name, once, begin, collectives=collectives())
         self._regions.append(region)
-        self._running()  # drops the regions that are over
-        self._stack().append(region)
         return region
 
     def region_ended(self, region: RunRegion) -> None:
@@ -314,21 +308,6 @@ class Profiler:
         if number:  # the first forward began with the step
             self._phases.append(("forward", birth))
         return number
-
-    def _stack(self) -> list[RunRegion]:
-        """Return the regions that run in this thread, without regions of an earlier recording."""
-        owner, stack = getattr(self._local, "stack", (None, []))
-        if owner is not self._regions:  # `forget` makes another list, and cannot reach the stacks of other threads
-            stack = []
-            self._local.stack = self._regions, stack
-        return stack
-
-    def _running(self) -> RunRegion | None:
-        """Return the region that runs in this thread if it runs once: else its checkpoint's hooks receive its saves."""
-        stack = self._stack()
-        while stack and stack[-1].over:
-            stack.pop()
-        return stack[-1] if stack and stack[-1].once else None
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 

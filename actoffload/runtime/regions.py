@@ -150,7 +150,7 @@ class Regions:
             if self._profiler.running:
                 self.look_at_memory()
                 self._run.region_begins()
-                region.recorded = self._profiler.region_began(tape, region.place, name, region.once)
+                tape.region = region.recorded = self._profiler.region_began(tape, region.place, name, region.once)
             self.turn_ends()
             region.taken_bytes = self.in_forward.get(region.place, 0)
             if region.taken_bytes:
@@ -174,8 +174,8 @@ class Regions:
 
     def over(self, region: Region) -> None:
         """Note that the forward of a region has ended or raised. A finalizer may call this, so it takes no lock."""
-        if region.recorded is not None:
-            region.recorded.over = True
+        if region.tape.region is region.recorded:  # else another one has begun on the tape since this one raised
+            region.tape.region = None
         self._give_back(region.taken_bytes)
 
     @aborts_when_interrupted

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from typing import NamedTuple
 
 from ..events import now
@@ -11,7 +10,7 @@ from ..locks import Mailbox
 from ..memory.process_memory import rss_bytes
 from ..tiers.accounts import Accounts
 from ..tiers.tiers import Tiers
-from .optimizer_steps import Watcher, optimizer_steps
+from .optimizer_steps import optimizer_steps, watchers
 
 BLOCK_SIZE = 512
 """PyTorch's allocators give each tensor a multiple of this many bytes."""
@@ -68,7 +67,7 @@ class RunSoFar:
         self._began_s: float | None = None
         self._optimizer_steps = self._first_optimizer_steps = optimizer_steps()
         self._microbatches_stepped = 0
-        self._watcher: Watcher | None = None
+        self._tiers: Tiers | None = None
 
     @property
     def is_settled(self) -> bool:
@@ -90,20 +89,16 @@ class RunSoFar:
             self._began_s, self.process_before_bytes = now(), rss_bytes()
             self.memory_before = tiers.memory()
             if tiers.shared.config.device_memory is not None:
-                self._watch_states(tiers)
+                self._tiers = tiers
+                watchers.add(self)
         elif self.first_step is None and accounts.packed_tensors and (first or accounts.optimizer_steps):
             self.first_step = now(), copy.copy(accounts)
 
-    def _watch_states(self, tiers: Tiers) -> None:
-        mine, theirs = weakref.ref(self), weakref.ref(tiers)  # the watcher, which this object holds, holds `look`
-
-        def look() -> None:
-            run, tiers = mine(), theirs()
-            memory = None if run is None or tiers is None else tiers.in_use()
-            if run is not None and memory is not None:
-                run.states_bytes = max(run.states_bytes, memory[0])
-
-        self._watcher = Watcher(look)
+    def optimizer_stepped(self) -> None:
+        """Look at the device as an optimizer's step ends."""
+        memory = None if self._tiers is None else self._tiers.in_use()
+        if memory is not None:
+            self.states_bytes = max(self.states_bytes, memory[0])
 
     def count_optimizer_steps(self) -> None:
         """Count one step if any optimizer has stepped since a forward saved a tensor; several may step in turn."""

@@ -278,20 +278,20 @@ class ActivationStore:
         with self.shared.lock:
             self._count_dropped()
 
-    def keep_activation(self, nbytes: int, reason: KeepReason, device: torch.device) -> SavedStorage | None:
-        """Make room for an activation that stays without a record; return its entry in the profiler.
+    def keep_activation(self, nbytes: int, reason: KeepReason, kind: str, entries: list[Any]) -> SavedStorage | None:
+        """Make room for an activation that stays without a record, on this kind of device; return its profiler entry.
 
-        Its handle has appended it to ``Accounts.deferred``.
+        Its handle has appended it to ``Accounts.deferred``. ``entries``: of contexts in this thread, innermost last.
         """
         shared, limited = self.shared, self.shared.budget.limit_bytes is not None
         if not limited and not self.profiler.running and len(shared.accounts.deferred) < MANY_DEFERRED:
             return None
         with shared.lock:
             self._count_dropped()
-            tier = self.tiers.by_device.get(device.type)
+            tier = self.tiers.by_device.get(kind)
             if limited and reason is not KeepReason.IN_BACKWARD and tier is not None:
                 self._make_room(tier)
-            return self.profiler.kept(nbytes, reason)
+            return self.profiler.kept(nbytes, reason, entries[-1].tape.region if entries else None)
 
     def speak(self) -> None:
         """Log pending warnings, and raise the interrupt that a finalizer caught. Runs on a thread of the user's."""

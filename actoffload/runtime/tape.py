@@ -96,7 +96,7 @@ class Tape(Generic[R]):
         given_bytes: bytes that backward has received of records that had moved.
         by_node: the bytes that each autograd node saved.
         regions: whether each checkpointed region that has begun runs once, in order; ``ran_again``: backward has run
-            a region again.
+            a region again; ``region``: the profiler's entry of the region that runs, while a step is recorded.
         decisions: the decision on each record, as the store appends it; outlives the records.
         planned: by index, the bytes of a storage that the plan keeps without a record, or -1.
         order: the indices in the order in which backward is expected to reach them.
@@ -113,6 +113,7 @@ class Tape(Generic[R]):
         self.given_bytes = 0
         self.by_node = SavedByNode()
         self.regions: list[bool] = []
+        self.region: Any = None
         self.ran_again = False
         self.decisions: list[Any] = []
         self.planned: tuple[int, ...] = ()

@@ -42,10 +42,6 @@ from .untraced import skipped
 VARIABLE = "ACTOFFLOAD_TRACE"
 LOOKING_SHARE = 0.005
 LEAST_LOOK_S = 0.005
-LOOKS, AT_ONCE_S = 5, 0.005
-"""A sample that took longer is repeated, up to this many times: other threads ran between its figures."""
-RECOUNT_FORWARDS = 64
-"""Parameters are counted again after this many forwards: their owner may have changed their sizes."""
 
 _TOLD_OTHERWISE = (EventKind.PACK, EventKind.WRITE, EventKind.READ, EventKind.RELEASE, EventKind.KEEP)
 """Events that a trace does not need: it has the transfers, and the bytes by reason to stay."""
@@ -150,7 +146,7 @@ class Recorder:
         """Record that a context is entered."""
         self._writer.forward_begins(now())
         self._take_timeline()
-        self._memory.count(self._models, self._optimizers, anew=self._writer.forwards % RECOUNT_FORWARDS == 0)
+        self._memory.count(self._models, self._optimizers)
         self._memory.count_gradients()
         self.look()
         self._phases.append(self._begin("forward"))
@@ -257,11 +253,9 @@ class Recorder:
             name = self._writer.running.name = "main thread" if main else f"thread {thread.native_id or thread.ident}"
         return name
 
-    def _take_timeline(self, *, last: bool = False, wait: bool = False) -> None:
-        """Record the copies and phases that the device has completed; ``last``: also copies that are under way."""
-        done = self._timeline.take(wait=wait) if self._timeline is not None else []
-        under_way = self._timeline.under_way() if self._timeline is not None and last else []
-        for what, begin_s, end_s, about in [*done, *under_way]:
+    def _take_timeline(self, *, wait: bool = False) -> None:
+        """Record the copies and phases that the device has completed; ``wait``: for all of them."""
+        for what, begin_s, end_s, about in self._timeline.take(wait=wait) if self._timeline is not None else ():
             if what in ("host write", "host read"):
                 self._transfer(what, begin_s, end_s, list(about), sum(tensor[1] for tensor in about))
             elif isinstance(about, Mapping):
@@ -285,13 +279,9 @@ class Recorder:
 
     def _look(self) -> None:
         accounts = self._shared.accounts
-        for _ in range(LOOKS):
-            begin_s = now()
-            total = self._memory.total()
-            unneeded = 0 if self._memory.on_device else self._tiers.unneeded_bytes()
-            values = self._memory.values(total, accounts.resident_bytes)
-            if now() - begin_s < AT_ONCE_S:
-                break
+        begin_s, total = now(), self._memory.total()
+        unneeded = 0 if self._memory.on_device else self._tiers.unneeded_bytes()
+        values = self._memory.values(total, accounts.resident_bytes)
         gone = self._told_series - values.keys()
         self._told_series = frozenset(values)
         self._writer.counter("memory", begin_s, {**values, **dict.fromkeys(gone, 0)})
@@ -324,7 +314,7 @@ class Recorder:
                 return
             self._closed.set()
         self._stop()
-        self._take_timeline(last=True, wait=wait)
+        self._take_timeline(wait=wait)
         known: dict[str, Any] = {}
         tell = self.ask() if ask else None
         if tell is not None:
@@ -397,8 +387,8 @@ class MemoryUse:
         self._parameter_bytes = self._state_bytes = 0
         self._counted: tuple[int, ...] = ()
 
-    def count(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer], *, anew: bool = False) -> None:
-        """Count parameters, buffers and optimizer state if they may have changed, or ``anew``; note the current device.
+    def count(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
+        """Count parameters, buffers and optimizer state if there are others than before; note the current device.
 
         A tensor that an optimizer steps and no model has counts as optimizer state.
         """
@@ -406,7 +396,7 @@ class MemoryUse:
             self._index = torch.accelerator.current_device_index()
         models, optimizers = list(models), list(optimizers)
         counted = (len(models), *(len(optimizer.state) for optimizer in optimizers))
-        if counted == self._counted and not anew:
+        if counted == self._counted:
             return
         self._counted = counted
         parameters: dict[int, Tensor] = {id(p): p for model in models for p in model.parameters()}

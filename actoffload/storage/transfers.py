@@ -46,7 +46,6 @@ class Transfer:
     needed_by: dict[Any, None] = field(init=False)  # the records that have not left; the caller's lock guards it
     began_s: float = 0.0  # when it was enqueued
     error: BaseException | None = None  # why it failed; after `Spool.abort` an `OffloaderClosedError`
-    done: bool = False  # every request has finished, or has been cancelled in time
     _claim: Claim = field(default_factory=Claim)  # of `_CANCELLED`, or of the thread that finishes it
     _ended: Completion = field(default_factory=Completion)
     _requests: list[IoRequest] = field(default_factory=list)
@@ -172,7 +171,6 @@ class Transfer:
         self._claim.take(_CANCELLED)
         self.error = self.error or error
         self.extent.writer = None
-        self.done = True
         self._ended.set()
 
     def _check_place(self, memory: Sequence[Range], alignment: int) -> None:
@@ -224,7 +222,6 @@ class Transfer:
             self.extent.writer = None
         on_done, keepalive = self.on_done, self.keepalive
         self.on_done = self.on_part = self.before = self.keepalive = None
-        self.done = True
         self.on_end(self)  # first: on_done may want to free the extent and find the room
         self._ended.set()
         if finished and on_done is not None:

@@ -28,10 +28,9 @@ class SharedExtent:
         offsets: where the body of each begins in the extent.
         io_bytes: the bytes of all bodies.
         users: how many of the records still need it.
-        read_apart: a read of several has failed, so each is read alone and an error belongs to its record.
     """
 
-    __slots__ = ("extent", "io_bytes", "offsets", "read_apart", "records", "starts", "users")
+    __slots__ = ("extent", "io_bytes", "offsets", "records", "starts", "users")
 
     extent: Extent
 
@@ -40,7 +39,6 @@ class SharedExtent:
         self.starts: list[int] = []
         self.offsets: list[int] = []
         self.io_bytes = self.users = end = 0
-        self.read_apart = False
         for record in records:
             start = -(-end // step) * step + record.layout.pad
             self.starts.append(start)
@@ -60,8 +58,7 @@ class SharedExtent:
         return [
             place
             for place, one in enumerate(self.records)
-            if one is record
-            or (not self.read_apart and one.waiting > 0 and one.state is State.SPILLED and one.original() is None)
+            if one is record or (one.waiting > 0 and one.state is State.SPILLED and one.original() is None)
         ]
 
 

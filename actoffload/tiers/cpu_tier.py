@@ -266,7 +266,7 @@ class CpuTier(Tier):
                 sum(nbytes for _, nbytes in memory),
                 ranges=memory,
                 skip=shared.offsets[first],
-                on_done=partial(self._arrived, shared, arriving, now()),
+                on_done=partial(self._arrived, arriving, now()),
                 keepalive=(slot, *(storage for storage, _ in arriving.values())),
                 records=tuple(arriving),
             )
@@ -283,19 +283,15 @@ class CpuTier(Tier):
 
     def _arrived(
         self,
-        shared: SharedExtent,
         arriving: dict[Record, tuple[torch.UntypedStorage, int]],
         since_s: float,
         transfer: Transfer,
     ) -> None:
         with self.shared.lock:
-            records = self.ended(transfer)
-            failed_alone = shared.read_apart or len(arriving) == 1
-            shared.read_apart = shared.read_apart or transfer.error is not None
-            for record in records:
+            for record in self.ended(transfer):
                 if transfer.error is not None:
                     self._not_read(record)
-                    record.error = transfer.error if failed_alone else None  # else try each alone
+                    record.error = transfer.error
                     continue
                 storage, address = arriving[record]
                 record.layout.restore_edges(address, record.nbytes)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -88,8 +87,6 @@ class DeviceTier(Tier):
         self._unused: list[tuple[object, Batch]] = []
         """Memory that was filled for records which died before they were used, and the copies that fill it."""
         self._hook_costs = HookCosts(shared, copies)
-        self._waiter = ThreadPoolExecutor(1, "actoffload-copies")
-        self._waiter.submit(int)  # its thread starts now: in a step it would be an error that there are no more
 
     # -- device → host ------------------------------------------------------------------------------------------------
 
@@ -262,19 +259,15 @@ class DeviceTier(Tier):
             record.to(State.SPILLING)
         self.shared.pending_bytes += record.nbytes
         parts = outs or [(batch, slot.nbytes) for batch in slot.events]
-        self._waiter.submit(self._write_when_copied, self.spool, transfer, parts)
+        self.begin_after(partial(self._write_as_copied, self.spool, transfer, parts), transfer)
 
-    def _write_when_copied(self, spool: Spool, transfer: Transfer, parts: list[tuple[Any, int]]) -> None:
-        """Write each part once it is copied. It runs on the one thread that waits for copies, in their order."""
-        try:
-            for batch, nbytes in parts:
-                assert batch.event is not None, "the copies have begun"
-                self.copies.synchronize(batch)
-                if nbytes < parts[-1][1]:
-                    spool.go_on(transfer, nbytes)
-            spool.go_on(transfer)
-        except Exception as error:  # a broken device, or an engine that is closed
-            transfer.fail(error)
+    def _write_as_copied(self, spool: Spool, transfer: Transfer, parts: list[tuple[Any, int]]) -> None:
+        """Write each part but the last once it is copied; return when the last one is."""
+        for batch, nbytes in parts:
+            assert batch.event is not None, "the copies have begun"
+            self.copies.synchronize(batch)
+            if nbytes < parts[-1][1]:
+                spool.go_on(transfer, nbytes)
 
     def _wait_for(self, batches: list[object]) -> None:
         for batch in batches:
@@ -340,7 +333,7 @@ class DeviceTier(Tier):
         )
         self.begun(transfer)
         if events:
-            self._waiter.submit(self.begin_after, partial(self._wait_for, events), transfer)
+            self.begin_after(partial(self._wait_for, events), transfer)
         record.slot = slot
         record.filled_bytes = 0
         record.wanted = True
@@ -573,9 +566,6 @@ class DeviceTier(Tier):
         self._reading.clear()
         self._reloading.clear()
         self._arrived.clear()
-
-    def close(self) -> None:
-        self._waiter.shutdown(wait=False, cancel_futures=True)
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
         if not self.shared.watches_host:

@@ -6,7 +6,6 @@ kernels that used memory before must have run before it is filled. One thread wa
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -39,8 +38,6 @@ class DirectTier(Tier):
     def __init__(self, shared: Shared, spool: Spool, copies: CopyStreams) -> None:
         super().__init__(shared, spool, copies)
         self._disk = spool
-        self._waiter = ThreadPoolExecutor(1, "actoffload-direct")
-        self._waiter.submit(int)  # as in `DeviceTier`
         self._ahead: dict[Record, None] = {}
         """Records whose read has begun or ended, and that backward has not used yet."""
 
@@ -65,7 +62,7 @@ class DirectTier(Tier):
         record.to(State.SPILLING)
         self.shared.pending_bytes += record.nbytes
         self._copied_in_place.append(record)
-        self._waiter.submit(self.begin_after, partial(self._wait_for, event), transfer)
+        self.begin_after(partial(self._wait_for, event), transfer)
         return None
 
     def _so_far(self, record: Record) -> Event:
@@ -124,7 +121,7 @@ class DirectTier(Tier):
         record.to(State.FETCHING)
         self._ahead[record] = None
         self.count_resident(record)
-        self._waiter.submit(self.begin_after, partial(self._wait_for, event), transfer)
+        self.begin_after(partial(self._wait_for, event), transfer)
 
     def _arrived(self, tensor: Tensor, since_s: float, transfer: Transfer) -> None:
         with self.shared.lock:
@@ -157,6 +154,3 @@ class DirectTier(Tier):
     def abandon(self) -> None:
         super().abandon()
         self._ahead.clear()
-
-    def close(self) -> None:
-        self._waiter.shutdown(wait=False, cancel_futures=True)

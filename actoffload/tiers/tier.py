@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 
@@ -49,6 +50,10 @@ class Tier(ABC):
         """The device's side streams, where there is one."""
         self.evicts_first = copies is not None and shared.config.device_memory is not None
         """Backward's record is evicted before the next fetch, as ``device_memory`` counts it beside saved tensors."""
+        self.waiter = None if copies is None else ThreadPoolExecutor(1, "actoffload-copies")
+        """The one thread that waits for a device."""
+        if self.waiter is not None:
+            self.waiter.submit(int)  # its thread starts now: in a step it would be an error that there are no more
         self._pending_limit_bytes = shared.config.size("pending_bytes", PENDING_BYTES)
         self._copied_in_place: deque[Record] = deque()
         """Records that are being copied from where their owner holds them, and some that were; looked at in turn."""
@@ -191,8 +196,10 @@ class Tier(ABC):
         self._copied_in_place.clear()
         self._left_behind.clear()
 
-    def close(self) -> None:  # noqa: B027
-        """End the threads, if there are any. Idempotent."""
+    def close(self) -> None:
+        """End the thread, if there is one. Idempotent."""
+        if self.waiter is not None:
+            self.waiter.shutdown(wait=False, cancel_futures=True)
 
     def watched(self) -> AbstractContextManager[None]:
         """Return a context for the work of a hook that moves records.
@@ -352,6 +359,10 @@ class Tier(ABC):
 
     def begin_after(self, wait: Callable[[], None], transfer: Transfer) -> None:
         """Begin a transfer that was held once ``wait`` has returned, on the thread that waits for the device."""
+        assert self.waiter is not None, "there is a device"
+        self.waiter.submit(self._begin_after, wait, transfer)
+
+    def _begin_after(self, wait: Callable[[], None], transfer: Transfer) -> None:
         assert self.spool is not None, "it has the transfer"
         try:
             wait()

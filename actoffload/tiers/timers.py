@@ -275,10 +275,6 @@ class Timeline:
             self._open.clear()
         return found
 
-    def under_way(self) -> list[tuple[str, float, float, Any]]:
-        """The work that is not over, as if it took no time."""
-        return [(what, now(), now(), about) for what, _, _, _, about in self._open]
-
 
 class StreamWaits:
     """Times the waits of compute streams for copies: from an event before each to the one after the copy.

@@ -47,7 +47,7 @@ def _move(start: Callable[..., Transfer], extent: Extent, memory: Memory) -> Tra
     called = threading.Event()
     transfer = start(extent, memory.address, memory.nbytes, on_done=lambda _: called.set(), keepalive=memory)
     assert called.wait(WAIT_S)
-    assert transfer.done
+    assert transfer.wait(0)
     return transfer
 
 

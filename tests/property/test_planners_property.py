@@ -16,7 +16,7 @@ from actoffload.planning.search import Limits, Search, best, plan
 from actoffload.planning.simulator import Conditions, simulate
 from tests.exhaustive import every_choice, every_mix
 from tests.planner_baselines import predict_cut
-from tests.profiles import checkpointed, predicted_peak, predicted_s, random_profile
+from tests.profiles import checkpointed, predicted_peak, predicted_s, random_profile, scaled
 
 PROFILES = 160
 CHUNK = 16
@@ -73,7 +73,7 @@ def test_steps_of_real_models(file: Path, speed: float) -> None:
     """Recorded steps, with the disk as recorded, slower and faster; and with their blocks checkpointed."""
     recorded = Profile.load(file)
     assert recorded.disk is not None
-    profile = recorded.with_links(disk=recorded.disk.scaled(speed))
+    profile = recorded.with_links(disk=scaled(recorded.disk, speed))
     _check_without_budget(profile)
     for share in (0.0, 0.1, 0.5):
         _check_budget(profile, share)
@@ -145,7 +145,7 @@ def test_within_five_percent_of_the_best_mix(speed: float, share: float) -> None
     """Regions and cuts are chosen together, against every set of regions with every cut."""
     for seed in range(6):
         base = checkpointed(random_profile(seed, storages=16, blocks=4))
-        links = {name: one.scaled(speed) for name in ("host", "disk") if (one := getattr(base, name)) is not None}
+        links = {name: scaled(one, speed) for name in ("host", "disk") if (one := getattr(base, name)) is not None}
         base = base.with_links(**links)
         budget = int(share * base.baseline_peak_bytes)
         limits = Limits(device_budget=budget)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import random
 import tempfile
@@ -22,7 +21,6 @@ from hypothesis import strategies as st
 from actoffload import OffloadConfig, Offloader
 from actoffload.errors import OffloaderClosedError, StateError, StorageReadError
 from actoffload.storage.engines.base import IoKind
-from actoffload.storage.engines.posix import PosixEngine
 from actoffload.testing.faults import FailingEngine, FullEngine, GateEngine
 from actoffload.testing.simulated_device import NAME
 from actoffload.tiers.coalescing import Sources
@@ -492,44 +490,16 @@ def test_a_write_that_fails_leaves_its_batch_in_memory(engine: Any, make_offload
     assert_empty(offloader)
 
 
-@pytest.mark.parametrize("times", [1, None])
-def test_when_a_read_fails_each_is_tried_alone(times: int | None, make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(engine=partial(FailingEngine, kind=IoKind.READ, count=times))
+def test_a_read_that_fails_is_an_error_of_all_that_it_reads_and_is_tried_again(
+    make_offloader: MakeOffloader,
+) -> None:
+    offloader = make_offloader(engine=partial(FailingEngine, kind=IoKind.READ, count=1))
     saved = Saved(offloader, activations(FULL))
     offloader.synchronize()
+    with pytest.raises(StorageReadError):
+        saved.check(FULL - 1, again=True)
     for index in reversed(range(FULL)):
-        if times is None:
-            with pytest.raises(StorageReadError):
-                saved.check(index, again=True)
-        else:
-            saved.check(index)
-    saved.graphs.clear()
-    forget_failed_backward()
-    assert_empty(offloader)
-
-
-class BadBlockEngine(PosixEngine):
-    """Cannot read the bytes at one offset."""
-
-    bad = -1
-
-    def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
-        if kind is IoKind.READ and offset <= self.bad < offset + sum(map(len, views)):
-            raise OSError(errno.EIO, "bad block")
-        return super()._transfer_once(kind, views, offset)
-
-
-def test_a_bad_block_is_an_error_of_the_tensor_that_it_belongs_to(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(engine=BadBlockEngine)
-    saved = Saved(offloader, activations(FULL))
-    offloader.synchronize()
-    only_engine(offloader).bad = 1 * NBYTES + 4096  # in the second record
-    for index in (3, 2, 0):
         saved.check(index)
-    with pytest.raises(StorageReadError, match="bad block"):
-        saved.check(1, again=True)
-    only_engine(offloader).bad = -1
-    saved.check(1)
     forget_failed_backward()
     assert_empty(offloader)
 

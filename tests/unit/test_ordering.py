@@ -757,7 +757,7 @@ def test_a_read_that_ends_as_its_last_handle_dies_is_no_error(
         (record,) = [record for record in records_of(offloader) if record.state is State.SPILLED]
         with lock_of(offloader):
             tier_of(offloader).fetch(record, urgent=False)
-            wait_until(lambda: record.transfer.done)
+            wait_until(lambda: record.transfer.wait(0))
             del loss
             assert offloader.statistics().live_records == 0
         offloader.close()  # joins the engine's threads

@@ -68,15 +68,3 @@ def test_text_that_is_no_plan_is_refused_with_field_value_and_remedy(text: str) 
         Plan.from_json(text)
     assert (caught.value.field, caught.value.value) == ("policy", text[:80])
     assert "plan" in caught.value.remedy
-
-
-def test_difference() -> None:
-    assert PLAN.difference(PLAN) == ()
-    other = Plan((PLAN.entries[0], PlanEntry(index=1, nbytes=200, action="offload"), PLAN.entries[2]))
-    assert PLAN.difference(other) == (1,)
-    assert PLAN.difference(Plan(PLAN.entries[:1])) == Plan(PLAN.entries[:1]).difference(PLAN) == (1, 2)
-    renamed = Plan((*PLAN.entries[:2], PlanEntry(index=2, nbytes=300, action="offload", reason="x", module="y")))
-    assert PLAN.difference(renamed) == ()  # the same is done
-    host, disk = (Plan((PlanEntry(index=0, nbytes=100, action="offload", tier=tier),)) for tier in ("host", "nvme"))
-    assert host.difference(disk) == (0,)
-    assert host.difference(Plan(PLAN.entries[:1])) == (), "a plan without tiers is still a plan"

@@ -351,9 +351,6 @@ def test_a_declined_plan_has_its_reason() -> None:
 @pytest.mark.parametrize(
     ("values", "field"),
     [
-        ({"device_budget": -1}, "device_budget"),
-        ({"host_budget": 1.5}, "host_budget"),
-        ({"nvme_budget": True}, "nvme_budget"),
         ({"max_slowdown": -0.1}, "max_slowdown"),
         ({"max_slowdown": float("nan")}, "max_slowdown"),
         ({"tiers": ("tape",)}, "tiers"),

@@ -22,6 +22,7 @@ from tests.profiles import (
     Accelerator,
     link,
     random_profile,
+    scaled,
     transformer_profile,
 )
 
@@ -52,7 +53,7 @@ def test_numbers_derived_from_a_profile() -> None:
 
 
 def test_a_profile_on_other_links() -> None:
-    profile, faster = _profile(), LINK.scaled(2)
+    profile, faster = _profile(), scaled(LINK, 2)
     other = profile.with_links(disk=faster)
     assert other == _profile(disk=faster)
     assert profile == _profile()

@@ -68,7 +68,6 @@ def choose_engine(
             continue
         problem = probe_engine(engine)
         if problem is None:
-            engine.written_bytes = engine.read_bytes = 0
             how = "O_DIRECT" if engine.capabilities.direct else "through the page cache"
             skipped = f"; not {'; not '.join(failures)}" if failures else ""
             return engine, f"{name}: a write and a read of {_PROBE_BYTES} bytes came back equal, {how}{skipped}"

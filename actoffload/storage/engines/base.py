@@ -210,10 +210,6 @@ class StorageEngine(ABC):
     """
 
     default_name: ClassVar[str] = ""
-    written_bytes: int
-    """Bytes that really went to the file."""
-    read_bytes: int
-    """Bytes that really came from the file."""
     remark: str = ""
     """A remark on how it works on this machine, for reports; may be empty."""
 

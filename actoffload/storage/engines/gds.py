@@ -70,7 +70,6 @@ class GdsEngine(QueuedEngine):
         if problem is not None:
             self.abort()
             raise _unavailable(problem)
-        self.written_bytes = self.read_bytes = 0
 
     def close(self) -> None:
         """See ``StorageEngine``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import ClassVar
 
 from .base import EngineCapabilities, IoKind, SpoolFile
@@ -30,6 +31,7 @@ class MemoryEngine(QueuedEngine):
         super().__init__(file, capabilities)
         self._chunks: dict[int, memoryview] = {}
         self._size_bytes = 0
+        self._size_lock = threading.Lock()
         self.start_threads(count)
 
     def peek(self, offset: int, length: int) -> bytes:
@@ -51,7 +53,7 @@ class MemoryEngine(QueuedEngine):
             self._copy(kind, view, offset + done)
             done += len(view)
         if kind is IoKind.WRITE:
-            with self._counter_lock:
+            with self._size_lock:
                 self._size_bytes = max(self._size_bytes, offset + done)
         return done
 

@@ -134,9 +134,6 @@ class QueuedEngine(StorageEngine):
         self._wake = threading.Condition(self._mutex)
         self._closing = False
         self._idle_workers = 0  # workers that wait, or were woken and have not taken a request yet
-        self._counter_lock = threading.Lock()
-        self.written_bytes = 0
-        self.read_bytes = 0
         self._threads: list[threading.Thread] = []
 
     def start_threads(self, count: int) -> None:
@@ -250,17 +247,9 @@ class QueuedEngine(StorageEngine):
                     cursor.fail(exc)
                     continue
                 cursor.advance(moved)
-                self._count(request.kind, moved)
         except BaseException as exc:  # any error belongs to the request and must not end this thread
             return exc
         return None
-
-    def _count(self, kind: IoKind, moved: int) -> None:
-        with self._counter_lock:
-            if kind is IoKind.READ:
-                self.read_bytes += moved
-            else:
-                self.written_bytes += moved
 
     def _queue(self, request: IoRequest) -> deque[IoRequest]:
         return self._reads if request.kind is IoKind.READ else self._writes

@@ -177,7 +177,6 @@ class UringEngine(QueuedEngine):
                 cursor.fail(OSError(-result, os.strerror(-result)))
             else:
                 cursor.advance(result)
-                self._count(request.kind, result)
             if not cursor.finished:
                 self._submit_to_kernel(request, cursor)
                 return
