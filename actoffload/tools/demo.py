@@ -5,7 +5,6 @@ Run as a module, it is the worker of one mode: a process of its own, so that its
 
 from __future__ import annotations
 
-import json
 import sys
 import sysconfig
 import time
@@ -22,8 +21,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import TextColumn
 
-from .. import errors
 from ..config import OffloadConfig
+from ..errors import ConfigError
 from ..sizes import format_size
 from .console import (
     JsonOption,
@@ -31,15 +30,15 @@ from .console import (
     check_paths,
     fail,
     grouped,
+    option,
     print_busy,
     print_json,
     print_rows,
     progress_bar,
-    strings,
 )
-from .environment import find_device, peak_rss_bytes, prepare_process, say, synchronize
+from .environment import find_device, peak_rss_bytes, prepare_process, synchronize
 from .rok_points import Spread, verdict
-from .workers import take_turns, turn_ratios
+from .workers import say, serve, take_turns, turn_ratios
 
 WORKER = "actoffload.tools.demo"
 STEP_LIMIT_S = 3600.0
@@ -58,26 +57,29 @@ Mode = dict[str, Any]
 class Training:
     """The training run of every mode."""
 
-    steps: Annotated[int, typer.Option(min=1, help="Training steps in each mode.")] = 10
-    layers: Annotated[int, typer.Option(min=1, help="Blocks of the GPT.")] = 8
-    width: Annotated[int, typer.Option(min=1, help="Width of the GPT, a multiple of 64.")] = 256
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per step.")] = 8
-    seq: Annotated[int, typer.Option(min=2, help="Bytes per sequence.")] = 256
+    steps: Annotated[int, option("Training steps in each mode.", min=1)] = 10
+    layers: Annotated[int, option("Blocks of the GPT.", min=1)] = 8
+    width: Annotated[int, option("Width of the GPT, a multiple of 64.", min=1)] = 256
+    batch: Annotated[int, option("Sequences per step.", min=1)] = 8
+    seq: Annotated[int, option("Bytes per sequence.", min=2)] = 256
 
 
 @grouped
 def command(
     training: Training,
     path: PathOption = None,
-    target: Annotated[str, typer.Option(help="host, nvme, tiered or auto.")] = "nvme",
-    profile: Annotated[Path | None, typer.Option(help="Write the recorded step here, for `actoffload plan`.")] = None,
+    target: Annotated[str, option("host, nvme, tiered or auto.")] = "nvme",
+    profile: Annotated[Path | None, option("Write the recorded step here, for `actoffload plan`.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Train a byte-level GPT on Python's own source text, with and without offloading, and compare."""
     check_paths(path, target)
     if profile is not None and not profile.parent.is_dir():
-        raise typer.BadParameter(f"profile={str(profile)!r}: its directory does not exist")
-    spec = asdict(training) | {"paths": strings(path), "profile": None if profile is None else str(profile)}
+        raise ConfigError("profile", str(profile), "its directory does not exist")
+    from ..testing.gpt import GPTConfig
+
+    GPTConfig(layers=training.layers, width=training.width, seq=training.seq)  # refuses what cannot work
+    spec = asdict(training) | {"paths": path, "profile": None if profile is None else str(profile)}
     modes = run_demo(spec, target, quiet=as_json)
     equal = all(mode["losses_hex"] == modes[0]["losses_hex"] for mode in modes)
     if as_json:
@@ -95,8 +97,6 @@ def run_demo(spec: dict[str, Any], target: str, *, quiet: bool) -> list[Mode]:
         bars = {name: progress.add_task(name, total=spec["steps"], loss="") for name in names}
 
         def on_said(name: str, said: dict[str, Any]) -> None:
-            if said.get("kind") == "option":
-                raise typer.BadParameter(said["error"])
             if "error" in said:
                 fail(f"mode {name}: {said['error']}")
             if said.get("turn"):
@@ -177,8 +177,8 @@ def _column(mode: Mode, counted: dict[str, int]) -> dict[str, str]:
 # -- the worker -------------------------------------------------------------------------------------------------------
 
 
-def train(spec: dict[str, Any]) -> None:
-    """Take a training step for every line of standard input; print a line for each, and at the end the result."""
+def train(spec: dict[str, Any]) -> dict[str, Any]:
+    """Take a training step for every line of standard input, and print a line for each; return the result."""
     import torch
 
     from ..autograd.offloader import Offloader
@@ -219,22 +219,11 @@ def train(spec: dict[str, Any]) -> None:
         end |= {"statistics": offloader.statistics().as_dict(), "report": offloader.report()}
         if spec["profile"] is not None:
             if offloader.profile is None:
-                raise errors.ConfigError("steps", len(losses), "give 3 or more: the first two are recorded")
+                raise ConfigError("steps", len(losses), "give 3 or more: the first two are recorded")
             offloader.profile.save(spec["profile"])
         offloader.close()
-    say(end)
-
-
-def main(argument: str) -> int:
-    """Run the mode that ``argument`` describes; 0, or 2 for an option that cannot work, or 1."""
-    try:
-        train(json.loads(argument))
-    except Exception as error:
-        wrong = isinstance(error, ValueError)  # as all errors of this library on an option are
-        say({"error": str(error) if wrong else f"{type(error).__name__}: {error}", "kind": "option" if wrong else ""})
-        return 2 if wrong else 1
-    return 0
+    return end
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1]))
+    serve(train, sys.argv[1])

@@ -6,14 +6,13 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.markup import escape
 
 from ..errors import ConfigError
 from ..sizes import format_size
 from ..storage.endurance import format_decimal, format_duration
-from .console import JsonOption, grouped, print_json, print_rows
+from .console import JsonOption, grouped, option, print_json, print_rows
 from .on_paper import (
     BUILT_IN,
     DRIVES,
@@ -47,24 +46,17 @@ COUNTED: dict[str, Any] = {"sequence": 2048, "micro_batch": 1, "gpu": "rtx-4090"
 class Question:
     """The user's model and machine; None for the preset's."""
 
-    model: Annotated[str, typer.Option(help="Preset to start from; --presets lists them.")] = "llama3-8b"
-    from_model: Annotated[
-        str | None, typer.Option(help="Count this: FILE.py:FUNCTION, a config.json, or a model type of Transformers.")
-    ] = None
-    gpu: Annotated[str | None, typer.Option(help="Preset of the GPU. Default: the model's.")] = None
-    drive: Annotated[str, typer.Option(help="Preset of the SSD.")] = "980pro-1tb"
-    step_s: Annotated[float | None, typer.Option(help="Seconds of a measured step. Default: from FLOPs.")] = None
-    sequence: Annotated[int | None, typer.Option(min=1, rich_help_panel=SPLIT)] = None
-    micro_batch: Annotated[int | None, typer.Option(min=1, rich_help_panel=SPLIT)] = None
-    adapters: Annotated[
-        int | None, typer.Option(min=1, help="Rank of LoRA beside each linear layer; the rest is frozen.")
-    ] = None
-    trained: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of the parameters that is trained, for other adapters.")
-    ] = 1.0
+    model: Annotated[str, option("Preset to start from; --presets lists them.")] = "llama3-8b"
+    from_model: Annotated[str | None, option("Or FILE.py:FUNCTION, a config.json, or a type of Transformers.")] = None
+    gpu: Annotated[str | None, option("Preset of the GPU. Default: the model's.")] = None
+    drive: Annotated[str, option("Preset of the SSD.")] = "980pro-1tb"
+    step_s: Annotated[float | None, option("Seconds of a measured step. Default: from FLOPs.")] = None
+    sequence: Annotated[int | None, option(min=1, panel=SPLIT)] = None
+    micro_batch: Annotated[int | None, option(min=1, panel=SPLIT)] = None
+    adapters: Annotated[int | None, option("Rank of LoRA beside each linear layer; the rest is frozen.", min=1)] = None
+    trained: Annotated[float, option("Share of parameters that is trained, for other adapters.", min=0, max=1)] = 1.0
     optimizer_bytes: Annotated[
-        float | None,
-        typer.Option(min=0, help="Per trained parameter. Default: AdamW's 12, 8 in float32.", rich_help_panel=SPLIT),
+        float | None, option("Per trained parameter. Default: AdamW's 12, 8 in float32.", min=0, panel=SPLIT)
     ] = None
 
     @property
@@ -80,8 +72,8 @@ def command(
     question: Question,
     split: Annotated[dict[str, Any], Parallelism],
     machine: Annotated[dict[str, Any], Hardware],
-    presets: Annotated[bool, typer.Option("--presets", help="List the presets and leave.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Set published figures beside ours and leave.")] = False,
+    presets: Annotated[bool, option("List the presets and leave.", "--presets")] = False,
+    check: Annotated[bool, option("Set published figures beside ours and leave.", "--check")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say on paper what offloading needs: memory, bandwidth, the share that hides, the SSDs' life on rated TBW.
@@ -109,9 +101,8 @@ class Answer:
     """The presets with the user's options over them, and the estimate that follows."""
 
     def __init__(self, question: Question, split: dict[str, Any], machine: dict[str, Any]) -> None:
-        start, self.question = question.start, question
-        self.split = replace(start.split, **split)
-        self.hardware = hardware_of(question.gpu or start.gpu, question.drive, **machine)
+        self.split = replace(question.start.split, **split)
+        self.hardware = hardware_of(question.gpu or question.start.gpu, question.drive, **machine)
         self.activations = activations_of(question, self.split)  # takes long: after everything that may be refused
         self.result = Estimate(self.activations, self.split, self.hardware, step_s=question.step_s)
 
@@ -130,22 +121,20 @@ def activations_of(question: Question, split: Parallelism) -> Activations:
         raise ConfigError("tensor", split.tensor, remedy)
     saved = count(workload, micro_batch)
     if not saved.blocks:
-        raise ConfigError(
-            "from_model", question.from_model, "no layers found: some of one class must be in a ModuleList"
-        )
+        remedy = "no layers found: some of one class must be in a ModuleList"
+        raise ConfigError("from_model", question.from_model, remedy)
     ranks = 1 if rank_only else split.tensor
-    runs = [(len(list(run)), size) for size, run in groupby(map(format_size, saved.blocks.values()))]
+    runs = [(len(list(run)), size) for size, run in groupby(map(format_size, saved.blocks))]
     kinds = ", ".join(f"{number} × {size}" for number, size in runs[:4]) + (", …" if len(runs) > 4 else "")
-    attention = "flash attention" if saved.fused_attention else "the model's own attention, whose matrices are kept"
-    return Activations(
+    return replace(
+        saved,
         label=f"{label}, micro-batch {micro_batch}: {kinds}",
         micro_batch=micro_batch,
-        blocks=tuple(nbytes / ranks for nbytes in saved.blocks.values()),
-        small_bytes=saved.small / ranks,
-        ends_bytes=saved.ends / ranks,
+        blocks=tuple(nbytes / ranks for nbytes in saved.blocks),
+        small_bytes=saved.small_bytes / ranks,
+        ends_bytes=saved.ends_bytes / ranks,
         # A frozen weight needs no gradient, so a backward with adapters takes as long as a forward.
         flops=(3 if question.adapters is None else 2) * saved.flops * split.tensor / ranks,
-        source=f"counting on meta tensors, with {attention}",
         **{name: nbytes / ranks for name, nbytes in states_of(workload.model, question).items()},
     )
 
@@ -176,10 +165,7 @@ def _build(question: Question, sequence: int, tensor: int) -> tuple[Trainee, str
             raise ConfigError("sequence", sequence, "your own make_batch(size) says it; leave it out")
         return build_own("from_model", source, meta), source
     if start.kind == BUILT_IN:
-        try:
-            sizes = GPTConfig(**start.config, seq=sequence, tensor=tensor)
-        except ValueError as error:
-            raise ConfigError("tensor", tensor, str(error).partition(": ")[2]) from error
+        sizes = GPTConfig(**start.config, seq=sequence, tensor=tensor)
         label = f"GPT of {sizes.layers} layers × {sizes.width}, sequence {sequence}"
         return build_gpt(sizes, dtype=torch.bfloat16, device=meta), label
     config = configuration(source or start.kind, **start.config)
@@ -187,7 +173,7 @@ def _build(question: Question, sequence: int, tensor: int) -> tuple[Trainee, str
     return build_transformers(config, sequence=sequence, dtype=torch.bfloat16, device=meta), label
 
 
-def states_of(model: nn.Module, question: Question) -> dict[str, float]:
+def states_of(model: nn.Module, question: Question) -> dict[str, Any]:
     """Return the bytes of parameters, gradients and optimizer states.
 
     By default the optimizer is AdamW: two moments in float32, and a float32 copy of narrower parameters.
@@ -235,7 +221,7 @@ def advice(answer: Answer) -> list[str]:
         ways.append(f"--micro-batch {moved.micro_batch}")
     elif free > 0:
         ways.append("a shorter --sequence, or gradient checkpointing")
-    if answer.question.adapters is None and memory.gradient_bytes > 0.1 * memory.parameter_bytes:
+    if memory.gradient_bytes > 0.1 * memory.parameter_bytes:
         ways.append("--adapters 16")
     if split.zero < 3:
         ways.append("--zero 3 --data N over N GPUs")

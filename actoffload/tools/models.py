@@ -26,9 +26,9 @@ from ..planning.profile import Link, Profile, Region, Storage
 from ..planning.regions import run_again
 from ..policy import KeepReason
 from ..testing.gpt import GPT, GPTConfig
-from .on_paper import TABLES, Hardware
+from .on_paper import TABLES, Activations, Hardware
 from .rok_points import Case, is_own
-from .saved_bytes import BACKWARD_FACTOR, MIN_BYTES, SavedBytes, WatchedStep, call, count_saved
+from .saved_bytes import BACKWARD_FACTOR, MIN_BYTES, WatchedStep, call, count_saved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +178,7 @@ def configuration(source: str, **changes: Any) -> Any:
         raise ConfigError("from_model", source, f"{remedy} ({error})" if Path(source).exists() else remedy) from error
 
 
-def count(workload: Trainee, size: int, *, min_bytes: int = MIN_BYTES) -> SavedBytes:
+def count(workload: Trainee, size: int, *, min_bytes: int = MIN_BYTES) -> Activations:
     """Count the bytes that ``size`` samples save on the meta device; tensors below ``min_bytes`` stay."""
     with unpacked_sequences():
         return count_saved(workload.model, workload.batch(size), min_bytes=min_bytes)

@@ -21,6 +21,7 @@ import typer
 from ..errors import ConfigError
 from ..sizes import parse_size
 from ..storage.endurance import YEAR_S, format_duration, written_per_day
+from .console import option
 
 RESERVED_BYTES = 1 << 30
 """GPU memory besides tensors: the CUDA context and libraries' workspaces (a round figure, recalled)."""
@@ -39,7 +40,7 @@ def _parsed(flag: str, unit: str, convert: Callable[[str], float], help: str) ->
         except ValueError as error:  # click would show the text alone
             raise typer.BadParameter(str(error).removeprefix(f"{flag[2:]}=")) from error
 
-    return typer.Option(flag, help=help, metavar=unit, parser=parse, rich_help_panel=MACHINE)
+    return option(help, flag, metavar=unit, parser=parse, panel=MACHINE)
 
 
 def _giga(text: str) -> float:
@@ -71,10 +72,10 @@ class Drive:
 class Parallelism:
     """How a step is split over GPUs. ``sequence_parallel``: norms and dropout, too (Korthikanti et al. 2022)."""
 
-    tensor: Annotated[int, typer.Option(min=1, rich_help_panel=SPLIT)] = 1
-    sequence_parallel: Annotated[bool, typer.Option(rich_help_panel=SPLIT)] = False
-    data: Annotated[int, typer.Option(min=1, rich_help_panel=SPLIT)] = 1
-    zero: Annotated[int, typer.Option(help="Stage of ZeRO over --data ranks; FSDP is 3.", rich_help_panel=SPLIT)] = 0
+    tensor: Annotated[int, option(min=1, panel=SPLIT)] = 1
+    sequence_parallel: Annotated[bool, option(panel=SPLIT)] = False
+    data: Annotated[int, option(min=1, panel=SPLIT)] = 1
+    zero: Annotated[int, option("Stage of ZeRO over --data ranks; FSDP is 3.", panel=SPLIT)] = 0
 
     def __post_init__(self) -> None:
         _check(self, "tensor", "data")
@@ -93,8 +94,8 @@ class Hardware:
     link_bytes_per_s: Annotated[float, _parsed("--link", "GB/S", _giga, "To host memory and back, each.")]
     memory_bytes: Annotated[int, _parsed("--memory", "SIZE", partial(parse_size, "memory"), 'Of the GPU: "24GiB".')]
     drive: Drive
-    target: Annotated[str, typer.Option(help="Where bytes go: nvme or host.", rich_help_panel=MACHINE)] = "nvme"
-    drives: Annotated[int, typer.Option(min=1, help="SSDs per GPU. Default: 4.", rich_help_panel=MACHINE)] = 4
+    target: Annotated[str, option("Where bytes go: nvme or host.", panel=MACHINE)] = "nvme"
+    drives: Annotated[int, option("SSDs per GPU. Default: 4.", min=1, panel=MACHINE)] = 4
     disk_bytes_per_s: Annotated[
         float | None,
         _parsed("--disk", "GB/S", _giga, "Of all SSDs together, both ways, as `bench` measures it. Default: as rated."),
@@ -172,13 +173,14 @@ class Activations:
     """Bytes of one micro-batch of a model on one GPU if it had all layers, and the whole model's FLOPs for it.
 
     Attributes:
-        blocks: saved bytes of each layer.
-        small_bytes: of all layers in tensors that are too small to move.
+        blocks: saved bytes of each layer, in tensors that are large enough to move.
+        small_bytes: of all layers in other tensors, which stay.
         ends_bytes: of embedding, last norm and loss. Their backward follows at once, so they stay.
-        flops: forward and backward.
+        flops: forward and backward; as they are counted, of a forward alone.
+        source: how they were counted.
     """
 
-    label: str
+    label: str = ""
     micro_batch: int = 1
     blocks: tuple[float, ...]
     small_bytes: float = 0.0

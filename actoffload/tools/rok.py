@@ -27,7 +27,7 @@ from ..planning.search import Limits, best
 from ..planning.simulator import Conditions, Prediction, run, simulate
 from ..planning.workload import KEEP, NVME, Choice, Workload
 from ..sizes import format_size
-from .console import JsonOption, PathOption, grouped, print_json, print_rows, progress_bar, strings
+from .console import JsonOption, PathOption, grouped, option, print_json, print_rows, progress_bar
 from .environment import BUSY_SHARE, describe_environment, find_device, write_json
 from .on_paper import TABLES, hardware_of, preset
 from .plots import draw_rok
@@ -271,20 +271,15 @@ class Measured:
     """The user's choice; None for the preset's."""
 
     preset: Annotated[
-        str | None,
-        typer.Option(help=f"One of {', '.join(PRESETS)}; default: cpu. simulated is a small GPU in virtual time."),
+        str | None, option(f"One of {', '.join(PRESETS)}; default: cpu. simulated is a small GPU in virtual time.")
     ] = None
-    gpu: Annotated[
-        str | None, typer.Option(help="Run nothing: predict from shapes, for this GPU of `estimate --presets`.")
-    ] = None
-    model: Annotated[
-        str | None, typer.Option(help="Your own, FILE.py:FUNCTION; or a name: only the preset's cases of this model.")
-    ] = None
+    gpu: Annotated[str | None, option("Run nothing: predict from shapes, for this GPU of `estimate --presets`.")] = None
+    model: Annotated[str | None, option("Your own, FILE.py:FUNCTION; or the preset's cases of this model.")] = None
     batch: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Samples of your own model's batches; repeat. Or only the preset's cases of these."),
+        option("Samples of your own model's batches; repeat. Or only the preset's cases of these.", min=1),
     ] = None
-    steps: Annotated[int | None, typer.Option(min=1, help="Default: the preset's.")] = None
+    steps: Annotated[int | None, option("Default: the preset's.", min=1)] = None
 
     def run(self, out: Path | None, path: list[str] | None) -> RokRun:
         """Return the run for these options."""
@@ -326,11 +321,9 @@ class Measured:
 @grouped
 def command(
     measured: Measured,
-    out: Annotated[
-        Path | None, typer.Option(help="Results (JSON); continued if it exists. Default: rok_NAME.json.")
-    ] = None,
-    redraw: Annotated[Path | None, typer.Option(help="Measure nothing; draw and compare these results.")] = None,
-    dark: Annotated[bool, typer.Option("--dark", help="Draw on black.")] = False,
+    out: Annotated[Path | None, option("Results (JSON); continued if it exists. Default: rok_NAME.json.")] = None,
+    redraw: Annotated[Path | None, option("Measure nothing; draw and compare these results.")] = None,
+    dark: Annotated[bool, option("Draw on black.", "--dark")] = False,
     path: PathOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -340,7 +333,7 @@ def command(
     """
     if redraw is not None:
         raise typer.Exit(finish(load_results(redraw), redraw, dark, as_json))
-    rok = measured.run(out, strings(path))
+    rok = measured.run(out, path)
     try:
         take(rok, quiet=as_json)
     except KeyboardInterrupt:

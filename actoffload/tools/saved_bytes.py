@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -24,29 +24,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..autotune.blocks import find_blocks
+from .on_paper import Activations
 
 MIN_BYTES = 1 << 20
 """On an accelerator `OffloadConfig` keeps smaller tensors by default."""
 BACKWARD_FACTOR = 3
 """FLOPs of a step, as a multiple of its forward's."""
-
-
-@dataclass
-class SavedBytes:
-    """Bytes that a forward saved, and its FLOPs.
-
-    Attributes:
-        blocks: bytes of each of the model's blocks, by name, in storages that are large enough to move.
-        small: bytes of all blocks in storages below ``min_bytes``, which stay.
-        ends: bytes that the rest of the model saved.
-        fused_attention: calls of ``scaled_dot_product_attention``; 0 if the model's own matrices count.
-    """
-
-    blocks: dict[str, int] = field(default_factory=dict)
-    small: int = 0
-    ends: int = 0
-    flops: int = 0
-    fused_attention: int = 0
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
@@ -56,22 +39,25 @@ def call(model: nn.Module, inputs: Any) -> Any:
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
-def count_saved(model: nn.Module, inputs: Any, *, min_bytes: int = MIN_BYTES) -> SavedBytes:
+def count_saved(model: nn.Module, inputs: Any, *, min_bytes: int = MIN_BYTES) -> Activations:
     """Run one forward of a model in training mode, on the meta device or another, and count the bytes it saves."""
     step = WatchedStep(model, find_blocks(model), inputs)
     with step.flops, step.forward():
         result = call(model, inputs)
-    found = SavedBytes(flops=step.now(), fused_attention=step.kernels.attentions)
-    found.blocks = dict.fromkeys((block.name for block in step.blocks), 0)
+    blocks, small, ends = dict.fromkeys((block.name for block in step.blocks), 0), 0, 0
     for one in step.saved.values():
         if one.block is None:
-            found.ends += one.nbytes
+            ends += one.nbytes
         elif one.nbytes < min_bytes:
-            found.small += one.nbytes
+            small += one.nbytes
         else:
-            found.blocks[step.blocks[one.block].name] += one.nbytes
+            blocks[step.blocks[one.block].name] += one.nbytes
     del result
-    return found
+    attention = "flash attention" if step.kernels.attentions else "the model's own attention, whose matrices are kept"
+    source = f"counting on meta tensors, with {attention}"
+    return Activations(
+        blocks=tuple(blocks.values()), small_bytes=small, ends_bytes=ends, flops=step.now(), source=source
+    )
 
 
 @dataclass

@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from ..planning.profile import Profile
 from ..planning.regions import choosable, with_regions
 from ..sizes import format_size
-from .console import JsonOption, PathOption, check_paths, grouped, plain, print_busy, print_json, print_rows, strings
+from .console import JsonOption, PathOption, check_paths, grouped, option, plain, print_busy, print_json, print_rows
 from .environment import find_device
 from .estimate import Question, build_on_paper, states_of
 from .on_paper import BUILT_IN, MODELS, RESERVED_BYTES, Hardware, hardware_of
@@ -43,13 +43,11 @@ FITS = {"kept": "all", "more_memory": "all but the last", "checkpointed": "the f
 class Setup:
     """The model's batch, and where it would train."""
 
-    sequence: Annotated[int | None, typer.Option(min=1, help="Tokens; your own make_batch(size) says it.")] = None
-    batch: Annotated[int, typer.Option(min=1, help="Samples of a micro-batch.")] = 1
-    adapters: Annotated[int | None, typer.Option(min=1, help="Rank of LoRA beside each linear layer.")] = None
-    gpu: Annotated[
-        list[str] | None, typer.Option(help=f"Preset of `estimate`; repeat. Default: {', '.join(GPUS)}.")
-    ] = None
-    target: Annotated[str, typer.Option(help="Where bytes would go: host or nvme.")] = "host"
+    sequence: Annotated[int | None, option("Tokens; your own make_batch(size) says it.", min=1)] = None
+    batch: Annotated[int, option("Samples of a micro-batch.", min=1)] = 1
+    adapters: Annotated[int | None, option("Rank of LoRA beside each linear layer.", min=1)] = None
+    gpu: Annotated[list[str] | None, option(f"Preset of `estimate`; repeat. Default: {', '.join(GPUS)}.")] = None
+    target: Annotated[str, option("Where bytes would go: host or nvme.")] = "host"
 
 
 MODEL = typer.Argument(help="FILE.py:FUNCTION, a config.json, a type of Transformers, or a preset of `estimate`.")
@@ -59,7 +57,7 @@ MODEL = typer.Argument(help="FILE.py:FUNCTION, a config.json, a type of Transfor
 def command(
     model: Annotated[str, MODEL],
     setup: Setup,
-    measure: Annotated[bool, typer.Option(help="Train here, too: a small model of this type, or your own.")] = True,
+    measure: Annotated[bool, option("Train here, too: a small model of this type, or your own.")] = True,
     path: PathOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -72,7 +70,7 @@ def command(
     if not as_json:
         show_predicted(answer)
     if measure:
-        answer["measured"] = measured(model, setup, strings(path))
+        answer["measured"] = measured(model, setup, path)
         if not as_json:
             show_measured(answer["measured"])
     if as_json:

@@ -27,6 +27,20 @@ FAILURES = (ActOffloadError, MemoryError, RuntimeError, OSError)
 """Errors that are a result of a measurement."""
 
 
+def say(something: dict[str, Any]) -> None:
+    """Print a JSON object for the parent process."""
+    print(json.dumps(something), flush=True)
+
+
+def serve(measure: Callable[[dict[str, Any]], dict[str, Any]], argument: str) -> None:
+    """Be a worker: measure what ``argument`` describes, and print the result or the failure."""
+    try:
+        result = measure(json.loads(argument))
+    except FAILURES as error:
+        result = failure(error)
+    say(result)
+
+
 def run_worker(module: str, spec: dict[str, Any], *, limit_s: float, cwd: Path | None = None) -> dict[str, Any]:
     """Run one sample as `stream_worker` does and return its last object, with the ``others_cpu_share`` meanwhile."""
     others = OthersShare()

@@ -18,7 +18,7 @@ from actoffload.tools import models, rok_worker
 from actoffload.tools import rok as rok_command
 from actoffload.tools.rok import PRESETS, Preset, RokRun, load_results, points_of
 from actoffload.tools.rok_points import Variant
-from actoffload.tools.workers import failure
+from actoffload.tools.workers import failure, serve
 from tests import commands
 from tests.rok_samples import CASE, MACHINE, PRESET, all_points, failed, sample
 
@@ -156,7 +156,7 @@ def test_modes_that_fail_leave_the_others_their_turns(monkeypatch: pytest.Monkey
 
 def test_the_worker_turns_failures_into_results(capsys: pytest.CaptureFixture[str]) -> None:
     spec = worker_spec(Variant(series="keep"), case=asdict(replace(CASE, model="abacus")))
-    assert rok_worker.main(json.dumps(spec)) == 0
+    serve(rok_worker.measure, json.dumps(spec))
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert "'abacus': give FILE.py:FUNCTION, a config.json, or a model type of Transformers" in result["error"]
     assert result["oom"] is False

@@ -28,7 +28,7 @@ def predicted(case: Case = CASE, gpu: str = "a100-pcie", *levels: str) -> dict[s
 def test_keep_saves_what_is_counted_and_takes_as_long_as_is_estimated() -> None:
     keep = predicted()["keep"]
     counted = models.count(models.build(CASE, torch.device("meta")), CASE.batch)
-    saved = sum(counted.blocks.values()) + counted.small + counted.ends
+    saved = sum(counted.blocks) + counted.small_bytes + counted.ends_bytes
     assert keep["peak_bytes"][0] == pytest.approx(saved, rel=0.001)
     step_s = 3 * counted.flops / hardware_of("a100-pcie").flops_per_s
     assert keep["step_s"][0] == pytest.approx(step_s, rel=0.03), "flash attention computes its scores anew in backward"

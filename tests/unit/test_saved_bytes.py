@@ -13,7 +13,8 @@ from actoffload import OffloadConfig, Offloader
 from actoffload.errors import ConfigError
 from actoffload.testing.gpt import GPTConfig
 from actoffload.tools.models import build_gpt, build_transformers, configuration, count
-from actoffload.tools.saved_bytes import SavedBytes, count_saved
+from actoffload.tools.on_paper import Activations
+from actoffload.tools.saved_bytes import count_saved
 
 META = torch.device("meta")
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 100}
@@ -40,7 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def count_family(model_type: str, dtype: torch.dtype = torch.bfloat16) -> SavedBytes:
+def count_family(model_type: str, dtype: torch.dtype = torch.bfloat16) -> Activations:
     config = configuration(model_type, **FAMILIES[model_type])
     return count(build_transformers(config, sequence=64, dtype=dtype, device=META), 2, min_bytes=1)
 
@@ -61,14 +62,14 @@ def test_meta_tensors_count_what_a_real_step_saves(model_type: str, tmp_path: Pa
     seen = offloader.statistics().activation_bytes
     offloader.close()
     counted = count_family(model_type, dtype)
-    assert sum(counted.blocks.values()) + counted.small + counted.ends == pytest.approx(seen, rel=0.001)
+    assert sum(counted.blocks) + counted.small_bytes + counted.ends_bytes == pytest.approx(seen, rel=0.001)
     assert len(counted.blocks) == (4 if model_type == "t5" else 2)
 
 
 def test_bfloat16_halves_what_is_kept() -> None:
     pytest.importorskip("transformers")
     half, whole = count_family("llama"), count_family("llama", torch.float32)
-    assert 0.5 < sum(half.blocks.values()) / sum(whole.blocks.values()) < 0.65, "norms and statistics stay float32"
+    assert 0.5 < sum(half.blocks) / sum(whole.blocks) < 0.65, "norms and statistics stay float32"
 
 
 class Attention(nn.Module):
@@ -101,8 +102,8 @@ def test_attention_is_a_fused_kernel(options: dict[str, Any], more: int) -> None
         model, x = Attention(**options), torch.ones(2, 4, 16, 8)
     saved = count_saved(model, x, min_bytes=1)
     tensor, logsumexp = 2 * 4 * 16 * 8 * 4, 2 * 4 * 16 * 4
-    total = saved.ends + saved.small + sum(saved.blocks.values())
-    assert saved.fused_attention == 1
+    total = saved.ends_bytes + saved.small_bytes + sum(saved.blocks)
+    assert saved.source.endswith("flash attention")
     # Queries, keys, values, the output and the log-sum-exp; not the 16 × 16 matrices. Some kernels pad the last.
     assert total == pytest.approx(4 * tensor + logsumexp + more, abs=2 * logsumexp)
     assert total < 4 * tensor + more + 2 * 4 * 16 * 16 * 4
@@ -113,8 +114,8 @@ def test_attention_of_pytorchs_own_layers_is_a_fused_kernel() -> None:
         model = nn.Sequential(*(nn.TransformerEncoderLayer(64, 2, 64, batch_first=True) for _ in range(2)))
         short, long = torch.ones(1, 128, 64), torch.ones(1, 256, 64)
     once, twice = count_saved(model, short, min_bytes=1), count_saved(model, long, min_bytes=1)
-    assert once.fused_attention == 2
-    assert twice.blocks["1"] == pytest.approx(2 * once.blocks["1"], rel=0.01), "no matrix of tokens × tokens"
+    assert once.source.endswith("flash attention")
+    assert twice.blocks[1] == pytest.approx(2 * once.blocks[1], rel=0.01), "no matrix of tokens × tokens"
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -123,9 +124,9 @@ def test_the_built_in_gpt_saves_what_korthikanti_counts(tensor: int) -> None:
     sizes = GPTConfig(layers=3, width=256, seq=128, dropout=0.1, tensor=tensor)
     saved = count(build_gpt(sizes, dtype=torch.bfloat16, device=META), 4, min_bytes=1)
     elements = 4 * sizes.seq * 256
-    assert saved.blocks["stack.blocks.1"] == pytest.approx(elements * (10 + 24 / tensor), rel=0.02)
+    assert saved.blocks[1] == pytest.approx(elements * (10 + 24 / tensor), rel=0.02)
     logits = 2 * 4 * sizes.seq * sizes.vocab / tensor
-    assert saved.ends == pytest.approx(4 * elements + logits, rel=0.02)
+    assert saved.ends_bytes == pytest.approx(4 * elements + logits, rel=0.02)
     # Narayanan et al. 2021 (2104.04473): 72·b·s·L·h²·(1 + s/(6h) + V/(12·h·L)) for forward and backward.
     formula = 72 * 4 * 128 * 3 * 256**2 * (1 + 128 / (6 * 256) + sizes.vocab / (12 * 256 * 3))
     assert 3 * tensor * saved.flops == pytest.approx(formula)
@@ -144,8 +145,8 @@ def test_small_tensors_are_apart() -> None:
     with torch.device("meta"):
         model, x = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2)), torch.ones(16, 8, requires_grad=True)
     saved = count_saved(model, x, min_bytes=512)
-    assert (saved.blocks, saved.small) == ({"0": 0, "1": 0}, 16 * 4 * 4)
-    assert count_saved(model, {"input": x}, min_bytes=256).blocks == {"0": 0, "1": 256}
+    assert (saved.blocks, saved.small_bytes) == ((0, 0), 16 * 4 * 4)
+    assert count_saved(model, {"input": x}, min_bytes=256).blocks == (0, 256)
     assert not model[0]._forward_hooks
 
 
