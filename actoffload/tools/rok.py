@@ -213,17 +213,18 @@ def predict(spec: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from .models import build, profile_of
+    from .saved_bytes import BACKWARD_FACTOR
 
     case = Case(**spec["case"])
     try:
-        base, flops = profile_of(build(case, torch.device("meta")), case.batch, hardware_of(spec["gpu"]))
+        base, step = profile_of(build(case, torch.device("meta")), case.batch, hardware_of(spec["gpu"]))
         plain = with_regions(base, choosable(base))
     except FAILURES as error:
         return failure(error)
     peaks: dict[str, int] = {}
     samples = []
     for variant in (Variant(**one) for one in spec["variants"]):
-        samples.append(sample := asdict(variant) | {"flops": flops})
+        samples.append(sample := asdict(variant) | {"flops": BACKWARD_FACTOR * step.forward_flops})
         try:
             budget = budget_of(variant.level, plain.baseline_peak_bytes, peaks)
             found = predict_variant(base, plain, variant.series, budget)

@@ -23,9 +23,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..autotune.blocks import find_blocks
-from .on_paper import Activations
-
 MIN_BYTES = 1 << 20
 """On an accelerator `OffloadConfig` keeps smaller tensors by default."""
 BACKWARD_FACTOR = 3
@@ -37,27 +34,6 @@ def call(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, dict):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
-
-
-def count_saved(model: nn.Module, inputs: Any, *, min_bytes: int = MIN_BYTES) -> Activations:
-    """Run one forward of a model in training mode, on the meta device or another, and count the bytes it saves."""
-    step = WatchedStep(model, find_blocks(model), inputs)
-    with step.flops, step.forward():
-        result = call(model, inputs)
-    blocks, small, ends = dict.fromkeys((block.name for block in step.blocks), 0), 0, 0
-    for one in step.saved.values():
-        if one.block is None:
-            ends += one.nbytes
-        elif one.nbytes < min_bytes:
-            small += one.nbytes
-        else:
-            blocks[step.blocks[one.block].name] += one.nbytes
-    del result
-    attention = "flash attention" if step.kernels.attentions else "the model's own attention, whose matrices are kept"
-    source = f"counting on meta tensors, with {attention}"
-    return Activations(
-        blocks=tuple(blocks.values()), small_bytes=small, ends_bytes=ends, flops=step.now(), source=source
-    )
 
 
 @dataclass
@@ -92,12 +68,15 @@ class WatchedStep:
         saved: by storage, in the order in which they were saved.
         blocks: each forward of a block.
         flops: the context that counts FLOPs.
+        forward_flops: of the forward, when it has ended.
+        kernels: ``attentions`` counts calls of ``scaled_dot_product_attention``; 0 if the model's own matrices count.
     """
 
     def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Any) -> None:
         self.saved: dict[int, CountedStorage] = {}
         self.blocks: list[BlockRun] = []
         self.flops = FlopCounterMode(display=False, custom_mapping=FLOPS)
+        self.forward_flops = 0
         self.kernels = AsOnAccelerator()
         static = (*model.parameters(), *model.buffers(), *tree_leaves(inputs))
         self._static = {tensor.untyped_storage()._cdata for tensor in static if isinstance(tensor, Tensor)}
@@ -119,6 +98,7 @@ class WatchedStep:
         try:
             with self.kernels, saved_tensors_hooks(self._pack, self._unpack):
                 yield
+            self.forward_flops = self.now()
         finally:
             for handle in handles:
                 handle.remove()

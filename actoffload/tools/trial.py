@@ -20,7 +20,7 @@ from ..sizes import format_size
 from .console import JsonOption, PathOption, check_paths, grouped, option, plain, print_busy, print_json, print_rows
 from .environment import find_device
 from .estimate import Question, build_on_paper, states_of
-from .on_paper import BUILT_IN, MODELS, RESERVED_BYTES, Hardware, hardware_of
+from .on_paper import BUILT_IN, MODELS, Hardware, hardware_of
 from .rok import NO_BLOCKS, WORKER, predict_variant
 from .rok_points import Case, Variant, is_own
 from .workers import run_worker, turn_ratios
@@ -106,7 +106,7 @@ def _on(machine: Hardware, base: Profile, states_bytes: float) -> dict[str, Any]
     checkpointed, kept = (predict_variant(base, once, series, None) for series in ("recompute", "keep"))
     peak = checkpointed.peak_bytes
     same, more = (predict_variant(base, once, "hybrid", int(share * peak)) for share in (1, MORE))
-    room = machine.memory_bytes - RESERVED_BYTES - states_bytes
+    room = machine.tensor_bytes - states_bytes
     return {
         "gpu": machine.name,
         "checkpointed_bytes": peak,
