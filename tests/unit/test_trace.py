@@ -464,17 +464,35 @@ def test_a_backward_that_raised_has_an_end(make_offloader: MakeOffloader, tmp_pa
     assert [phase.name for phase in load(tmp_path / "run.json").phases] == ["forward", "backward"] * 2
 
 
-DEMO = {"mode": "nvme", "layers": 4, "width": 256, "batch": 4, "seq": 128, "seed": 0, "threads": 1, "profile": None}
+PROGRAM = """
+import json, torch
+from actoffload import Offloader, OffloadConfig
+from actoffload.testing.gpt import GPT, GPTConfig
+
+torch.set_num_threads(1)
+model = GPT(GPTConfig(layers=4, width=256, seq=128))
+optimizer = torch.optim.AdamW(model.parameters())
+offloader = Offloader(OffloadConfig(target="nvme")).use(model)
+tokens = torch.randint(0, 256, (4, 129))
+for _ in range(4):
+    with offloader:
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    del loss
+print(json.dumps(offloader.statistics().as_dict()))
+"""
 
 
-def test_the_trace_of_the_demo_is_valid_and_adds_up(tmp_path: Path) -> None:
+def test_the_trace_of_a_program_is_valid_and_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that says nothing of a trace, run by the command; the file is read by a package of others as well."""
     chrometrace = pytest.importorskip("chrometrace")
     file = tmp_path / "run.json"
-    program = ["-m", "actoffload.tools.demo", json.dumps(DEMO | {"paths": [str(tmp_path)]})]
-    command = [sys.executable, "-m", "actoffload", "trace", "-o", str(file), "--", *program]
-    run = subprocess.run(command, input="\n" * 4, capture_output=True, text=True, check=True)
-    said = json.loads(run.stdout.splitlines()[-1])["statistics"]
+    monkeypatch.setenv("ACTOFFLOAD_PATH", str(tmp_path))
+    command = [sys.executable, "-m", "actoffload", "trace", "-o", str(file), "--", "-c", PROGRAM]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    said = json.loads(run.stdout.splitlines()[-1])
     events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
     for event in (each for each in events if each["ph"] not in "sf"):  # the package knows no arrows
         read = chrometrace.TraceEvent.from_dict(event)
