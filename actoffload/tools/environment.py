@@ -124,11 +124,3 @@ def prepare_process(device: str, threads: int | None, seed: int) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def synchronize(device: str) -> None:
-    """Wait for the device."""
-    if device != "cpu":
-        import torch
-
-        torch.accelerator.synchronize()

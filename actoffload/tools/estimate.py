@@ -211,36 +211,32 @@ class Estimate:
 
 def build_on_paper(question: Question, tensor: int = 1) -> tuple[Trainee, str]:
     """Return the model on meta tensors, adapters included, and its name; ``tensor`` ranks share the built-in GPT."""
-    from .models import adapt
-
-    workload, label = _build(question, question.sequence or question.start.sequence, tensor)
-    if question.adapters is None:
-        return workload, label
-    if question.trained < 1:
-        remedy = "the rank of adapters says what is trained: leave one of the two out"
-        raise ConfigError("trained", question.trained, remedy)
-    adapt(workload, question.adapters)
-    return workload, f"{label}, adapters of rank {question.adapters}"
-
-
-def _build(question: Question, sequence: int, tensor: int) -> tuple[Trainee, str]:
     import torch
 
     from ..testing.gpt import GPTConfig
-    from .models import build_gpt, build_own, build_transformers, configuration
+    from .models import adapt, build_gpt, build_own, build_transformers, configuration
 
+    if question.adapters is not None and question.trained < 1:
+        remedy = "the rank of adapters says what is trained: leave one of the two out"
+        raise ConfigError("trained", question.trained, remedy)
     start, source, meta = question.start, question.from_model, torch.device("meta")
+    sequence = question.sequence or start.sequence
     if source is not None and is_own(source):
         if question.sequence is not None:
             raise ConfigError("sequence", sequence, "your own make_batch(size) says it; leave it out")
-        return build_own("from_model", source, meta), source
-    if start.kind == BUILT_IN:
+        workload, label = build_own("from_model", source, meta), source
+    elif start.kind == BUILT_IN:
         sizes = GPTConfig(**start.config, seq=sequence, tensor=tensor)
+        workload = build_gpt(sizes, dtype=torch.bfloat16, device=meta)
         label = f"GPT of {sizes.layers} layers × {sizes.width}, sequence {sequence}"
-        return build_gpt(sizes, dtype=torch.bfloat16, device=meta), label
-    config = configuration(source or start.kind, **start.config)
-    label = f"{config.model_type}, sequence {sequence}"
-    return build_transformers(config, sequence=sequence, dtype=torch.bfloat16, device=meta), label
+    else:
+        config = configuration(source or start.kind, **start.config)
+        workload = build_transformers(config, sequence=sequence, dtype=torch.bfloat16, device=meta)
+        label = f"{config.model_type}, sequence {sequence}"
+    if question.adapters is not None:
+        adapt(workload, question.adapters)
+        label += f", adapters of rank {question.adapters}"
+    return workload, label
 
 
 def states_of(model: nn.Module, question: Question) -> dict[str, float]:

@@ -16,7 +16,6 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 
 from ..analysis.trace_file import LINKS, load
 from ..analysis.traced_run import (
@@ -127,11 +126,6 @@ def render(runs: list[Run]) -> RenderableType:
             head, *rows = section.table
             if rows:
                 parts += [f"\n[bold]{section.title}[/bold]: {plain(section.meaning)}", table_of(rows, *head)]
-        parts += [f"\n{plain(run.what_limits())}"]
-        steps = Table.grid(padding=(0, 1))
-        for number, step in enumerate(run.next_steps, start=1):
-            steps.add_row(f"{number}.", plain(step))
-        parts += ["\n[bold]What to do next[/bold]", steps] if steps.rows else []
     return Group(*parts)
 
 

@@ -33,7 +33,7 @@ from ..errors import ActOffloadError
 from ..memory import cpu_allocator
 from ..testing import simulated_device
 from ..tiers.accelerator import Accelerator
-from .environment import prepare_process, synchronize
+from .environment import prepare_process
 from .models import Trainee, build
 from .rok import NO_BLOCKS, OFFLOAD_READS_AHEAD, SIMULATED, budget_of
 from .rok_points import Case, Variant, is_own
@@ -93,11 +93,11 @@ class Round:
     def __init__(self, spec: dict[str, Any]) -> None:
         self.spec = spec
         self.accelerator: Accelerator | None = None
-        self.now: Callable[[], float] = time.perf_counter
+        self.clock: Callable[[], float] = time.perf_counter
         if spec["device"] == SIMULATED:
             simulated = simulated_device.install()  # PyTorch knows its name from now on
             simulated.model(**SIMULATED_GPU)
-            self.accelerator, self.now = simulated_device.SimulatedAccelerator(), lambda: simulated.clock_s
+            self.accelerator, self.clock = simulated_device.SimulatedAccelerator(), lambda: simulated.clock_s
         self.device = torch.device(spec["device"])
         self.on_cpu = self.device.type == "cpu"
         case = Case(**spec["case"])
@@ -193,14 +193,12 @@ class Round:
             if parameter.grad is not None:
                 parameter.grad.zero_()
         torch.manual_seed(SEED)  # the same dropout in every step
-        synchronize(self.device.type)
-        begin_s = self.now()
+        begin_s = self._now()
         with context or mode.offloader or nullcontext():
             loss = mode.workload.loss(self.inputs)
         torch.autograd.backward(loss)
         self.optimizer.step()
-        synchronize(self.device.type)
-        step_s = self.now() - begin_s
+        step_s = self._now() - begin_s
         gradients = (parameter.grad for parameter in self.parameters if parameter.grad is not None)
         # A sum of integers has no rounding, so one bit that differs shows.
         bits = float(loss.detach()).hex(), *(int(g.view(INTEGERS[g.element_size()]).sum()) for g in gradients)
@@ -208,6 +206,12 @@ class Round:
         self.expected = self.expected or bits
         mode.identical = bits == self.expected and mode.identical is not False
         return step_s
+
+    def _now(self) -> float:
+        """The time at which the device has done its work."""
+        if not self.on_cpu:
+            torch.accelerator.synchronize()
+        return self.clock()
 
     def _timed_step(self, mode: Mode) -> float:
         if not self.on_cpu:

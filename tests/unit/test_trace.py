@@ -262,7 +262,7 @@ def test_a_disk_that_is_full_leaves_a_trace_that_can_be_read(
     if until == "the next write":
         forwards(20)
         monkeypatch.undo()
-    writer.close({"statistics": {}, "diagnosis": ["x" * 200]})
+    writer.close({"statistics": {}, "report": "x" * 200})
     monkeypatch.undo()
     trace = load(file, truncated_ok=True)
     assert len(trace.phases) == 20
@@ -332,7 +332,7 @@ def test_each_rank_has_a_file_of_its_own_and_ends_it_at_exit(tmp_path: Path) -> 
     trace = load(tmp_path / "run.rank1.json")
     assert trace.metadata["rank"] == 1
     assert trace.metadata["statistics"]["kept_bytes"]["policy"] > 0
-    assert trace.metadata["diagnosis"][0] == "diagnosis: nothing moves, as policy='keep' says"
+    assert "\ndiagnosis: nothing moves, as policy='keep' says\n" in trace.metadata["report"]
     assert not (tmp_path / "run.json").exists()
 
 
