@@ -94,7 +94,6 @@ def _by_hand() -> Run:
     trace = TraceFile(
         path="run.json",
         truncated=False,
-        began_unix_s=0.0,
         phases=tuple(phases),
         metadata={"config": {}},
         transfers=(moved, theirs),
