@@ -220,8 +220,10 @@ class Round:
             peak = torch.accelerator.max_memory_allocated() - static
         elif mode.offloader is not None:
             step_s = self._step(mode)
-            mode.offloader.statistics()  # counts the notes of finalizers
-            peak = mode.counted_peak_bytes = mode.offloader.store.shared.accounts.step_peak_bytes
+            counts = mode.offloader.statistics()  # counts the notes of finalizers
+            # A step that runs without hooks, as nothing moves in it, counts nothing.
+            peak = mode.offloader.store.shared.accounts.step_peak_bytes or counts.baseline_peak_bytes
+            mode.counted_peak_bytes = peak
         else:
             step_s, peak = self._step(mode), mode.counted_peak_bytes or 0
         mode.step_s.append(step_s)

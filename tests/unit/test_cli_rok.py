@@ -124,6 +124,15 @@ def test_the_worker_measures_the_same_training_in_every_series(tmp_path: Path) -
     assert max(hybrid["peak_bytes"]) <= 1.02 * hybrid["device_budget"]
 
 
+def test_a_step_without_hooks_has_the_peak_of_one_with_all_kept() -> None:
+    """In a short step in which nothing may move, the planner leaves the hooks out, and nothing is counted."""
+    case = asdict(replace(CASE, hidden=64, layers=1, seq=32, batch=1))
+    keep, hybrid = rok_worker.measure(worker_spec(Variant(series="keep"), Variant(series="hybrid"), case=case))[
+        "samples"
+    ]
+    assert hybrid["peak_bytes"] == keep["peak_bytes"][:2]
+
+
 def test_a_bit_that_differs_is_seen_by_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong(rok_worker.Round):
         def _step(self, mode: rok_worker.Mode, context: Any = None) -> float:
