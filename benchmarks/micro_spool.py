@@ -46,11 +46,12 @@ def against_fio(
             except (ActOffloadError, OSError) as error:
                 yield {"mode": engine, "error": str(error).replace(path, "PATH")}
                 break
+            file = f"/proc/{os.getpid()}/fd/{rig.spool.files[0].fd}"
             with rig:
                 for _ in range(rounds):
                     for way in WAYS:
                         setting = {"region": region // block * block, "block": block, "depth": depth}
-                        fio = [measure_fio(rig.file, way, name, seconds=seconds, **setting) for name in FIO_ENGINES]
+                        fio = [measure_fio(file, way, name, seconds=seconds, **setting) for name in FIO_ENGINES]
                         rates = [found["bytes_per_s"] for found in fio if "error" not in found]
                         reference = {"fio_bytes_per_s": max(rates)} if rates else {"fio_error": fio[0]["error"]}
                         own = {"bytes_per_s": rig.measure(way, seconds)}

@@ -21,11 +21,11 @@ from collections.abc import Callable, Hashable
 from dataclasses import fields
 from typing import Any, Literal
 
+import psutil
 import torch
 
 from actoffload import Attachment, OffloadConfig, Offloader, keep, offload_activations
 from actoffload.errors import ConfigError
-from actoffload.tools.environment import block_io
 
 try:
     import deepspeed
@@ -298,3 +298,15 @@ def _trace_optimizer(zero: Any, offloader: Offloader, undo: contextlib.ExitStack
     for name, traced in zip(_COPYING, (step, update, release, gradient), strict=True):
         setattr(zero, name, traced)
         undo.callback(delattr, zero, name)
+
+
+def block_io() -> Any:
+    """Return the kernel's count of ``read_bytes`` and ``write_bytes`` to storage; None if it keeps none.
+
+    Direct I/O is counted when it reaches the device. Buffered writes are counted when a page becomes dirty, and
+    buffered reads that the page cache answers are not counted.
+    """
+    try:
+        return psutil.Process().io_counters()
+    except (AttributeError, NotImplementedError, OSError, psutil.Error):
+        return None

@@ -101,7 +101,6 @@ class TraceFile:
 
     Attributes:
         truncated: whether the process was killed or still runs. Facts that a run stores at its end are then missing.
-        began_unix_s: the time of the first event, in seconds since 1970.
         metadata: the facts of the run by name: ``machine``, ``config``, ``statistics``, ``plan``, ...
         phases: forwards, backwards and optimizers' steps.
         counters: by name. ``memory``: bytes by kind; ``memory total``: their measured sum; ``memory with nothing
@@ -110,7 +109,6 @@ class TraceFile:
 
     path: str
     truncated: bool
-    began_unix_s: float
     metadata: Mapping[str, Any]
     phases: tuple[Span, ...]
     transfers: tuple[Span, ...]
@@ -168,7 +166,6 @@ def load(path: str | os.PathLike[str], *, truncated_ok: bool = False) -> TraceFi
         )
     try:
         found = _sorted(events)
-        base_s = convert(about.get("base_ns"), float) / 1e9
     except ValueError as error:
         raise TraceFileError(f"{name}: broken ({printable(str(error))}): trace the run again") from error
     if not found["phases"]:
@@ -176,7 +173,6 @@ def load(path: str | os.PathLike[str], *, truncated_ok: bool = False) -> TraceFi
     return TraceFile(
         path=name,
         truncated=truncated,
-        began_unix_s=base_s + min(e.ts for e in events if e.ts is not None and e.ph != "M") / 1e6,
         metadata={**about, **data.otherData},
         **found,
     )

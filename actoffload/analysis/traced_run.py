@@ -212,16 +212,17 @@ class Run:
         return self.trace.metadata.get("report") or f"{self.count} steps so far, {format_time(self.step_s)} each"
 
     def what_limits(self) -> str:
-        """Return the limit of the step, as in `Offloader.report`; empty if the trace has no end."""
-        diagnosis: Sequence[str] = self.trace.metadata.get("diagnosis") or [""]
-        told = diagnosis[0].removeprefix("diagnosis: ")
+        """Return the limit of the step, as in its `report`; empty if the trace has no end."""
+        told = next(iter(self._after("diagnosis: ")), "")
         return told[:1].upper() + told[1:]
 
     @property
     def next_steps(self) -> list[str]:
-        """The remedies for the limits of the step, as in `Offloader.report`."""
-        lines: Sequence[str] = self.trace.metadata.get("diagnosis") or ()
-        return [line.removeprefix(NEXT) for line in lines if line.startswith(NEXT)]
+        """The remedies for the limits of the step, as in its `report`."""
+        return self._after(NEXT)
+
+    def _after(self, begin: str) -> list[str]:
+        return [line.removeprefix(begin) for line in self.report.splitlines() if line.startswith(begin)]
 
     def about(self) -> str:
         """Return the machine, the versions and the options of the run as one line of text."""

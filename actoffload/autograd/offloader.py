@@ -440,13 +440,7 @@ class Offloader:
 
     def _known(self) -> dict[str, Any]:
         """The facts of the whole run that a trace stores."""
-        facts = self._facts()
-        return {
-            **facts.as_dict(None if self.autopilot is None else self.autopilot.facts()),
-            "plan": json.loads(self.plan.to_json()),
-            "report": render_report(facts),
-            "diagnosis": diagnose(facts),
-        }
+        return {**self._facts().as_dict(), "plan": json.loads(self.plan.to_json()), "report": self.report()}
 
     def explain(self, *, tensors: bool = False) -> str:
         """Return the run in one line, the causes of lost time and of high memory, and the plan with its reasons.

@@ -12,20 +12,31 @@ from ..planning.constants import LEAST_GAIN_BYTES
 from ..policy import KeepReason, Kind, reasons
 from ..sizes import format_size, format_time
 from .facts import Facts, Planned
-from .numbers import (
-    HELD,
-    LARGE_FIRST,
-    LEAST_LATE,
-    LEAST_OTHERS,
-    MUCH_KEPT,
-    MUCH_LATE,
-    PART_OF_WAITS,
-    SLOW,
-    SMALL_PART,
-    WORTH_SAYING,
-)
 from .parts import BudgetRow
 
+SLOW = 0.05
+"""Share of the time. A step that waits for this much is slow."""
+SMALL_PART = 0.2
+"""Share of the peak. If saved activations are less, moving them changes little."""
+MUCH_KEPT = 0.5
+"""Share of the activations' peak. If this much stays, the report names a budget."""
+MUCH_LATE = 0.2
+"""Share of the activations' peak. If backward needs this much before it has left, that is a cause. The last tensors of
+a forward never leave in time (an eighth in the virtual steps that a disk keeps up with)."""
+LEAST_LATE = 1 << 20
+"""Bytes. In steps of milliseconds, less is late by the disk's latency alone."""
+WORTH_SAYING = 0.05
+"""Share of a step. The report names another budget if the step is predicted to be shorter by this."""
+PART_OF_WAITS = 0.25
+"""Share of a slow step's waits. If this much goes to one thing, that is a cause."""
+LARGE_FIRST = 0.1
+"""Share of the activations' peak. If the first tensor that backward needs is smaller, a wait for it is blamed on the
+link, which is behind."""
+HELD = 0.05
+"""Share of the activations' peak. If this many bytes stay for one reason, that is a cause."""
+LEAST_OTHERS = 64 << 20
+"""Bytes. If memory that is no saved tensor takes this much, that is a cause; libraries that a first step loads take
+nearly as much."""
 CHECKPOINT = (
     "checkpoint the model's blocks, as recompute=True with model= does: those run again for which that takes less than "
     "waiting"

@@ -187,16 +187,10 @@ class Facts:
             parts.append(f"{format_size(counts.host_written_bytes)} to host memory")
         return ", ".join(parts if counts.moved_bytes else [*parts, "nothing moved"])
 
-    def as_dict(self, plans: PlanFacts | None) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """The part of the facts that a trace stores at its end, ready for JSON."""
         found: dict[str, Any] = dict.fromkeys(("predicted", "seen", "planned_for"))
-        found |= {
-            "statistics": self.counts.as_dict(),
-            "summary": self.summary,
-            "steps_counted": self.steps,
-            "elapsed_s": self.elapsed_s,
-            "plans": [] if plans is None else list(plans.history),
-        }
+        found["statistics"] = self.counts.as_dict()
         planned = self.planned
         if planned is not None:
             plan, seen = planned.plan, planned.seen

@@ -17,8 +17,11 @@ from ..planning.simulator import Prediction, simulate
 from ..planning.workload import HOST, KEEP, NVME, Workload
 from ..policy import part_of
 from ..sizes import format_size, format_time
-from .numbers import BUDGET_SHARES, NEARLY_ALL
 
+BUDGET_SHARES = (1.0, 0.75, 0.5, 0.35, 0.25, 0.15)
+"""Shares of keep's peak in a table of budgets."""
+NEARLY_ALL = 0.98
+"""Share of a part's bytes. If this much moves, the part is shown as offloaded, without a number."""
 KIB, MIB = 1 << 10, 1 << 20
 
 

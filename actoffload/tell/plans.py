@@ -14,8 +14,12 @@ from ..planning.search import Limits
 from ..policy import OUTSIDE
 from ..sizes import format_size, format_time
 from .facts import PlanFacts, ShapeFacts, machine_changed
-from .numbers import MOST_AT_PEAK, MOST_ROWS
 from .parts import Analysis, BudgetRow, Row, analyse
+
+MOST_ROWS = 24
+"""Lines of parts at most; neighbours with the same decision share one."""
+MOST_AT_PEAK = 3
+"""How many modules with the most bytes at the peak a plan's explanation names."""
 
 
 def explain_plans(facts: PlanFacts) -> str:

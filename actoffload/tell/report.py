@@ -16,8 +16,9 @@ from ..statistics import Statistics
 from ..storage.endurance import render_wear
 from .causes import NEXT, causes
 from .facts import Facts
-from .numbers import MOST_CAUSES
 
+MOST_CAUSES = 3
+"""Causes that a report names, each with one remedy."""
 KEEPS = "nothing moves, as policy='keep' says"
 
 

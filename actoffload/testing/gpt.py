@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from ..errors import ConfigError
+
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
@@ -28,11 +30,11 @@ class GPTConfig:
     def __post_init__(self) -> None:
         for name in ("layers", "width", "seq", "head_width", "vocab"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
+                raise ConfigError(name, getattr(self, name), "must be 1 or more")
         if self.width > self.head_width and self.width % self.head_width:
-            raise ValueError(f"width={self.width}: must be a multiple of head_width={self.head_width}")
+            raise ConfigError("width", self.width, f"must be a multiple of head_width={self.head_width}")
         if self.tensor < 1 or self.heads % self.tensor:
-            raise ValueError(f"tensor={self.tensor}: must divide heads={self.heads}")
+            raise ConfigError("tensor", self.tensor, f"must divide heads={self.heads}")
 
     @property
     def heads(self) -> int:

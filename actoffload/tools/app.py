@@ -11,7 +11,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ..errors import ActOffloadError, ConfigError, SpoolPathError
 from ..version import __version__
-from .console import fail
+from .console import fail, option
 from .environment import without_errno
 
 COMMANDS = ["demo", "doctor", "bench", "estimate", "plan", "report", "rok", "run", "top", "trace", "try"]
@@ -73,7 +73,7 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def _root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)] = False,
+    version: Annotated[bool, option("Print the version and leave.", "--version", is_eager=True)] = False,
 ) -> None:
     if version:
         typer.echo(__version__)

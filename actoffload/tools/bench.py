@@ -28,7 +28,7 @@ from ..sizes import format_size
 from ..storage.engines import ENGINES
 from ..storage.engines.base import EngineCapabilities
 from ..storage.spool import Spool, Transfer
-from .console import JsonOption, PathOption, print_json, print_rows, progress_bar, strings
+from .console import JsonOption, PathOption, option, print_json, print_rows, progress_bar
 
 Direction = Literal["write", "read", "mixed"]
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
@@ -55,11 +55,8 @@ class Rates:
 
 def command(
     path: PathOption = None,
-    engine: Annotated[
-        list[str] | None,
-        typer.Option(help=f"{', '.join(ENGINES)}; repeat for several. Default: all that use the disk."),
-    ] = None,
-    seconds: Annotated[float, typer.Option(min=0.01, help="Of each sample.")] = SECONDS,
+    engine: Annotated[list[str] | None, option(f"{', '.join(ENGINES)}; repeat. Default: all that use a disk.")] = None,
+    seconds: Annotated[float, option("Of each sample.", min=0.01)] = SECONDS,
     as_json: JsonOption = False,
 ) -> None:
     """Measure a path with each engine: write, read and both at once, and what training could hide.
@@ -69,7 +66,7 @@ def command(
     for name in engine or ():
         if name not in ENGINES:
             raise ConfigError("engine", name, f"choose one of {', '.join(ENGINES)}")
-    paths, engines = strings(path) or list(default_paths()), list(dict.fromkeys(engine or DISK_ENGINES))
+    paths, engines = path or list(default_paths()), list(dict.fromkeys(engine or DISK_ENGINES))
     rates: list[Rates] = []
     problems: dict[str, str] = {}
     with progress_bar(quiet=as_json) as progress:
@@ -150,12 +147,8 @@ class Rig(AbstractContextManager["Rig"]):
             if (free := shutil.disk_usage(path).free) < region:
                 problem = f"too little room for {format_size(region)} ({format_size(free)} free)"
                 raise SpoolFullError(errno.ENOSPC, f"{path}: {problem}; use another path")
-        space: dict[str, Any] = {
-            "capacity_bytes": region_bytes,
-            "grow_bytes": region_bytes,
-            "request_bytes": block_bytes,
-        }
-        self.spool = Spool(paths, engine=engine, threads=depth, **space)
+        space: dict[str, Any] = {"capacity_bytes": region_bytes, "grow_bytes": region_bytes}
+        self.spool = Spool(paths, engine=engine, threads=depth, request_bytes=block_bytes, **space)
         try:
             extents = [self.spool.allocate(block_bytes) for _ in range(region // block_bytes * len(paths))]
             # Twice as many slots as transfers that run, so that an engine always finds the next one waiting.
@@ -167,7 +160,7 @@ class Rig(AbstractContextManager["Rig"]):
             begin = self._memory.ctypes.data
             # Memory of one block each, and the extents that it goes through.
             self._slots = [(begin + i * block_bytes, extents[i::slots]) for i in range(slots)]
-            self._run("write", None)  # the first write to reserved room is slower than any later one
+            self.measure("write", None)  # the first write to reserved room is slower than any later one
             self._check_content()
         except BaseException:
             self.close()
@@ -178,35 +171,18 @@ class Rig(AbstractContextManager["Rig"]):
         """Of the engine."""
         return self.spool.engines[0].capabilities
 
-    @property
-    def file(self) -> str:
-        """A path that opens the first directory's file in another process, while the rig is open (Linux)."""
-        return f"/proc/{os.getpid()}/fd/{self.spool.files[0].fd}"
-
     def rates(self, seconds: float, rounds: int) -> Rates:
         """Take ``rounds`` samples of each direction, in turns, and return their medians."""
         samples = [{way: self.measure(way, seconds) for way in DIRECTIONS} for _ in range(rounds)]
         middle = {way: median(sample[way] for sample in samples) for way in DIRECTIONS}
         return Rates(engine=self.capabilities.name, direct=self.capabilities.direct, **middle)
 
-    def measure(self, direction: Direction, seconds: float) -> float:
+    def measure(self, direction: Direction, seconds: float | None) -> float:
         """Return the bytes a second of one direction; reading and mixed go over the blocks written before.
 
-        An engine that works through the page cache makes one pass at most; its writes are forced to the disk within
-        the time, and the blocks that it reads are dropped from the cache before.
+        An engine that works through the page cache makes one pass at most, as any does for None seconds; its writes are
+        forced to the disk within the time, and the blocks that it reads are dropped from the cache before.
         """
-        moved, elapsed_s = self._run(direction, seconds)
-        return moved / elapsed_s
-
-    def close(self) -> None:
-        """Stop, and give the disk space back. Idempotent."""
-        self.spool.abort()
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def _run(self, direction: Direction, seconds: float | None) -> tuple[int, float]:
-        """Move blocks for some seconds, None: for one pass; return the bytes that moved and the seconds."""
         # A second pass through the page cache would measure memory.
         cached = self.capabilities.needs_file and not self.capabilities.direct
         files = [file.fd for file in self.spool.files] if cached else []
@@ -219,7 +195,14 @@ class Rig(AbstractContextManager["Rig"]):
         blocks = self._move(direction, deadline_s, one_pass=cached or seconds is None)
         for fd in files:
             os.fdatasync(fd)
-        return blocks * self._block_bytes, time.perf_counter() - begin_s
+        return blocks * self._block_bytes / (time.perf_counter() - begin_s)
+
+    def close(self) -> None:
+        """Stop, and give the disk space back. Idempotent."""
+        self.spool.abort()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def _move(self, direction: Direction, deadline_s: float | None, *, one_pass: bool) -> int:
         """Keep every slot under way until the deadline, or for one pass over its extents; return the blocks moved."""

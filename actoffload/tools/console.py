@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import is_dataclass
 from functools import wraps
-from pathlib import Path
 from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
@@ -19,15 +18,21 @@ from rich.table import Table
 
 from ..config import OffloadConfig
 from ..errors import printable
+from ..storage.spool_files import check_directory
 from .environment import BUSY_SHARE, without_errno
+
+
+def option(help: str | None = None, *flags: str, panel: str | None = None, **more: Any) -> Any:
+    """Return an option of a command, under the heading ``panel`` of its help."""
+    return typer.Option(*flags, help=help, rich_help_panel=panel, **more)
+
 
 HELP = {name: kind.help for name, kind in OffloadConfig.flags().items()}
 """Of each option."""
 PathOption = Annotated[
-    list[Path] | None,
-    typer.Option(help=f"{HELP['path']}. Default: $ACTOFFLOAD_PATH, else the temporary one."),
+    list[str] | None, option(f"{HELP['path']}. Default: $ACTOFFLOAD_PATH, else the temporary one.", metavar="<path>")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+JsonOption = Annotated[bool, option("Print JSON and nothing else.", "--json")]
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -36,27 +41,23 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     A parameter of type ``D``, a dataclass, gets an object. One of type ``Annotated[dict[str, Any], D]`` gets a dict of
     the options that the user gave; a preset has the other values.
     """
-    hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
     groups: dict[str, tuple[Any, list[str]]] = {}
-
-    def add(name: str, hint: Any, default: Any) -> None:
-        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint))
-
-    for name, parameter in inspect.signature(command).parameters.items():
-        hint = hints[name]
+    for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
+        hint = parameter.annotation
         kind: Any = next((part for part in (hint, *getattr(hint, "__metadata__", ())) if is_dataclass(part)), None)
         if kind is None:
-            add(name, hint, parameter.default)
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
             continue
-        options = get_type_hints(kind, include_extras=True).items()
-        inner: dict[str, Any] = {field: option for field, option in options if hasattr(option, "__metadata__")}
-        groups[name] = (kind if kind is hint else None, list(inner))
-        for field, option in inner.items():
-            if kind is hint:
-                add(field, option, getattr(kind, field))
-            else:
-                add(field, Annotated[option.__origin__ | None, *option.__metadata__], None)
+        hints = get_type_hints(kind, include_extras=True).items()
+        options: dict[str, Any] = {field: option for field, option in hints if hasattr(option, "__metadata__")}
+        groups[name] = (kind if kind is hint else None, list(options))
+        for field, option in options.items():
+            if kind is not hint:
+                option = Annotated[option.__origin__ | None, *option.__metadata__]
+            default = getattr(kind, field) if kind is hint else None
+            of = inspect.Parameter(field, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option)
+            parameters.append(of)
 
     @wraps(command)
     def flat(**options: Any) -> None:
@@ -77,18 +78,11 @@ def fail(message: str, cause: BaseException | None = None) -> NoReturn:
     raise typer.Exit(1) from cause
 
 
-def check_paths(paths: list[Path] | None, target: str = "auto") -> None:
+def check_paths(paths: list[str] | None, target: str = "auto", *, any_filesystem: bool = False) -> None:
     """Refuse options that cannot work before anything is measured."""
     OffloadConfig(target=target, path=paths)  # type: ignore[arg-type]
     for directory in paths or ():
-        if not directory.is_dir():
-            problem = "is a file" if directory.exists() else "does not exist"
-            raise typer.BadParameter(f"path={str(directory)!r}: {problem}; give a directory on a local disk")
-
-
-def strings(paths: list[Path] | None) -> list[str] | None:
-    """Return paths as text; None stays None."""
-    return None if paths is None else [str(path) for path in paths]
+        check_directory(directory, allow_any_filesystem=any_filesystem)
 
 
 def plain(text: str) -> str:
@@ -101,6 +95,14 @@ def print_busy(share: float) -> None:
     if share > BUSY_SHARE:
         text = f"The machine was busy: others took {share:.0%} of the processors. Times are rough."
         Console().print(text, style="red", highlight=False)
+
+
+def print_bits(equal: bool, where: str = "this is a bug; please report it") -> None:
+    """Print whether each mode has computed the same, or else ``where`` it has not."""
+    if equal:
+        Console().print("Losses and gradients are equal bit for bit in every step.", style="green")
+    else:
+        Console().print(f"BITS DIFFER: {where}", style="bold red", markup=False)
 
 
 def print_json(payload: object) -> None:

@@ -21,7 +21,7 @@ from ..storage.engines.gds import why_compat
 from ..storage.spool import Spool
 from ..storage.spool_files import filesystem_type
 from .bench import BLOCK_BYTES, DIRECTIONS, REGION_BYTES, ROUNDS, SECONDS, Rig
-from .console import JsonOption, PathOption, check_paths, print_json, print_rows, strings
+from .console import JsonOption, PathOption, check_paths, print_json, print_rows
 from .environment import find_device
 
 LINK_BYTES = 256 << 20
@@ -30,13 +30,13 @@ LINK_WAYS = ("host_to_device", "device_to_host")
 
 def command(path: PathOption = None, as_json: JsonOption = False) -> None:
     """Look at the device, the link and the disk, and say what offloading could use here."""
-    check_paths(path)
-    findings = examine(strings(path))
+    check_paths(path, any_filesystem=True)
+    findings = examine(path)
     if as_json:
         print_json(findings)
     else:
         show(findings)
-    raise typer.Exit(0 if healthy(findings) else 1)
+    raise typer.Exit(1 if any("problem" in path for path in findings["paths"]) else 0)
 
 
 def examine(paths: Sequence[str] | None) -> dict[str, Any]:
@@ -59,11 +59,6 @@ def examine(paths: Sequence[str] | None) -> dict[str, Any]:
         "paths": found_paths,
         "verdict": [verdict(found_device, path) for path in found_paths],
     }
-
-
-def healthy(findings: dict[str, Any]) -> bool:
-    """Return whether a spool works on every path."""
-    return all("problem" not in path for path in findings["paths"])
 
 
 def gpudirect_storage() -> dict[str, Any]:

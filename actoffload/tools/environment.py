@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import re
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
 from ..memory.process_memory import peak_rss_bytes as peak_rss_bytes
 from ..memory.process_memory import rss_bytes as rss_bytes
 from ..version import __version__
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
 """The checkout, if the package is used from one."""
@@ -67,12 +65,9 @@ def find_device() -> str:
 
 def cpu_model() -> str:
     """Return the processor's name as the system gives it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
+    with contextlib.suppress(OSError):
+        if found := re.search("model name.*: (.+)", Path("/proc/cpuinfo").read_text(errors="replace")):
+            return found[1]
     return platform.processor() or platform.machine()
 
 
@@ -129,39 +124,3 @@ def prepare_process(device: str, threads: int | None, seed: int) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def synchronize(device: str) -> None:
-    """Wait for the device."""
-    if device != "cpu":
-        import torch
-
-        torch.accelerator.synchronize()
-
-
-def say(something: dict[str, Any]) -> None:
-    """Print a JSON object for the parent process."""
-    print(json.dumps(something), flush=True)
-
-
-def sum_of_bits(tensor: Tensor | None) -> int:
-    """Return the sum of a tensor's elements, each read as a whole number of its size; 0 for None."""
-    import torch
-
-    if tensor is None:
-        return 0
-    # A sum of integers has no rounding, so one bit that differs shows.
-    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return int(tensor.view(kinds[tensor.element_size()]).sum())
-
-
-def block_io() -> Any:
-    """Return the kernel's count of ``read_bytes`` and ``write_bytes`` to storage; None if it keeps none.
-
-    Direct I/O is counted when it reaches the device. Buffered writes are counted when a page becomes dirty, and
-    buffered reads that the page cache answers are not counted.
-    """
-    try:
-        return psutil.Process().io_counters()
-    except (AttributeError, NotImplementedError, OSError, psutil.Error):
-        return None

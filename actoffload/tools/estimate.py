@@ -1,19 +1,27 @@
-"""``actoffload estimate``: the needs of offloading a model, on paper: memory, links, drives."""
+"""``actoffload estimate``: the needs of offloading a model, on paper: memory, links, drives.
+
+The planner predicts a step from shapes, as for `try` and for the curves of `rok`. A drive's life is SSDTrain's (arXiv
+2408.10013, its section on modelling): its rated endurance over the bytes that a step writes.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.markup import escape
 
-from ..errors import ConfigError
+from ..errors import BudgetError, ConfigError
+from ..planning.profile import Profile
+from ..planning.regions import choosable, with_regions
+from ..planning.search import Limits, best
+from ..planning.simulator import simulate
 from ..sizes import format_size
-from ..storage.endurance import format_decimal, format_duration
-from .console import JsonOption, grouped, print_json, print_rows
+from ..storage.endurance import YEAR_S, format_decimal, format_duration, written_per_day
+from .console import JsonOption, grouped, option, print_json, print_rows
 from .on_paper import (
     BUILT_IN,
     DRIVES,
@@ -23,12 +31,10 @@ from .on_paper import (
     RESERVED_BYTES,
     SOURCES,
     SPLIT,
-    Activations,
-    Estimate,
     Hardware,
-    MemoryNeed,
     ModelPreset,
     Parallelism,
+    check_positive,
     hardware_of,
     preset,
 )
@@ -41,31 +47,29 @@ if TYPE_CHECKING:
 
 COUNTED: dict[str, Any] = {"sequence": 2048, "micro_batch": 1, "gpu": "rtx-4090"}
 """The preset for ``--from-model``."""
+ZERO = {"parameters": 3, "gradients": 2, "optimizer": 1}
+"""The stages of ZeRO from which on the states of a model are split."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
     """The user's model and machine; None for the preset's."""
 
-    model: Annotated[str, typer.Option(help="Preset to start from; --presets lists them.")] = "llama3-8b"
-    from_model: Annotated[
-        str | None, typer.Option(help="Count this: FILE.py:FUNCTION, a config.json, or a model type of Transformers.")
-    ] = None
-    gpu: Annotated[str | None, typer.Option(help="Preset of the GPU. Default: the model's.")] = None
-    drive: Annotated[str, typer.Option(help="Preset of the SSD.")] = "980pro-1tb"
-    step_s: Annotated[float | None, typer.Option(help="Seconds of a measured step. Default: from FLOPs.")] = None
-    sequence: Annotated[int | None, typer.Option(min=1, rich_help_panel=SPLIT)] = None
-    micro_batch: Annotated[int | None, typer.Option(min=1, rich_help_panel=SPLIT)] = None
-    adapters: Annotated[
-        int | None, typer.Option(min=1, help="Rank of LoRA beside each linear layer; the rest is frozen.")
-    ] = None
-    trained: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of the parameters that is trained, for other adapters.")
-    ] = 1.0
+    model: Annotated[str, option("Preset to start from; --presets lists them.")] = "llama3-8b"
+    from_model: Annotated[str | None, option("Or FILE.py:FUNCTION, a config.json, or a type of Transformers.")] = None
+    gpu: Annotated[str | None, option("Preset of the GPU. Default: the model's.")] = None
+    drive: Annotated[str, option("Preset of the SSD.")] = "980pro-1tb"
+    step_s: Annotated[float | None, option("Seconds of a measured step. Default: from FLOPs.")] = None
+    sequence: Annotated[int | None, option(min=1, panel=SPLIT)] = None
+    micro_batch: Annotated[int | None, option(min=1, panel=SPLIT)] = None
+    adapters: Annotated[int | None, option("Rank of LoRA beside each linear layer; the rest is frozen.", min=1)] = None
+    trained: Annotated[float, option("Share of parameters that is trained, for other adapters.", min=0, max=1)] = 1.0
     optimizer_bytes: Annotated[
-        float | None,
-        typer.Option(min=0, help="Per trained parameter. Default: AdamW's 12, 8 in float32.", rich_help_panel=SPLIT),
+        float | None, option("Per trained parameter. Default: AdamW's 12, 8 in float32.", min=0, panel=SPLIT)
     ] = None
+
+    def __post_init__(self) -> None:
+        check_positive(self, "step_s")
 
     @property
     def start(self) -> ModelPreset:
@@ -80,8 +84,8 @@ def command(
     question: Question,
     split: Annotated[dict[str, Any], Parallelism],
     machine: Annotated[dict[str, Any], Hardware],
-    presets: Annotated[bool, typer.Option("--presets", help="List the presets and leave.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Set published figures beside ours and leave.")] = False,
+    presets: Annotated[bool, option("List the presets and leave.", "--presets")] = False,
+    check: Annotated[bool, option("Set published figures beside ours and leave.", "--check")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say on paper what offloading needs: memory, bandwidth, the share that hides, the SSDs' life on rated TBW.
@@ -95,96 +99,144 @@ def command(
         else:
             print_rows(map(_cells, rows), *rows[0], title="GB that a step saves" if check else None)
         return
-    answer = Answer(question, split, machine)
-    gpus = answer.split.tensor * answer.split.data
-    title = f"{question.from_model or question.model} on {answer.hardware.name}, per GPU of {gpus}"
+    found = Estimate(question, split, machine)
     if as_json:
-        parts = {name: asdict(getattr(answer, name)) for name in ("activations", "split", "hardware")}
-        print_json({**parts, "estimate": answer.result.as_dict()})
+        print_json(found.as_dict())
     else:
-        show(title, answer)
+        show(f"{question.from_model or question.model} on {found.hardware.name}", found)
 
 
-class Answer:
-    """The presets with the user's options over them, and the estimate that follows."""
+@dataclass(frozen=True)
+class Fit:
+    """Saved bytes on a GPU at its peak, the step, and samples of the largest micro-batch that fits so; 0 for none."""
+
+    saved_bytes: int
+    step_s: float
+    micro_batch: int
+
+
+class Estimate:
+    """The needs of offloading a model's activations, per GPU. Bytes, seconds, bytes a second.
+
+    Attributes:
+        activation_bytes_per_step: S, in tensors that can move: ``layers_bytes`` of each layer, and ``ends_bytes``.
+        small_bytes: in tensors that are too small to move.
+        required_bytes_per_s: S / (t/2), to write and, in the other half of the step, to read.
+        states: bytes of parameters, gradients and optimizer states.
+        fits: ``kept``: with all kept; ``hidden``: moving lowers the peak as far as no step is longer; ``least``: the
+            lowest peak of all plans.
+        moved_bytes_per_step: of the plan ``hidden``, as a share of S in ``share_hidden``.
+        rated_life_s: of all of the GPU's drives, on rated TBW.
+        notes: for a reader to know before quoting a number.
+    """
 
     def __init__(self, question: Question, split: dict[str, Any], machine: dict[str, Any]) -> None:
-        start, self.question = question.start, question
+        start = question.start
         self.split = replace(start.split, **split)
         self.hardware = hardware_of(question.gpu or start.gpu, question.drive, **machine)
-        self.activations = activations_of(question, self.split)  # takes long: after everything that may be refused
-        self.result = Estimate(self.activations, self.split, self.hardware, step_s=question.step_s)
+        micro_batch = question.micro_batch or start.micro_batch
+        # The built-in GPT can be built as one rank's share: without sequence parallelism its norms stay whole there.
+        rank_only = start.kind == BUILT_IN and not self.split.sequence_parallel
+        if self.split.tensor > 1 and not (rank_only or self.split.sequence_parallel):
+            remedy = "a model other than Megatron's needs --sequence-parallel, under which every tensor is split"
+            raise ConfigError("tensor", self.split.tensor, remedy)
+        ranks = 1 if rank_only else self.split.tensor
+        workload, label = build_on_paper(question, self.split.tensor // ranks)
+        if not workload.blocks:
+            remedy = "no layers found: some of one class must be in a ModuleList"
+            raise ConfigError("from_model", question.from_model, remedy)
+        from .models import profile_of
 
+        base, watched = profile_of(workload, micro_batch, self.hardware, ranks)
+        step = with_regions(base, choosable(base))
+        step = step if question.step_s is None else step.lasting(question.step_s)
+        layers = dict.fromkeys(workload.blocks, 0)
+        for storage in step.storages:
+            if storage.movable and storage.module is not None:
+                layers[storage.module] += storage.nbytes
+        runs = [(len(list(run)), size) for size, run in groupby(map(format_size, layers.values()))]
+        kinds = ", ".join(f"{number} × {size}" for number, size in runs[:4]) + (", …" if len(runs) > 4 else "")
+        self.label = f"{label}, micro-batch {micro_batch}: {kinds}"
+        self.step_s, self.step_flops = step.step_s, watched.now() / ranks
+        self.activation_bytes_per_step = step.movable_bytes
+        self.layers_bytes = list(layers.values())
+        self.ends_bytes = step.movable_bytes - sum(self.layers_bytes)
+        self.small_bytes = step.saved_bytes - step.movable_bytes
+        self.required_bytes_per_s = self.activation_bytes_per_step / (self.step_s / 2)
+        # Each stage of ZeRO also splits everything that the stages before it split.
+        shares = {name: self.split.data if self.split.zero >= stage else 1 for name, stage in ZERO.items()}
+        states = states_of(workload.model, question)
+        self.states = {name: nbytes / ranks / shares[name] for name, nbytes in states.items()}
+        self.fits, self.moved_bytes_per_step = self._plans(step, micro_batch)
+        self.share_hidden = self.moved_bytes_per_step / (self.activation_bytes_per_step or 1)
+        written = self.moved_bytes_per_step if self.hardware.target == "nvme" else 0
+        self.written_bytes_per_day = written_per_day(written, self.step_s)
+        rated = self.hardware.drive.rated_written_bytes * self.hardware.drives
+        self.rated_life_s = rated * self.step_s / written if written else math.inf
+        attention = "flash attention" if watched.kernels.attentions else "its own attention, whose matrices are kept"
+        self.notes = self._notes(f"Bytes by counting on meta tensors, with {attention}.")
 
-def activations_of(question: Question, split: Parallelism) -> Activations:
-    """Count the bytes that the model saves on one tensor-parallel rank."""
-    from .models import count
+    def _plans(self, step: Profile, micro_batch: int) -> tuple[dict[str, Fit], int]:
+        free, limits, floor = self.hardware.tensor_bytes - sum(self.states.values()), Limits(tiers=("nvme",)), None
+        try:
+            best(step, replace(limits, device_budget=1))
+        except BudgetError as error:
+            floor = error.floor_bytes
+        least = replace(limits, device_budget=floor)
+        hidden, lowest = (simulate(*best(step, each), each, detail=False) for each in (limits, least))
+        fits = {}
+        for name, seen in {"kept": simulate(step, detail=False), "hidden": hidden, "least": lowest}.items():
+            samples = int(max(0.0, free) * micro_batch / max(1, seen.peak_bytes))
+            fits[name] = Fit(seen.peak_bytes, seen.step_s, samples)
+        return fits, hidden.disk_written_bytes
 
-    start = question.start
-    micro_batch = question.micro_batch or start.micro_batch
-    # The built-in GPT can be built as one rank's share: without sequence parallelism its norms stay whole there.
-    rank_only = start.kind == BUILT_IN and not split.sequence_parallel
-    workload, label = build_on_paper(question, split.tensor if rank_only else 1)
-    if split.tensor > 1 and not (rank_only or split.sequence_parallel):
-        remedy = "a model other than Megatron's needs --sequence-parallel, under which every tensor is split"
-        raise ConfigError("tensor", split.tensor, remedy)
-    saved = count(workload, micro_batch)
-    if not saved.blocks:
-        raise ConfigError(
-            "from_model", question.from_model, "no layers found: some of one class must be in a ModuleList"
-        )
-    ranks = 1 if rank_only else split.tensor
-    runs = [(len(list(run)), size) for size, run in groupby(map(format_size, saved.blocks.values()))]
-    kinds = ", ".join(f"{number} × {size}" for number, size in runs[:4]) + (", …" if len(runs) > 4 else "")
-    attention = "flash attention" if saved.fused_attention else "the model's own attention, whose matrices are kept"
-    return Activations(
-        label=f"{label}, micro-batch {micro_batch}: {kinds}",
-        micro_batch=micro_batch,
-        blocks=tuple(nbytes / ranks for nbytes in saved.blocks.values()),
-        small_bytes=saved.small / ranks,
-        ends_bytes=saved.ends / ranks,
-        # A frozen weight needs no gradient, so a backward with adapters takes as long as a forward.
-        flops=(3 if question.adapters is None else 2) * saved.flops * split.tensor / ranks,
-        source=f"counting on meta tensors, with {attention}",
-        **{name: nbytes / ranks for name, nbytes in states_of(workload.model, question).items()},
-    )
+    def _notes(self, counted: str) -> list[str]:
+        notes, hardware = [counted], self.hardware
+        if self.rated_life_s < YEAR_S:
+            life = format_duration(self.rated_life_s)
+            text = f"WEAR: the drives reach their rated writes in {life} of training: try --target host first."
+            notes.insert(0, text)
+        if hardware.target == "nvme" and hardware.drive.nand and hardware.disk_bytes_per_s is None:
+            text = "The drives' rated write rate is for a fresh cache; a measured, sustained one may be much lower."
+            notes.append(text)
+        sources = (hardware.source, *([hardware.drive.source] if hardware.target == "nvme" else []))
+        return notes + [f"Check before quoting: {source}." for source in sources if "recalled" in source]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return every attribute, ready for JSON (an endless life is None there)."""
+        found = vars(self) | {name: asdict(getattr(self, name)) for name in ("split", "hardware")}
+        found["fits"] = {name: asdict(fit) for name, fit in self.fits.items()}
+        return {name: None if value == math.inf else value for name, value in found.items()}
 
 
 def build_on_paper(question: Question, tensor: int = 1) -> tuple[Trainee, str]:
     """Return the model on meta tensors, adapters included, and its name; ``tensor`` ranks share the built-in GPT."""
-    from .models import adapt
-
-    workload, label = _build(question, question.sequence or question.start.sequence, tensor)
-    if question.adapters is None:
-        return workload, label
-    if question.trained < 1:
-        remedy = "the rank of adapters says what is trained: leave one of the two out"
-        raise ConfigError("trained", question.trained, remedy)
-    adapt(workload, question.adapters)
-    return workload, f"{label}, adapters of rank {question.adapters}"
-
-
-def _build(question: Question, sequence: int, tensor: int) -> tuple[Trainee, str]:
     import torch
 
     from ..testing.gpt import GPTConfig
-    from .models import build_gpt, build_own, build_transformers, configuration
+    from .models import adapt, build_gpt, build_own, build_transformers, configuration
 
+    if question.adapters is not None and question.trained < 1:
+        remedy = "the rank of adapters says what is trained: leave one of the two out"
+        raise ConfigError("trained", question.trained, remedy)
     start, source, meta = question.start, question.from_model, torch.device("meta")
+    sequence = question.sequence or start.sequence
     if source is not None and is_own(source):
         if question.sequence is not None:
             raise ConfigError("sequence", sequence, "your own make_batch(size) says it; leave it out")
-        return build_own("from_model", source, meta), source
-    if start.kind == BUILT_IN:
-        try:
-            sizes = GPTConfig(**start.config, seq=sequence, tensor=tensor)
-        except ValueError as error:
-            raise ConfigError("tensor", tensor, str(error).partition(": ")[2]) from error
+        workload, label = build_own("from_model", source, meta), source
+    elif start.kind == BUILT_IN:
+        sizes = GPTConfig(**start.config, seq=sequence, tensor=tensor)
+        workload = build_gpt(sizes, dtype=torch.bfloat16, device=meta)
         label = f"GPT of {sizes.layers} layers × {sizes.width}, sequence {sequence}"
-        return build_gpt(sizes, dtype=torch.bfloat16, device=meta), label
-    config = configuration(source or start.kind, **start.config)
-    label = f"{config.model_type}, sequence {sequence}"
-    return build_transformers(config, sequence=sequence, dtype=torch.bfloat16, device=meta), label
+    else:
+        config = configuration(source or start.kind, **start.config)
+        workload = build_transformers(config, sequence=sequence, dtype=torch.bfloat16, device=meta)
+        label = f"{config.model_type}, sequence {sequence}"
+    if question.adapters is not None:
+        adapt(workload, question.adapters)
+        label += f", adapters of rank {question.adapters}"
+    return workload, label
 
 
 def states_of(model: nn.Module, question: Question) -> dict[str, float]:
@@ -197,96 +249,98 @@ def states_of(model: nn.Module, question: Question) -> dict[str, float]:
     default = sum(parameter.numel() * (8 if parameter.itemsize >= 4 else 12) for parameter in trained)
     elements = sum(parameter.numel() for parameter in trained)
     return {
-        "parameter_bytes": sum(parameter.nbytes for parameter in model.parameters()),
-        "gradient_bytes": share * sum(parameter.nbytes for parameter in trained),
-        "optimizer_bytes": share * (default if given is None else given * elements),
+        "parameters": sum(parameter.nbytes for parameter in model.parameters()),
+        "gradients": share * sum(parameter.nbytes for parameter in trained),
+        "optimizer": share * (default if given is None else given * elements),
     }
 
 
 # -- as text ----------------------------------------------------------------------------------------------------------
 
 
-def show(title: str, answer: Answer) -> None:
-    """Print the answer: what to do, the activations, the memory, the bandwidth, the SSDs, and notes for a reader."""
-    warnings = [note for note in answer.result.notes if note.startswith("WEAR")]
-    for line in (*advice(answer), *warnings):
+def show(name: str, found: Estimate) -> None:
+    """Print what to do, the activations, the memory, the bandwidth, the SSDs, and notes for a reader."""
+    warnings = [note for note in found.notes if note.startswith("WEAR")]
+    for line in (advice(found), *warnings):
         Console().print(escape(line), style="bold")
-    print_rows(_activation_rows(answer), title=title)
-    print_rows(_memory_rows(answer.result.memory), title="memory of a GPU at its peak")
-    print_rows(_machine_rows(answer.hardware, answer.result), title="links and where bytes go")
-    for note in (note for note in answer.result.notes if note not in warnings):
+    print_rows(_activation_rows(found), title=f"{name}, per GPU of {found.split.tensor * found.split.data}")
+    print_rows(_memory_rows(found), title="memory of a GPU at its peak")
+    print_rows(_machine_rows(found), title="links and where bytes go")
+    for note in (note for note in found.notes if note not in warnings):
         Console().print(f"- {escape(note)}")
 
 
-def advice(answer: Answer) -> list[str]:
-    """Return what to do so that the model fits, as sentences with options."""
-    memory, split = answer.result.memory, answer.split
-    free = memory.capacity_bytes - memory.states_bytes
-    kept, hidden, moved = memory.kept, memory.hidden, memory.moved
+def advice(found: Estimate) -> str:
+    """Return what to do so that the model fits, as a sentence with options."""
+    states_bytes = sum(found.states.values())
+    free = found.hardware.tensor_bytes - states_bytes
+    kept, hidden, least = found.fits.values()
     if kept.saved_bytes <= free:
         more = f"; with offloading up to {hidden.micro_batch}" if hidden.micro_batch > kept.micro_batch else ""
-        return [f"It fits as it is, up to micro-batch {kept.micro_batch}{more}."]
+        return f"It fits as it is, up to micro-batch {kept.micro_batch}{more}."
     if hidden.saved_bytes <= free:
-        return ["It fits with offloading, and no step is longer."]
-    if moved.saved_bytes <= free:
-        return ["It fits with offloading and device_budget=: more has to move than hides, so steps wait."]
+        return "It fits with offloading, and no step is longer."
+    if least.saved_bytes <= free:
+        return "It fits with offloading and device_budget=: more has to move than hides, so steps wait."
     ways = []
-    if moved.micro_batch:
-        ways.append(f"--micro-batch {moved.micro_batch}")
+    if least.micro_batch:
+        ways.append(f"--micro-batch {least.micro_batch}")
     elif free > 0:
         ways.append("a shorter --sequence, or gradient checkpointing")
-    if answer.question.adapters is None and memory.gradient_bytes > 0.1 * memory.parameter_bytes:
+    if found.states["gradients"] > 0.1 * found.states["parameters"]:
         ways.append("--adapters 16")
-    if split.zero < 3:
+    if found.split.zero < 3:
         ways.append("--zero 3 --data N over N GPUs")
-    needed = memory.states_bytes + moved.saved_bytes + RESERVED_BYTES
+    needed = states_bytes + least.saved_bytes + RESERVED_BYTES
     ways += [f"--gpu {name}" for name, gpu in GPUS.items() if gpu["memory_bytes"] >= needed][:1]
-    return [f"It does NOT fit, even with all moved: {format_size(needed)} are needed. Try {'; or '.join(ways)}."]
+    return f"It does NOT fit, whatever moves: {format_size(needed)} are needed. Try {'; or '.join(ways)}."
 
 
-def _activation_rows(answer: Answer) -> list[tuple[str, str]]:
-    split, result, saved = answer.split, answer.result, answer.activations
+def _activation_rows(found: Estimate) -> list[tuple[str, str]]:
+    split = found.split
     tensor = f"tensor {split.tensor}{' + sequence' if split.sequence_parallel else ''}"
-    small = f", and {format_size(saved.small_bytes)} in tensors too small to move" if saved.small_bytes else ""
+    small = f", and {format_size(found.small_bytes)} in tensors too small to move" if found.small_bytes else ""
     return [
-        ("model", saved.label),
+        ("model", found.label),
         ("split", f"{tensor}, data {split.data}, ZeRO {split.zero}"),
-        ("activations of a step", f"{format_size(result.activation_bytes_per_step)} (S){small}"),
-        ("ends (stay)", f"{format_size(saved.ends_bytes)} of embedding, last norm and loss"),
-        ("step time", f"{result.step_s:.3g} s ({result.step_flops / result.step_s / 1e12:.0f} TFLOP/s)"),
+        ("activations of a step", f"{format_size(found.activation_bytes_per_step)} (S){small}"),
+        ("outside of layers", f"{format_size(found.ends_bytes)} of them: embedding, last norm and loss"),
+        ("step time", f"{found.step_s:.3g} s ({found.step_flops / found.step_s / 1e12:.0f} TFLOP/s)"),
     ]
 
 
-def _memory_rows(memory: MemoryNeed) -> list[tuple[str, str]]:
-    parts = [f"{format_size(memory.parameter_bytes)} parameters", f"{format_size(memory.gradient_bytes)} gradients"]
-    states = ", ".join([*parts, f"{format_size(memory.optimizer_bytes)} optimizer"])
+def _memory_rows(found: Estimate) -> list[tuple[str, str]]:
+    states_bytes, capacity_bytes = sum(found.states.values()), found.hardware.tensor_bytes
+    states = ", ".join(f"{format_size(nbytes)} {name}" for name, nbytes in found.states.items())
     rows = [
-        ("there is", f"{format_size(memory.capacity_bytes)} for tensors"),
-        ("model states", f"{format_size(memory.states_bytes)}: {states}"),
+        ("there is", f"{format_size(capacity_bytes)} for tensors"),
+        ("model states", f"{format_size(states_bytes)}: {states}"),
     ]
-    for name, peak in {"all kept": memory.kept, "what hides moves": memory.hidden, "all moves": memory.moved}.items():
-        needed = memory.states_bytes + peak.saved_bytes
-        fits = "fits" if needed <= memory.capacity_bytes else "does NOT fit"
-        rows.append((name, f"{format_size(needed)}, {format_size(peak.saved_bytes)} of it saved: {fits}"))
-        rows.append(("", f"the largest micro-batch that fits: {peak.micro_batch or 'none'}"))
+    for name, fit in zip(("all kept", "what hides moves", "the least"), found.fits.values(), strict=True):
+        needed = states_bytes + fit.saved_bytes
+        fits = "fits" if needed <= capacity_bytes else "does NOT fit"
+        rows.append((name, f"{format_size(needed)}, {format_size(fit.saved_bytes)} of it saved: {fits}"))
+        text = f"a step of {fit.step_s:.3g} s; the largest micro-batch that fits: {fit.micro_batch or 'none'}"
+        rows.append(("", text))
     return rows
 
 
-def _machine_rows(hardware: Hardware, result: Estimate) -> list[tuple[str, str]]:
+def _machine_rows(found: Estimate) -> list[tuple[str, str]]:
+    hardware = found.hardware
     rated = hardware.drive.rated_written_bytes * hardware.drives
-    rates = f"{result.write_bytes_per_s / 1e9:.1f} GB/s to write, {result.read_bytes_per_s / 1e9:.1f} to read"
+    rates = f"{hardware.write_bytes_per_s / 1e9:.1f} GB/s to write, {hardware.read_bytes_per_s / 1e9:.1f} to read"
     rows = [
-        ("needed, each way", f"{result.required_bytes_per_s / 1e9:.1f} GB/s (S / (t/2))"),
+        ("needed, each way", f"{found.required_bytes_per_s / 1e9:.1f} GB/s (S / (t/2))"),
         ("there is", rates),
-        ("share that hides", f"{result.share_hidden:.0%}, {format_size(result.moved_bytes_per_step)} a step"),
+        ("share that hides", f"{found.share_hidden:.0%}, {format_size(found.moved_bytes_per_step)} a step"),
     ]
     if hardware.target == "host":
         return rows
     return [
         *rows,
         ("drives", f"{hardware.drives} × {hardware.drive.name}, rated {format_decimal(rated)} written"),
-        ("written", f"{format_decimal(result.written_bytes_per_day)} a day"),
-        ("life on rated TBW", format_duration(result.rated_life_s)),
+        ("written", f"{format_decimal(found.written_bytes_per_day)} a day"),
+        ("life on rated TBW", format_duration(found.rated_life_s)),
     ]
 
 
@@ -302,7 +356,8 @@ def list_published() -> list[dict[str, Any]]:
     """Return published figures, GB that a step saves, with the estimates of the same runs as ``ours``."""
     rows = []
     for row in PUBLISHED:
-        ours = Answer(Question(model=row["model"]), {}, {}).result.activation_bytes_per_step / 1e9
+        found = Estimate(Question(model=row["model"]), {}, {})
+        ours = sum(found.layers_bytes) / 1e9
         rows.append(row | {"ours": ours, "difference": f"{ours / row['value'] - 1:+.1%}"})
     return rows
 

@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..autotune.blocks import find_blocks
 from ..errors import ConfigError
@@ -28,7 +28,7 @@ from ..policy import KeepReason
 from ..testing.gpt import GPT, GPTConfig
 from .on_paper import TABLES, Hardware
 from .rok_points import Case, is_own
-from .saved_bytes import BACKWARD_FACTOR, MIN_BYTES, SavedBytes, WatchedStep, call, count_saved
+from .saved_bytes import MIN_BYTES, WatchedStep, call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +47,11 @@ class Trainee:
         return tree_map_only(Tensor, lambda tensor: tensor.to(self.device), made)
 
     def loss(self, batch: Any) -> Tensor:
-        """Return the loss of a batch."""
+        """Return the loss of a batch; on the meta device, where nothing is trained, any output will do."""
         output = call(self.model, batch)
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+        if self.device.type == "meta" and not (isinstance(loss, Tensor) and loss.numel() == 1):
+            loss = sum(leaf.sum() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             remedy = "must return its loss: a tensor of one element, or an object or dict that has it as `loss`"
             raise ConfigError("model", type(self.model).__name__, remedy)
@@ -178,12 +180,6 @@ def configuration(source: str, **changes: Any) -> Any:
         raise ConfigError("from_model", source, f"{remedy} ({error})" if Path(source).exists() else remedy) from error
 
 
-def count(workload: Trainee, size: int, *, min_bytes: int = MIN_BYTES) -> SavedBytes:
-    """Count the bytes that ``size`` samples save on the meta device; tensors below ``min_bytes`` stay."""
-    with unpacked_sequences():
-        return count_saved(workload.model, workload.batch(size), min_bytes=min_bytes)
-
-
 def unpacked_sequences() -> AbstractContextManager[Any]:
     """Return a context in which Transformers takes the sequences of meta tensors as not packed.
 
@@ -238,31 +234,33 @@ def _sizes(case: Case, default: Any) -> dict[str, Any]:
 # -- a step, predicted ------------------------------------------------------------------------------------------------
 
 
-def profile_of(workload: Trainee, batch: int, hardware: Hardware) -> tuple[Profile, int]:
-    """Predict a step in which every block is checkpointed and runs again; return it with the model's FLOPs.
+def profile_of(workload: Trainee, batch: int, hardware: Hardware, ranks: int = 1) -> tuple[Profile, WatchedStep]:
+    """Predict a step in which every block is checkpointed and runs again; return it and how the step was watched.
 
     Forward and backward of ``batch`` samples run on meta tensors, on a clock that goes by FLOPs. Bytes go between the
-    GPU and its SSDs directly, as in SSDTrain.
+    GPU and its SSDs directly, as in SSDTrain. Each of ``ranks`` GPUs has an equal part of all tensors and FLOPs.
     """
     model, inputs = workload.model, workload.batch(batch)
     step = WatchedStep(model, {name: model.get_submodule(name) for name in workload.blocks}, inputs)
     with unpacked_sequences(), step.flops:
         with step.forward():
             loss = workload.loss(inputs)
-        forward = step.now()
         torch.autograd.backward(loss)
-    end, rate = step.now(), hardware.flops_per_s
+    end, rate = step.now(), hardware.flops_per_s * ranks
     saved, sources = list(step.saved.values()), _sources(step)
+
+    def size(nbytes: int) -> dict[str, Any]:
+        return {"nbytes": nbytes // ranks, "kept": "" if nbytes >= MIN_BYTES else KeepReason.SMALL.value}
+
     # A shared storage, or a checkpoint's input, lives on when its block runs again, so it belongs to no region.
     storages = [
         Storage(
             index=number,
-            nbytes=one.nbytes,
+            **size(one.nbytes),
             birth_s=one.birth / rate,
             need_s=None if one.need is None else one.need / rate,
             last_need_s=(end if one.last_need is None else one.last_need) / rate,
             module=None if one.block is None else step.blocks[one.block].name,
-            kept="" if one.nbytes >= MIN_BYTES else KeepReason.SMALL.value,
             region=None if one.shared or number in sources.values() else one.block,
         )
         for number, one in enumerate(saved)
@@ -273,7 +271,7 @@ def profile_of(workload: Trainee, batch: int, hardware: Hardware) -> tuple[Profi
         # A checkpoint saves its input even if a plain run of the block does not.
         sources[place] = index = len(storages)
         last_s = max((s.last_need_s for s in storages if s.region == place), default=block.end / rate)
-        common: dict[str, Any] = {"nbytes": block.input_bytes, "module": block.name}
+        common: dict[str, Any] = {**size(block.input_bytes), "module": block.name, "input_of": place}
         storages.append(Storage(index=index, birth_s=block.begin / rate, need_s=None, last_need_s=last_s, **common))
     plain = Profile(
         storages=tuple(storages),
@@ -282,11 +280,11 @@ def profile_of(workload: Trainee, batch: int, hardware: Hardware) -> tuple[Profi
             for place, block in enumerate(step.blocks)
         ),
         disk=Link(write_bytes_per_s=hardware.write_bytes_per_s, read_bytes_per_s=hardware.read_bytes_per_s),
-        forward_s=forward / rate,
-        backward_s=(end - forward) / rate,
+        forward_s=step.forward_flops / rate,
+        backward_s=(end - step.forward_flops) / rate,
         device=hardware.name,
     )
-    return run_again(plain, sources), BACKWARD_FACTOR * forward
+    return run_again(plain, sources), step
 
 
 def _sources(step: WatchedStep) -> dict[int, int]:

@@ -19,27 +19,27 @@ from ..planning.search import Limits, best, bounded
 from ..sizes import parse_share, parse_size
 from ..tell.parts import Analysis, BudgetRow, analyse, budget_table
 from ..tell.plans import render_budgets, render_plan
-from .console import JsonOption, PathOption, grouped, print_json, strings
+from .console import JsonOption, PathOption, grouped, option, print_json
 from .environment import find_device, prepare_process
 from .rok_points import is_own
 
 RECORDED_STEPS = 3
 """The second is recorded; the profile is there in the third."""
 TARGETS = {"host": ("host",), "nvme": ("nvme",), "tiered": ("host", "nvme"), "auto": ("host", "nvme")}
-Bytes = Annotated[str | None, typer.Option(help='Bytes, or text such as "8GiB".')]
+Bytes = Annotated[str | None, option('Bytes, or text such as "8GiB".')]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
     """The limits of a plan, as text."""
 
-    device_budget: Annotated[
-        str | None, typer.Option(help='Most saved bytes on the device: "8GiB", or "40%" of the peak with all kept.')
-    ] = None
+    device_budget: Annotated[str | None, option('Of saved bytes on the device: "8GiB", or "40%" of keep\'s peak.')] = (
+        None
+    )
     host_budget: Bytes = None
     nvme_budget: Bytes = None
-    max_slowdown: Annotated[float | None, typer.Option(help="As a share: 0.02 is 2 %.")] = None
-    target: Annotated[str, typer.Option(help="Where bytes may go: host, nvme, tiered or auto.")] = "auto"
+    max_slowdown: Annotated[float | None, option("As a share: 0.02 is 2 %.")] = None
+    target: Annotated[str, option("Where bytes may go: host, nvme, tiered or auto.")] = "auto"
 
     def of(self, profile: Profile) -> Limits:
         """Return the limits for a step."""
@@ -61,16 +61,16 @@ def command(
         typer.Argument(help="A recorded step, as `actoffload demo --profile FILE` writes it; or FILE.py:FUNCTION."),
     ],
     budget: Budget,
-    batch: Annotated[int, typer.Option(min=1, help="Samples of FUNCTION's batch.")] = 1,
+    batch: Annotated[int, option("Samples of FUNCTION's batch.", min=1)] = 1,
     path: PathOption = None,
-    plan_out: Annotated[Path | None, typer.Option(help="Write the plan here; Plan.from_json reads it.")] = None,
+    plan_out: Annotated[Path | None, option("Write the plan here; Plan.from_json reads it.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Plan a recorded step: which checkpointed regions run once, what stays and leaves, why, its time and its peak.
 
     FUNCTION returns a model and make_batch(size), which returns the model's arguments; the model returns its loss.
     """
-    recorded = record(str(profile), batch, strings(path)) if is_own(str(profile)) else read_profile(profile)
+    recorded = record(str(profile), batch, path) if is_own(str(profile)) else read_profile(profile)
     limits = budget.of(recorded)
     budgets = budget_table(recorded, limits)
     step, plan = best(recorded, limits)

@@ -16,7 +16,6 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 
 from ..analysis.trace_file import LINKS, load
 from ..analysis.traced_run import (
@@ -33,7 +32,7 @@ from ..analysis.traced_run import (
 )
 from ..errors import ActOffloadError, ConfigError, TraceFileError, printable
 from ..sizes import format_size, format_time
-from .console import JsonOption, plain, print_json, table_of
+from .console import JsonOption, option, plain, print_json, table_of
 
 READING_SHARE = 0.1
 """Following a trace takes at most this share of the time: it is read anew each time."""
@@ -57,8 +56,8 @@ TraceArgument = Annotated[Path, typer.Argument(help="The trace of a run, as trac
 
 def command(
     run: TraceArgument,
-    html: Annotated[Path | None, typer.Option(help="Write a page with pictures here.")] = None,
-    compare: Annotated[Path | None, typer.Option(help="Another trace, put before this one, to compare with.")] = None,
+    html: Annotated[Path | None, option("Write a page with pictures here.")] = None,
+    compare: Annotated[Path | None, option("Another trace, put before this one, to compare with.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say what a traced run did: memory, links, waits, what was predicted, and what to do next."""
@@ -78,7 +77,7 @@ def command(
 
 def top(
     run: TraceArgument,
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = 2.0,
+    every: Annotated[float, option("Seconds between looks.", min=0.1)] = 2.0,
 ) -> None:
     """Follow the trace of a run while it is written: the report of what is there so far. Ctrl-C leaves."""
     with Live(console=Console(), auto_refresh=False) as live:
@@ -127,11 +126,6 @@ def render(runs: list[Run]) -> RenderableType:
             head, *rows = section.table
             if rows:
                 parts += [f"\n[bold]{section.title}[/bold]: {plain(section.meaning)}", table_of(rows, *head)]
-        parts += [f"\n{plain(run.what_limits())}"]
-        steps = Table.grid(padding=(0, 1))
-        for number, step in enumerate(run.next_steps, start=1):
-            steps.add_row(f"{number}.", plain(step))
-        parts += ["\n[bold]What to do next[/bold]", steps] if steps.rows else []
     return Group(*parts)
 
 

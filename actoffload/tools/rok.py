@@ -27,7 +27,7 @@ from ..planning.search import Limits, best
 from ..planning.simulator import Conditions, Prediction, run, simulate
 from ..planning.workload import KEEP, NVME, Choice, Workload
 from ..sizes import format_size
-from .console import JsonOption, PathOption, grouped, print_json, print_rows, progress_bar, strings
+from .console import JsonOption, PathOption, grouped, option, print_bits, print_json, print_rows, progress_bar
 from .environment import BUSY_SHARE, describe_environment, find_device, write_json
 from .on_paper import TABLES, hardware_of, preset
 from .plots import draw_rok
@@ -46,6 +46,9 @@ NO_BLOCKS = "there are no blocks to recompute: layers of one class in a ModuleLi
 OFFLOAD_READS_AHEAD = 1 << 20
 """Bytes that the series ``offload`` reads ahead; the library makes that twice the largest tensor (SSDTrain reads one
 module ahead). Its default, a quarter of the bytes that a forward saves, is a whole block of four: recompute's peak."""
+
+HEAD = ("peak", "step", "× keep", "verdict")
+MEANING = "peak: saved activations; × keep: within the same turn (middle half)"
 
 Sample = Mapping[str, Any]
 Launch = Callable[[dict[str, Any]], dict[str, Any]]
@@ -191,6 +194,12 @@ class RokRun:
             yield case, samples
 
 
+def measure_case(case: Case, variants: Sequence[Variant], **how: Any) -> dict[str, Any]:
+    """Measure one case here; ``how``: ``warm_up``, ``steps``, ``path`` and other options of `rok_worker`."""
+    spec = {"case": asdict(case), "variants": list(map(asdict, variants)), "device": find_device(), "threads": None}
+    return run_worker(WORKER, spec | how, limit_s=LIMIT_S)
+
+
 def load_results(file: Path) -> dict[str, Any]:
     """Return the results in a file."""
     try:
@@ -213,17 +222,18 @@ def predict(spec: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from .models import build, profile_of
+    from .saved_bytes import BACKWARD_FACTOR
 
     case = Case(**spec["case"])
     try:
-        base, flops = profile_of(build(case, torch.device("meta")), case.batch, hardware_of(spec["gpu"]))
+        base, step = profile_of(build(case, torch.device("meta")), case.batch, hardware_of(spec["gpu"]))
         plain = with_regions(base, choosable(base))
     except FAILURES as error:
         return failure(error)
     peaks: dict[str, int] = {}
     samples = []
     for variant in (Variant(**one) for one in spec["variants"]):
-        samples.append(sample := asdict(variant) | {"flops": flops})
+        samples.append(sample := asdict(variant) | {"flops": BACKWARD_FACTOR * step.forward_flops})
         try:
             budget = budget_of(variant.level, plain.baseline_peak_bytes, peaks)
             found = predict_variant(base, plain, variant.series, budget)
@@ -271,20 +281,15 @@ class Measured:
     """The user's choice; None for the preset's."""
 
     preset: Annotated[
-        str | None,
-        typer.Option(help=f"One of {', '.join(PRESETS)}; default: cpu. simulated is a small GPU in virtual time."),
+        str | None, option(f"One of {', '.join(PRESETS)}; default: cpu. simulated is a small GPU in virtual time.")
     ] = None
-    gpu: Annotated[
-        str | None, typer.Option(help="Run nothing: predict from shapes, for this GPU of `estimate --presets`.")
-    ] = None
-    model: Annotated[
-        str | None, typer.Option(help="Your own, FILE.py:FUNCTION; or a name: only the preset's cases of this model.")
-    ] = None
+    gpu: Annotated[str | None, option("Run nothing: predict from shapes, for this GPU of `estimate --presets`.")] = None
+    model: Annotated[str | None, option("Your own, FILE.py:FUNCTION; or the preset's cases of this model.")] = None
     batch: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Samples of your own model's batches; repeat. Or only the preset's cases of these."),
+        option("Samples of your own model's batches; repeat. Or only the preset's cases of these.", min=1),
     ] = None
-    steps: Annotated[int | None, typer.Option(min=1, help="Default: the preset's.")] = None
+    steps: Annotated[int | None, option("Default: the preset's.", min=1)] = None
 
     def run(self, out: Path | None, path: list[str] | None) -> RokRun:
         """Return the run for these options."""
@@ -326,11 +331,9 @@ class Measured:
 @grouped
 def command(
     measured: Measured,
-    out: Annotated[
-        Path | None, typer.Option(help="Results (JSON); continued if it exists. Default: rok_NAME.json.")
-    ] = None,
-    redraw: Annotated[Path | None, typer.Option(help="Measure nothing; draw and compare these results.")] = None,
-    dark: Annotated[bool, typer.Option("--dark", help="Draw on black.")] = False,
+    out: Annotated[Path | None, option("Results (JSON); continued if it exists. Default: rok_NAME.json.")] = None,
+    redraw: Annotated[Path | None, option("Measure nothing; draw and compare these results.")] = None,
+    dark: Annotated[bool, option("Draw on black.", "--dark")] = False,
     path: PathOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -340,7 +343,7 @@ def command(
     """
     if redraw is not None:
         raise typer.Exit(finish(load_results(redraw), redraw, dark, as_json))
-    rok = measured.run(out, strings(path))
+    rok = measured.run(out, path)
     try:
         take(rok, quiet=as_json)
     except KeyboardInterrupt:
@@ -400,19 +403,17 @@ def show(points: Sequence[Point], busy: str) -> None:
     for case in dict.fromkeys(point.case for point in points):
         mine = [point for point in points if point.case == case]
         mine.sort(key=lambda point: (SERIES.index(point.variant.series), point.peak_bytes))
-        rows = [(point.variant.label, *_cells(point)) for point in mine]
-        print_rows(rows, "series", "peak", "step", "× keep", "verdict", title=case.name)
-    console.print("peak: saved activations; × keep: within the same turn (middle half)", style="dim", markup=False)
+        rows = [(point.variant.label, *cells(point)) for point in mine]
+        print_rows(rows, "series", *HEAD, title=case.name)
+    console.print(MEANING, style="dim", markup=False)
     if busy:
         console.print(f"WARNING: {busy}; trust verdicts, not single figures.", style="bold yellow", markup=False)
     different = [point.label for point in points if point.identical is False]
-    if different:
-        console.print(f"BITS DIFFER: {'; '.join(different)}", style="bold red", markup=False)
-    elif any(point.identical for point in points):
-        console.print("Losses and gradients are equal bit for bit in every step of every series.", style="green")
+    if different or any(point.identical for point in points):
+        print_bits(not different, "; ".join(different))
 
 
-def _cells(point: Point) -> tuple[str, ...]:
+def cells(point: Point) -> tuple[str, ...]:
     """Return a point's numbers as text and its verdict, or the reason why there are none."""
     if point.step_s is None:
         return ("-", "-", "-", point.error)

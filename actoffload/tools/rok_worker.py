@@ -1,7 +1,8 @@
 """A case of `rok` in a process of its own; prints one JSON object.
 
 The options come as one JSON argument: ``case`` and ``variants`` (the fields of `Case` and `Variant`), ``device``,
-``threads``, ``warm_up``, ``steps`` and ``path``; ``within_s``: no further turn begins after this time.
+``threads``, ``warm_up``, ``steps`` and ``path``; ``within_s``: no further turn begins after this time. `demo` adds the
+``target`` of its offloader and ``profile``, a file for the recorded step or None; its sample has a report.
 
 All variants take their steps in turns in this one process, so that the load of the machine, the allocator and the place
 of memory are the same for all. Each has modules of its own that share the parameters. The learning rate is 0: every
@@ -13,7 +14,6 @@ count, for ``keep`` and ``recompute`` in a step of their own in which it counts 
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -33,14 +33,16 @@ from ..errors import ActOffloadError
 from ..memory import cpu_allocator
 from ..testing import simulated_device
 from ..tiers.accelerator import Accelerator
-from .environment import prepare_process, say, sum_of_bits, synchronize
+from .environment import prepare_process
 from .models import Trainee, build
 from .rok import NO_BLOCKS, OFFLOAD_READS_AHEAD, SIMULATED, budget_of
 from .rok_points import Case, Variant, is_own
 from .saved_bytes import BACKWARD_FACTOR
-from .workers import FAILURES, failure
+from .workers import FAILURES, failure, serve
 
 SEED = 0
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Types of as many bytes as a gradient's elements."""
 SIMULATED_GPU = {
     "flops": 250e12 / 96,
     "memory_bytes_per_s": 1.5e12,
@@ -91,11 +93,11 @@ class Round:
     def __init__(self, spec: dict[str, Any]) -> None:
         self.spec = spec
         self.accelerator: Accelerator | None = None
-        self.now: Callable[[], float] = time.perf_counter
+        self.clock: Callable[[], float] = time.perf_counter
         if spec["device"] == SIMULATED:
             simulated = simulated_device.install()  # PyTorch knows its name from now on
             simulated.model(**SIMULATED_GPU)
-            self.accelerator, self.now = simulated_device.SimulatedAccelerator(), lambda: simulated.clock_s
+            self.accelerator, self.clock = simulated_device.SimulatedAccelerator(), lambda: simulated.clock_s
         self.device = torch.device(spec["device"])
         self.on_cpu = self.device.type == "cpu"
         case = Case(**spec["case"])
@@ -126,7 +128,18 @@ class Round:
                 break
             self._take_turn(order)
             order.reverse()
-        return [mode.sample() | {"flops": self.flops} for mode in self.modes.values()]
+        return [mode.sample() | {"flops": self.flops} | self._for_demo(mode) for mode in self.modes.values()]
+
+    def _for_demo(self, mode: Mode) -> dict[str, Any]:
+        """Save the profile of a mode, and return its statistics and its report."""
+        offloader = mode.offloader
+        if offloader is None or "profile" not in self.spec:
+            return {}
+        if self.spec["profile"] is not None:
+            if offloader.profile is None:
+                raise ActOffloadError("no step could be recorded: nothing that it saves may move")
+            offloader.profile.save(self.spec["profile"])
+        return {"statistics": offloader.statistics().as_dict(), "report": offloader.report()}
 
     def _begin(self, mode: Mode) -> None:
         """Make a mode ready: count its peak, checkpoint its blocks or give it an offloader."""
@@ -156,7 +169,7 @@ class Round:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
     def _offloader(self, mode: Mode, **options: Any) -> Offloader:
-        config = OffloadConfig(path=self.spec["path"], **options)
+        config = OffloadConfig(path=self.spec["path"], target=self.spec.get("target", "auto"), **options)
         return Offloader(config, accelerator=self.accelerator).use(mode.workload.model)
 
     def _take_turn(self, order: list[Mode]) -> None:
@@ -179,22 +192,25 @@ class Round:
             if parameter.grad is not None:
                 parameter.grad.zero_()
         torch.manual_seed(SEED)  # the same dropout in every step
-        synchronize(self.device.type)
-        begin_s = self.now()
+        begin_s = self._now()
         with context or mode.offloader or nullcontext():
             loss = mode.workload.loss(self.inputs)
         torch.autograd.backward(loss)
         self.optimizer.step()
-        synchronize(self.device.type)
-        step_s = self.now() - begin_s
-        bits = (
-            float(loss.detach()).hex(),
-            *(sum_of_bits(parameter.grad) for parameter in self.parameters),
-        )
+        step_s = self._now() - begin_s
+        gradients = (parameter.grad for parameter in self.parameters if parameter.grad is not None)
+        # A sum of integers has no rounding, so one bit that differs shows.
+        bits = float(loss.detach()).hex(), *(int(g.view(INTEGERS[g.element_size()]).sum()) for g in gradients)
         # The first step of all sets the bits: it is keep's, in which nothing moves.
         self.expected = self.expected or bits
         mode.identical = bits == self.expected and mode.identical is not False
         return step_s
+
+    def _now(self) -> float:
+        """The time at which the device has done its work."""
+        if not self.on_cpu:
+            torch.accelerator.synchronize()
+        return self.clock()
 
     def _timed_step(self, mode: Mode) -> float:
         if not self.on_cpu:
@@ -204,8 +220,10 @@ class Round:
             peak = torch.accelerator.max_memory_allocated() - static
         elif mode.offloader is not None:
             step_s = self._step(mode)
-            mode.offloader.statistics()  # counts the notes of finalizers
-            peak = mode.counted_peak_bytes = mode.offloader.store.shared.accounts.step_peak_bytes
+            counts = mode.offloader.statistics()  # counts the notes of finalizers
+            # A step that runs without hooks, as nothing moves in it, counts nothing.
+            peak = mode.offloader.store.shared.accounts.step_peak_bytes or counts.baseline_peak_bytes
+            mode.counted_peak_bytes = peak
         else:
             step_s, peak = self._step(mode), mode.counted_peak_bytes or 0
         mode.step_s.append(step_s)
@@ -233,15 +251,5 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     return {"samples": samples}
 
 
-def main(argument: str) -> int:
-    """Measure and print; a failure is a result as well."""
-    try:
-        result = measure(json.loads(argument))
-    except FAILURES as error:
-        result = failure(error)
-    say(result)
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1]))
+    serve(measure, sys.argv[1])

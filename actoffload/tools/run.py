@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from ..config import SWITCH, OffloadConfig, variable_of
-from .console import HELP, PathOption, strings
+from .console import HELP, PathOption
 
 NOT_FOUND = 127
 """The exit status of a shell that finds no such program."""
@@ -52,10 +52,10 @@ def traced(
 
 
 def _become(
-    name: str, program: list[str], target: str, path: list[Path] | None, device_budget: str | None, options: list[str]
+    name: str, program: list[str], target: str, path: list[str] | None, device_budget: str | None, options: list[str]
 ) -> None:
     """Replace this process by the program, with the options in its environment."""
-    given = {"target": target, "path": os.pathsep.join(strings(path) or ()), "device_budget": device_budget}
+    given = {"target": target, "path": os.pathsep.join(path or ()), "device_budget": device_budget}
     twice = {"target", *(field for field, value in given.items() if value)}
     for text in options:
         field, _, value = text.partition("=")

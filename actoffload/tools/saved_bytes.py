@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -23,30 +23,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..autotune.blocks import find_blocks
-
 MIN_BYTES = 1 << 20
 """On an accelerator `OffloadConfig` keeps smaller tensors by default."""
 BACKWARD_FACTOR = 3
 """FLOPs of a step, as a multiple of its forward's."""
-
-
-@dataclass
-class SavedBytes:
-    """Bytes that a forward saved, and its FLOPs.
-
-    Attributes:
-        blocks: bytes of each of the model's blocks, by name, in storages that are large enough to move.
-        small: bytes of all blocks in storages below ``min_bytes``, which stay.
-        ends: bytes that the rest of the model saved.
-        fused_attention: calls of ``scaled_dot_product_attention``; 0 if the model's own matrices count.
-    """
-
-    blocks: dict[str, int] = field(default_factory=dict)
-    small: int = 0
-    ends: int = 0
-    flops: int = 0
-    fused_attention: int = 0
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
@@ -54,24 +34,6 @@ def call(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, dict):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
-
-
-def count_saved(model: nn.Module, inputs: Any, *, min_bytes: int = MIN_BYTES) -> SavedBytes:
-    """Run one forward of a model in training mode, on the meta device or another, and count the bytes it saves."""
-    step = WatchedStep(model, find_blocks(model), inputs)
-    with step.flops, step.forward():
-        result = call(model, inputs)
-    found = SavedBytes(flops=step.now(), fused_attention=step.kernels.attentions)
-    found.blocks = dict.fromkeys((block.name for block in step.blocks), 0)
-    for one in step.saved.values():
-        if one.block is None:
-            found.ends += one.nbytes
-        elif one.nbytes < min_bytes:
-            found.small += one.nbytes
-        else:
-            found.blocks[step.blocks[one.block].name] += one.nbytes
-    del result
-    return found
 
 
 @dataclass
@@ -106,12 +68,15 @@ class WatchedStep:
         saved: by storage, in the order in which they were saved.
         blocks: each forward of a block.
         flops: the context that counts FLOPs.
+        forward_flops: of the forward, when it has ended.
+        kernels: ``attentions`` counts calls of ``scaled_dot_product_attention``; 0 if the model's own matrices count.
     """
 
     def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Any) -> None:
         self.saved: dict[int, CountedStorage] = {}
         self.blocks: list[BlockRun] = []
         self.flops = FlopCounterMode(display=False, custom_mapping=FLOPS)
+        self.forward_flops = 0
         self.kernels = AsOnAccelerator()
         static = (*model.parameters(), *model.buffers(), *tree_leaves(inputs))
         self._static = {tensor.untyped_storage()._cdata for tensor in static if isinstance(tensor, Tensor)}
@@ -133,6 +98,7 @@ class WatchedStep:
         try:
             with self.kernels, saved_tensors_hooks(self._pack, self._unpack):
                 yield
+            self.forward_flops = self.now()
         finally:
             for handle in handles:
                 handle.remove()

@@ -17,7 +17,6 @@ from torch import nn
 from actoffload.analysis.trace_file import load
 from actoffload.analysis.traced_run import look_at
 from actoffload.errors import ConfigError
-from actoffload.tools.environment import block_io
 from tests.integration.evidence import assert_evidence
 from tests.integration.processes import launch
 
@@ -117,11 +116,11 @@ def test_what_deepspeed_swaps_is_told_from_what_we_move(tmp_path: Path) -> None:
     attachment = adapter.EngineAttachment(engine, {"target": "nvme", "path": tmp_path, "announce": "none"}, note)
     for _ in range(5):
         engine(torch.ones(1024, 1024)).exp().sum().backward()
-    before = block_io()
+    before = adapter.block_io()
     with open(tmp_path / "swapped", "wb") as file:
         file.write(bytes(24 << 20))
         os.fsync(file.fileno())
-    after = block_io()
+    after = adapter.block_io()
     if before is None or after.write_bytes - before.write_bytes < 24 << 20:
         pytest.skip("the kernel does not count what is written here")
     found = re.search(

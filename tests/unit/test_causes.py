@@ -25,10 +25,9 @@ from actoffload.planning.profile import Profile
 from actoffload.planning.search import Limits
 from actoffload.sizes import format_size
 from actoffload.statistics import Statistics
-from actoffload.tell.causes import CHECKPOINT
+from actoffload.tell.causes import CHECKPOINT, MUCH_LATE
 from actoffload.tell.facts import Facts, Planned
-from actoffload.tell.numbers import MOST_CAUSES, MUCH_LATE
-from actoffload.tell.report import diagnose
+from actoffload.tell.report import MOST_CAUSES, diagnose
 from actoffload.testing.faults import FullEngine
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
 from actoffload.tiers.accounts import Accounts

@@ -36,8 +36,8 @@ def rates(write: float, read: float, mixed: float, **setting: Any) -> Rates:
 
 def test_the_slowest_ways_median_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = iter([1.0, 5.0, 3.0, 9.0, 5.0, 3.0, 2.0, 5.0, 3.0])
-    monkeypatch.setattr(Rig, "measure", lambda self, direction, seconds: next(taken))
     with Rig([str(tmp_path)], "posix", 4, 64 * KIB, MIB) as rig:
+        monkeypatch.setattr(rig, "measure", lambda direction, seconds: next(taken))
         found = rig.rates(0.01, rounds=3)
     assert (found.write, found.read, found.mixed, found.sustained) == (2.0, 5.0, 3.0, 2.0)
 

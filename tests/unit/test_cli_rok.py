@@ -18,7 +18,7 @@ from actoffload.tools import models, rok_worker
 from actoffload.tools import rok as rok_command
 from actoffload.tools.rok import PRESETS, Preset, RokRun, load_results, points_of
 from actoffload.tools.rok_points import Variant
-from actoffload.tools.workers import failure
+from actoffload.tools.workers import failure, serve
 from tests import commands
 from tests.rok_samples import CASE, MACHINE, PRESET, all_points, failed, sample
 
@@ -124,6 +124,15 @@ def test_the_worker_measures_the_same_training_in_every_series(tmp_path: Path) -
     assert max(hybrid["peak_bytes"]) <= 1.02 * hybrid["device_budget"]
 
 
+def test_a_step_without_hooks_has_the_peak_of_one_with_all_kept() -> None:
+    """In a short step in which nothing may move, the planner leaves the hooks out, and nothing is counted."""
+    case = asdict(replace(CASE, hidden=64, layers=1, seq=32, batch=1))
+    keep, hybrid = rok_worker.measure(worker_spec(Variant(series="keep"), Variant(series="hybrid"), case=case))[
+        "samples"
+    ]
+    assert hybrid["peak_bytes"] == keep["peak_bytes"][:2]
+
+
 def test_a_bit_that_differs_is_seen_by_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong(rok_worker.Round):
         def _step(self, mode: rok_worker.Mode, context: Any = None) -> float:
@@ -156,7 +165,7 @@ def test_modes_that_fail_leave_the_others_their_turns(monkeypatch: pytest.Monkey
 
 def test_the_worker_turns_failures_into_results(capsys: pytest.CaptureFixture[str]) -> None:
     spec = worker_spec(Variant(series="keep"), case=asdict(replace(CASE, model="abacus")))
-    assert rok_worker.main(json.dumps(spec)) == 0
+    serve(rok_worker.measure, json.dumps(spec))
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert "'abacus': give FILE.py:FUNCTION, a config.json, or a model type of Transformers" in result["error"]
     assert result["oom"] is False

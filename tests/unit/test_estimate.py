@@ -1,4 +1,4 @@
-"""Estimates on paper: figures from the bytes that a model saves, and SSDTrain's lifetimes."""
+"""Machines, splits and drives on paper, from which an estimate begins, and the wear of drives."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ import pytest
 
 from actoffload.errors import ConfigError
 from actoffload.storage.endurance import DAY_S, YEAR_S, render_wear, written_per_day
-from actoffload.tools.on_paper import DRIVES, Activations, Estimate, Hardware, Parallelism
+from actoffload.tools.on_paper import DRIVES, Hardware, Parallelism
 
 GIB = 1 << 30
-ONE = Parallelism()
 DRIVE = DRIVES["980pro-1tb"]
-
-
-SOME = Activations(label="some", blocks=(100e6, 100e6, 100e6, 100e6), flops=1e12)
 
 
 def machine(**changes: Any) -> Hardware:
@@ -27,72 +23,24 @@ def machine(**changes: Any) -> Hardware:
 
 
 def test_ssdtrains_lifetime_on_rated_endurance_is_days() -> None:
-    def life(drive: str) -> float:
-        some = Activations(label="12.1 GB a step", blocks=(12.1e9,), flops=1.0)
-        return Estimate(some, ONE, machine(drive=DRIVES[drive], link_bytes_per_s=1e12), step_s=2.0).rated_life_s
-
-    assert life("980pro-1tb") / DAY_S == pytest.approx(4.6, abs=0.05)
-    assert life("p5800x-1.6tb") / YEAR_S == pytest.approx(6.1, abs=0.05)
+    """Of four drives in steps of two seconds that write 12.1 GB."""
+    assert 4 * DRIVE.rated_written_bytes / 12.1e9 * 2 / DAY_S == pytest.approx(4.6, abs=0.05)
+    assert 4 * DRIVES["p5800x-1.6tb"].rated_written_bytes / 12.1e9 * 2 / YEAR_S == pytest.approx(6.1, abs=0.05)
 
 
-def test_the_share_that_hides_is_the_lesser_of_write_and_read() -> None:
-    free = Estimate(SOME, ONE, machine())
-    need = free.required_bytes_per_s
-    assert need == free.activation_bytes_per_step / (free.step_s / 2)
-    for changes, share in (
-        ({"disk_bytes_per_s": need / 4}, 0.25),
-        ({"drive": replace(DRIVE, write_bytes_per_s=need / 4, read_bytes_per_s=need), "drives": 1}, 0.25),
-        ({"drive": replace(DRIVE, write_bytes_per_s=need, read_bytes_per_s=need / 5), "drives": 1}, 0.2),
-        ({"link_bytes_per_s": need / 2}, 0.5),
-        ({"link_bytes_per_s": need / 2, "disk_bytes_per_s": need / 4}, 0.25),
-        ({}, 1.0),
-    ):
-        fast = {"drives": 1000, "link_bytes_per_s": 2 * need}
-        result = Estimate(SOME, ONE, machine(**(fast | changes)))
-        assert result.share_hidden == pytest.approx(share)
-        assert result.moved_bytes_per_step == pytest.approx(share * result.activation_bytes_per_step)
-        assert result.written_bytes_per_day == pytest.approx(result.moved_bytes_per_step / result.step_s * DAY_S)
-        assert any("hides" in note for note in result.notes) == (result.share_hidden < 1)
-
-
-def test_small_tensors_stay() -> None:
-    some = Activations(label="x", blocks=(100.0, 200.0), small_bytes=50.0, ends_bytes=7.0, flops=1e12)
-    result = Estimate(some, ONE, machine())
-    assert result.activation_bytes_per_step == 300.0
-    assert result.memory.kept.saved_bytes == 357.0
-
-
-def test_memory_of_a_gpu_at_its_peak() -> None:
-    """Everything but two layers leaves where all hides; half of it stays where half hides."""
-    states: dict[str, Any] = {"parameter_bytes": 2.0 * GIB, "gradient_bytes": 2.0 * GIB, "optimizer_bytes": 8.0 * GIB}
-    layers = (1.0 * GIB,) * 8
-    some = Activations(label="x", micro_batch=2, blocks=layers, small_bytes=1e6, ends_bytes=GIB, flops=1e15, **states)
-    free = Estimate(some, ONE, machine(memory_bytes=25 * GIB))
-    memory = free.memory
-    assert (memory.states_bytes, memory.capacity_bytes) == (12 * GIB, 24 * GIB)
-    assert (memory.kept.saved_bytes, memory.moved.saved_bytes) == (9 * GIB + 1e6, 3 * GIB + 1e6)
-    assert memory.hidden == memory.moved
-    assert (memory.kept.micro_batch, memory.moved.micro_batch) == (2, 7)
-    slow = {"disk_bytes_per_s": free.required_bytes_per_s / 2}
-    half = Estimate(some, ONE, machine(memory_bytes=13 * GIB, **slow)).memory
-    assert half.hidden.saved_bytes == pytest.approx(7 * GIB + 1e6)
-    assert [peak.micro_batch for peak in (half.kept, half.hidden, half.moved)] == [0, 0, 0]
-
-
-def test_a_model_that_saves_nothing_that_may_move_has_nothing_to_hide() -> None:
-    result = Estimate(Activations(label="x", blocks=(0.0, 0.0), small_bytes=5.0, flops=1e12), ONE, machine())
-    assert (result.share_hidden, result.rated_life_s) == (1.0, math.inf)
-    assert result.memory.kept == result.memory.moved
-
-
-def test_states_are_split_by_zero_over_data_parallel_ranks() -> None:
-    states: dict[str, Any] = {"parameter_bytes": 64.0, "gradient_bytes": 64.0, "optimizer_bytes": 64.0}
-    some = Activations(label="x", blocks=(1.0,) * 2, flops=1e12, **states)
-    found = []
-    for zero in range(4):
-        memory = Estimate(some, Parallelism(data=8, zero=zero), machine()).memory
-        found.append((memory.parameter_bytes, memory.gradient_bytes, memory.optimizer_bytes))
-    assert found == [(64, 64, 64), (64, 64, 8), (64, 8, 8), (8, 8, 8)]
+@pytest.mark.parametrize(
+    ("changes", "write", "read"),
+    [
+        ({}, 10e9, 10e9),
+        ({"drives": 1}, 5e9, 7e9),
+        ({"disk_bytes_per_s": 2e9}, 2e9, 2e9),
+        ({"disk_bytes_per_s": 2e9, "target": "host"}, 10e9, 10e9),
+        ({"drive": replace(DRIVE, write_bytes_per_s=1e9), "drives": 2}, 2e9, 10e9),
+    ],
+)
+def test_bytes_are_as_fast_as_the_slower_of_link_and_drives(changes: dict[str, Any], write: float, read: float) -> None:
+    found = machine(**changes)
+    assert (found.write_bytes_per_s, found.read_bytes_per_s) == (write, read)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,8 @@ from actoffload.planning.search import plan as make
 from actoffload.planning.simulator import simulate
 from actoffload.policy import OUTSIDE, part_of
 from actoffload.sizes import format_size
-from actoffload.tell.numbers import MOST_ROWS
 from actoffload.tell.parts import Row, analyse, budget_table
-from actoffload.tell.plans import render_budgets, render_plan
+from actoffload.tell.plans import MOST_ROWS, render_budgets, render_plan
 from tests.profiles import Accelerator, checkpointed, link, random_profile, transformer_profile
 
 GIB = 1 << 30

@@ -62,6 +62,6 @@ def test_the_configuration_page_has_every_environment_variable() -> None:
 def test_the_wear_is_the_estimates() -> None:
     pytest.importorskip("transformers")
     (command,) = re.findall(r"`actoffload estimate (--model llama3-8b [^`]+)`", README)
-    found = answer("estimate", *command.split())["estimate"]
+    found = answer("estimate", *command.split())
     assert f"counts {found['written_bytes_per_day'] / 1e12:.0f} TB of writes a day" in README
     assert f"reach their rating in {found['rated_life_s'] / 86400:.1f} days" in " ".join(README.split())

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from actoffload import OffloadConfig, Offloader
+from actoffload.autotune.blocks import find_blocks
 from actoffload.errors import ConfigError
 from actoffload.testing.gpt import GPTConfig
-from actoffload.tools.models import build_gpt, build_transformers, configuration, count
-from actoffload.tools.saved_bytes import SavedBytes, count_saved
+from actoffload.tools.models import build_gpt, build_transformers, configuration, unpacked_sequences
+from actoffload.tools.saved_bytes import WatchedStep, call
 
 META = torch.device("meta")
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 100}
@@ -40,9 +41,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def count_family(model_type: str, dtype: torch.dtype = torch.bfloat16) -> SavedBytes:
+class Counted:
+    """The bytes that a forward saves in each block, outside of blocks (``ends``) and in all."""
+
+    def __init__(self, model: nn.Module, inputs: Any) -> None:
+        step = WatchedStep(model, find_blocks(model), inputs)
+        with unpacked_sequences(), step.flops, step.forward():
+            self.result = call(model, inputs)
+        self.blocks = dict.fromkeys((run.name for run in step.blocks), 0)
+        self.ends, self.flops, self.attentions = 0, step.forward_flops, step.kernels.attentions
+        for one in step.saved.values():
+            if one.block is None:
+                self.ends += one.nbytes
+            else:
+                self.blocks[step.blocks[one.block].name] += one.nbytes
+        self.total = self.ends + sum(self.blocks.values())
+
+
+def count_family(model_type: str, dtype: torch.dtype = torch.bfloat16) -> Counted:
     config = configuration(model_type, **FAMILIES[model_type])
-    return count(build_transformers(config, sequence=64, dtype=dtype, device=META), 2, min_bytes=1)
+    made = build_transformers(config, sequence=64, dtype=dtype, device=META)
+    return Counted(made.model, made.batch(2))
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -61,7 +80,7 @@ def test_meta_tensors_count_the_saved_bytes_of_a_real_step(model_type: str, tmp_
     seen = offloader.statistics().activation_bytes
     offloader.close()
     counted = count_family(model_type, dtype)
-    assert sum(counted.blocks.values()) + counted.small + counted.ends == pytest.approx(seen, rel=0.001)
+    assert counted.total == pytest.approx(seen, rel=0.001)
     assert len(counted.blocks) == (4 if model_type == "t5" else 2)
 
 
@@ -99,21 +118,20 @@ class Attention(nn.Module):
 def test_attention_is_a_fused_kernel(options: dict[str, Any], more: int) -> None:
     with torch.device("meta"):
         model, x = Attention(**options), torch.ones(2, 4, 16, 8)
-    saved = count_saved(model, x, min_bytes=1)
+    saved = Counted(model, x)
     tensor, logsumexp = 2 * 4 * 16 * 8 * 4, 2 * 4 * 16 * 4
-    total = saved.ends + saved.small + sum(saved.blocks.values())
-    assert saved.fused_attention == 1
+    assert saved.attentions == 1
     # Queries, keys, values, the output and the log-sum-exp; not the 16 × 16 matrices. Some kernels pad the last.
-    assert total == pytest.approx(4 * tensor + logsumexp + more, abs=2 * logsumexp)
-    assert total < 4 * tensor + more + 2 * 4 * 16 * 16 * 4
+    assert saved.total == pytest.approx(4 * tensor + logsumexp + more, abs=2 * logsumexp)
+    assert saved.total < 4 * tensor + more + 2 * 4 * 16 * 16 * 4
 
 
 def test_attention_of_pytorchs_own_layers_is_a_fused_kernel() -> None:
     with META:
         model = nn.Sequential(*(nn.TransformerEncoderLayer(64, 2, 64, batch_first=True) for _ in range(2)))
         short, long = torch.ones(1, 128, 64), torch.ones(1, 256, 64)
-    once, twice = count_saved(model, short, min_bytes=1), count_saved(model, long, min_bytes=1)
-    assert once.fused_attention == 2
+    once, twice = Counted(model, short), Counted(model, long)
+    assert once.attentions == 2
     assert twice.blocks["1"] == pytest.approx(2 * once.blocks["1"], rel=0.01), "no matrix of tokens × tokens"
 
 
@@ -121,7 +139,8 @@ def test_attention_of_pytorchs_own_layers_is_a_fused_kernel() -> None:
 def test_the_built_in_gpt_saves_the_bytes_that_korthikanti_counts(tensor: int) -> None:
     """A layer: s·b·h·(10 + 24/t) bytes in 16 bits; the ends: last norm and head, and the logits (arXiv 2205.05198)."""
     sizes = GPTConfig(layers=3, width=256, seq=128, dropout=0.1, tensor=tensor)
-    saved = count(build_gpt(sizes, dtype=torch.bfloat16, device=META), 4, min_bytes=1)
+    made = build_gpt(sizes, dtype=torch.bfloat16, device=META)
+    saved = Counted(made.model, made.batch(4))
     elements = 4 * sizes.seq * 256
     assert saved.blocks["stack.blocks.1"] == pytest.approx(elements * (10 + 24 / tensor), rel=0.02)
     logits = 2 * 4 * sizes.seq * sizes.vocab / tensor
@@ -140,12 +159,10 @@ def test_experts_are_counted_in_the_flops() -> None:
     assert saved.flops == 2 * (2 * tokens * (experts + dense) + attention) + 2 * tokens * 128 * 100
 
 
-def test_small_tensors_are_apart() -> None:
-    with torch.device("meta"):
+def test_a_watched_model_has_its_hooks_no_longer() -> None:
+    with META:
         model, x = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2)), torch.ones(16, 8, requires_grad=True)
-    saved = count_saved(model, x, min_bytes=512)
-    assert (saved.blocks, saved.small) == ({"0": 0, "1": 0}, 16 * 4 * 4)
-    assert count_saved(model, {"input": x}, min_bytes=256).blocks == {"0": 0, "1": 256}
+    assert Counted(model, {"input": x}).blocks == {"0": 0, "1": 16 * 4 * 4}
     assert not model[0]._forward_hooks
 
 

@@ -262,7 +262,7 @@ def test_a_disk_that_is_full_leaves_a_trace_that_can_be_read(
     if until == "the next write":
         forwards(20)
         monkeypatch.undo()
-    writer.close({"statistics": {}, "diagnosis": ["x" * 200]})
+    writer.close({"statistics": {}, "report": "x" * 200})
     monkeypatch.undo()
     trace = load(file, truncated_ok=True)
     assert len(trace.phases) == 20
@@ -332,7 +332,7 @@ def test_each_rank_has_a_file_of_its_own_and_ends_it_at_exit(tmp_path: Path) -> 
     trace = load(tmp_path / "run.rank1.json")
     assert trace.metadata["rank"] == 1
     assert trace.metadata["statistics"]["kept_bytes"]["policy"] > 0
-    assert trace.metadata["diagnosis"][0] == "diagnosis: nothing moves, as policy='keep' says"
+    assert "\ndiagnosis: nothing moves, as policy='keep' says\n" in trace.metadata["report"]
     assert not (tmp_path / "run.json").exists()
 
 
@@ -464,17 +464,35 @@ def test_a_backward_that_raised_has_an_end(make_offloader: MakeOffloader, tmp_pa
     assert [phase.name for phase in load(tmp_path / "run.json").phases] == ["forward", "backward"] * 2
 
 
-DEMO = {"mode": "nvme", "layers": 4, "width": 256, "batch": 4, "seq": 128, "seed": 0, "threads": 1, "profile": None}
+PROGRAM = """
+import json, torch
+from actoffload import Offloader, OffloadConfig
+from actoffload.testing.gpt import GPT, GPTConfig
+
+torch.set_num_threads(1)
+model = GPT(GPTConfig(layers=4, width=256, seq=128))
+optimizer = torch.optim.AdamW(model.parameters())
+offloader = Offloader(OffloadConfig(target="nvme")).use(model)
+tokens = torch.randint(0, 256, (4, 129))
+for _ in range(4):
+    with offloader:
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    del loss
+print(json.dumps(offloader.statistics().as_dict()))
+"""
 
 
-def test_the_trace_of_the_demo_is_valid_and_adds_up(tmp_path: Path) -> None:
+def test_the_trace_of_a_program_is_valid_and_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command traces a process without trace options of its own; an independent package also reads the file."""
     chrometrace = pytest.importorskip("chrometrace")
     file = tmp_path / "run.json"
-    program = ["-m", "actoffload.tools.demo", json.dumps(DEMO | {"paths": [str(tmp_path)]})]
-    command = [sys.executable, "-m", "actoffload", "trace", "-o", str(file), "--", *program]
-    run = subprocess.run(command, input="\n" * 4, capture_output=True, text=True, check=True)
-    said = json.loads(run.stdout.splitlines()[-1])["statistics"]
+    monkeypatch.setenv("ACTOFFLOAD_PATH", str(tmp_path))
+    command = [sys.executable, "-m", "actoffload", "trace", "-o", str(file), "--", "-c", PROGRAM]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    said = json.loads(run.stdout.splitlines()[-1])
     events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
     for event in (each for each in events if each["ph"] not in "sf"):  # the package knows no arrows
         read = chrometrace.TraceEvent.from_dict(event)

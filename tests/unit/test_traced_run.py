@@ -94,7 +94,6 @@ def _by_hand() -> Run:
     trace = TraceFile(
         path="run.json",
         truncated=False,
-        began_unix_s=0.0,
         phases=tuple(phases),
         metadata={"config": {}},
         transfers=(moved, theirs),
@@ -167,10 +166,9 @@ def test_no_link_is_in_use_for_more_than_all_of_a_step() -> None:
 def test_the_next_steps_are_the_remedies_of_the_runs_own_report() -> None:
     lines = ["diagnosis: 50% of a step waits", "  next: give a faster path=", "diagnosis: a", "  next: b"]
     trace = _by_hand().trace
-    assert look_at(replace(trace, metadata={**trace.metadata, "diagnosis": lines})).next_steps == [
-        "give a faster path=",
-        "b",
-    ]
+    run = look_at(replace(trace, metadata={**trace.metadata, "report": "\n".join(["8 steps", *lines])}))
+    assert run.what_limits() == "50% of a step waits"
+    assert run.next_steps == ["give a faster path=", "b"]
     assert look_at(trace).next_steps == []
 
 
@@ -211,7 +209,7 @@ def test_the_page_the_report_and_the_statistics_have_the_same_figures(traces: di
         size = format_size(statistics[name])
         assert size in process
         assert size in shown["process, peak"]
-    assert shown["what limits"].strip().lower() in metadata["diagnosis"][0].lower()
+    assert shown["what limits"].strip().lower() in metadata["report"].lower()
     assert shown["a step"].startswith(f"{format_time(run.step_s)} waits {format_time(numbers['wait_s'])} ")
     assert comparison([run])[1:] == [(label, format_number(name, numbers[name])) for name, label in LABELS.items()]
     write_page([run], tmp_path / "page.html")
@@ -269,7 +267,7 @@ def test_two_runs_stand_side_by_side(traces: dict[str, Path]) -> None:
     output = invoke("report", "--compare", str(traces["keep"]), str(traces["budget"]), columns=120)
     assert re.search(r"keep\.json +budget\.json", output)
     assert re.search(r"leaves in a step \(mean\) +0 B +\d", output)
-    assert "Nothing moves, as policy='keep' says" in output
+    assert "diagnosis: nothing moves, as policy='keep' says" in output
 
 
 def test_a_file_that_cannot_be_reported_on_is_refused(tmp_path: Path, traces: dict[str, Path]) -> None:
