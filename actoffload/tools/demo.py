@@ -55,7 +55,7 @@ def command(
     file = None if profile is None else str(profile.absolute())
     with console.progress_bar(quiet=as_json) as progress:
         progress.add_task(f"keep and {target}, in turns", total=None)
-        result = measure_case(case, VARIANTS, **how, profile=file)
+        result = measure_case(case, VARIANTS, **how, profile=file, reports=True)
     samples = [{"case": asdict(case), **sample} for sample in result.get("samples", [])]
     for name, sample in zip(("keep", target), samples or [result], strict=False):
         if "error" in sample:
