@@ -1,6 +1,6 @@
 # A fresh machine needs only Python (3.11 or newer), git and make.
 #
-#   make demo        train a small GPT with and without offloading, and compare
+#   make demo        train a small GPT on real text, with and without offloading, and compare
 #   make test        everything that continuous integration runs
 #   make quick       what to run before each commit: under a minute
 #   make simulated   what needs an accelerator, on the simulated one: a minute or two (a part of `make test`)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
 import time
@@ -14,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from actoffload.tools.environment import describe_environment, without_paths, write_json
-from actoffload.tools.workers import OthersShare, run_worker, stream_worker, turn_ratios
+from actoffload.tools.workers import run_worker, take_turns, turn_ratios
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -86,50 +85,6 @@ def take_rounds(
                 print(f"{name}: {missing(sample) or sample['median_step_s']}", flush=True)
         after_round(samples)
     return samples
-
-
-def take_turns(
-    module: str,
-    specs: Mapping[str, dict[str, Any]],
-    steps: int,
-    *,
-    limit_s: float,
-    cwd: Path | None = None,
-) -> dict[str, dict[str, Any]]:
-    """Take the steps of several workers in turns, so that the load of the machine is the same for all of them.
-
-    A worker prints an object with ``turn`` when it is warm, and another one for each line that it reads, after a step.
-    When its input ends it prints its result, which has no ``turn``. Only one works at a time. The order is reversed
-    after each turn: work that a mode leaves to the system does not always slow down the same other mode.
-
-    Args:
-        module: the module to run; ``specs``: the options of each worker, by name; ``steps``: of each.
-        limit_s: as for `stream_worker`, for each object.
-        cwd: their working directory.
-
-    Returns:
-        By name, the result with ``others_cpu_share`` of the whole run, or a failure; then the other workers go on.
-    """
-    others, more = OthersShare(), True
-    last: dict[str, dict[str, Any]] = {}
-    with contextlib.ExitStack() as stack:
-        order = []
-        for name, spec in specs.items():
-            worker = stream_worker(module, spec, limit_s=limit_s, cwd=cwd, prompts=lambda: more)
-            order.append((name, stack.enter_context(contextlib.closing(worker))))
-        for turn in range(steps + 2):  # they start, take their steps and end
-            more = turn <= steps
-            for name, worker in order:
-                last[name] = next(worker, last.get(name, {}))
-            if turn:
-                order.reverse()
-    share = others.share()
-    for name, said in last.items():
-        if "turn" in said:
-            last[name] = {"error": "it ended and gave no result", "oom": False}
-        elif "error" not in said:
-            last[name] = {**said, "others_cpu_share": share}
-    return {name: last[name] for name in specs}
 
 
 def missing(sample: Sample) -> str | None:

@@ -97,14 +97,6 @@ def print_busy(share: float) -> None:
         Console().print(text, style="red", highlight=False)
 
 
-def print_bits(equal: bool, where: str = "this is a bug; please report it") -> None:
-    """Print whether each mode has computed the same, or else ``where`` it has not."""
-    if equal:
-        Console().print("Losses and gradients are equal bit for bit in every step.", style="green")
-    else:
-        Console().print(f"BITS DIFFER: {where}", style="bold red", markup=False)
-
-
 def print_json(payload: object) -> None:
     """Print plain values as JSON."""
     typer.echo(json.dumps(payload, indent=2))

@@ -27,7 +27,7 @@ from ..planning.search import Limits, best
 from ..planning.simulator import Conditions, Prediction, run, simulate
 from ..planning.workload import KEEP, NVME, Choice, Workload
 from ..sizes import format_size
-from .console import JsonOption, PathOption, grouped, option, print_bits, print_json, print_rows, progress_bar
+from .console import JsonOption, PathOption, grouped, option, print_json, print_rows, progress_bar
 from .environment import BUSY_SHARE, describe_environment, find_device, write_json
 from .on_paper import TABLES, hardware_of, preset
 from .plots import draw_rok
@@ -46,9 +46,6 @@ NO_BLOCKS = "there are no blocks to recompute: layers of one class in a ModuleLi
 OFFLOAD_READS_AHEAD = 1 << 20
 """Bytes that the series ``offload`` reads ahead; the library makes that twice the largest tensor (SSDTrain reads one
 module ahead). Its default, a quarter of the bytes that a forward saves, is a whole block of four: recompute's peak."""
-
-HEAD = ("peak", "step", "× keep", "verdict")
-MEANING = "peak: saved activations; × keep: within the same turn (middle half)"
 
 Sample = Mapping[str, Any]
 Launch = Callable[[dict[str, Any]], dict[str, Any]]
@@ -192,12 +189,6 @@ class RokRun:
             # After each case, so that an interrupt loses the running one at most.
             write_json(self.file, self.payload)
             yield case, samples
-
-
-def measure_case(case: Case, variants: Sequence[Variant], **how: Any) -> dict[str, Any]:
-    """Measure one case here; ``how``: ``warm_up``, ``steps``, ``path`` and other options of `rok_worker`."""
-    spec = {"case": asdict(case), "variants": list(map(asdict, variants)), "device": find_device(), "threads": None}
-    return run_worker(WORKER, spec | how, limit_s=LIMIT_S)
 
 
 def load_results(file: Path) -> dict[str, Any]:
@@ -403,17 +394,19 @@ def show(points: Sequence[Point], busy: str) -> None:
     for case in dict.fromkeys(point.case for point in points):
         mine = [point for point in points if point.case == case]
         mine.sort(key=lambda point: (SERIES.index(point.variant.series), point.peak_bytes))
-        rows = [(point.variant.label, *cells(point)) for point in mine]
-        print_rows(rows, "series", *HEAD, title=case.name)
-    console.print(MEANING, style="dim", markup=False)
+        rows = [(point.variant.label, *_cells(point)) for point in mine]
+        print_rows(rows, "series", "peak", "step", "× keep", "verdict", title=case.name)
+    console.print("peak: saved activations; × keep: within the same turn (middle half)", style="dim", markup=False)
     if busy:
         console.print(f"WARNING: {busy}; trust verdicts, not single figures.", style="bold yellow", markup=False)
     different = [point.label for point in points if point.identical is False]
-    if different or any(point.identical for point in points):
-        print_bits(not different, "; ".join(different))
+    if different:
+        console.print(f"BITS DIFFER: {'; '.join(different)}", style="bold red", markup=False)
+    elif any(point.identical for point in points):
+        console.print("Losses and gradients are equal bit for bit in every step of every series.", style="green")
 
 
-def cells(point: Point) -> tuple[str, ...]:
+def _cells(point: Point) -> tuple[str, ...]:
     """Return a point's numbers as text and its verdict, or the reason why there are none."""
     if point.step_s is None:
         return ("-", "-", "-", point.error)

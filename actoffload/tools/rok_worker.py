@@ -1,8 +1,7 @@
 """A case of `rok` in a process of its own; prints one JSON object.
 
 The options come as one JSON argument: ``case`` and ``variants`` (the fields of `Case` and `Variant`), ``device``,
-``threads``, ``warm_up``, ``steps`` and ``path``; ``within_s``: no further turn begins after this time. For `demo`,
-``target``: of the offloaders; ``profile``: a file for the recorded step; ``reports``: samples have them and statistics.
+``threads``, ``warm_up``, ``steps`` and ``path``; ``within_s``: no further turn begins after this time.
 
 All variants take their steps in turns in this one process, so that the load of the machine, the allocator and the place
 of memory are the same for all. Each has modules of its own that share the parameters. The learning rate is 0: every
@@ -128,19 +127,7 @@ class Round:
                 break
             self._take_turn(order)
             order.reverse()
-        return [mode.sample() | {"flops": self.flops} | self._told(mode) for mode in self.modes.values()]
-
-    def _told(self, mode: Mode) -> dict[str, Any]:
-        """Write the profile of a mode, and return what its offloader counted and reports, as far as that is asked."""
-        offloader = mode.offloader
-        if offloader is None:
-            return {}
-        if self.spec.get("profile"):
-            if offloader.profile is None:
-                raise ActOffloadError("no step could be recorded: nothing that it saves may move")
-            offloader.profile.save(self.spec["profile"])
-        told = {"statistics": offloader.statistics().as_dict(), "report": offloader.report()}
-        return told if self.spec.get("reports") else {}
+        return [mode.sample() | {"flops": self.flops} for mode in self.modes.values()]
 
     def _begin(self, mode: Mode) -> None:
         """Make a mode ready: count its peak, checkpoint its blocks or give it an offloader."""
@@ -170,7 +157,7 @@ class Round:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
     def _offloader(self, mode: Mode, **options: Any) -> Offloader:
-        config = OffloadConfig(path=self.spec["path"], target=self.spec.get("target", "auto"), **options)
+        config = OffloadConfig(path=self.spec["path"], **options)
         return Offloader(config, accelerator=self.accelerator).use(mode.workload.model)
 
     def _take_turn(self, order: list[Mode]) -> None:

@@ -6,7 +6,7 @@ The trial trains on this machine: a small model of the same type, or the user's 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Annotated, Any
 
@@ -17,13 +17,13 @@ from ..errors import ConfigError
 from ..planning.profile import Profile
 from ..planning.regions import choosable, with_regions
 from ..sizes import format_size
-from . import console
+from .console import JsonOption, PathOption, check_paths, grouped, option, plain, print_busy, print_json, print_rows
 from .environment import find_device
 from .estimate import Question, build_on_paper, states_of
 from .on_paper import BUILT_IN, MODELS, Hardware, hardware_of
-from .rok import NO_BLOCKS, measure_case, predict_variant
+from .rok import NO_BLOCKS, WORKER, predict_variant
 from .rok_points import Case, Variant, is_own
-from .workers import turn_ratios
+from .workers import run_worker, turn_ratios
 
 GPUS = ("h100-sxm", "rtx-4090", "rtx-5090")
 SMALL: dict[str, Any] = {"hidden": 384, "layers": 8, "seq": 512, "vocab": 1024}
@@ -31,7 +31,7 @@ SMALL: dict[str, Any] = {"hidden": 384, "layers": 8, "seq": 512, "vocab": 1024}
 SMALL_BATCH = 4
 VARIANTS = (Variant(series="keep"), Variant(series="recompute"), Variant(series="hybrid", level="recompute"))
 """Neither, checkpointing alone, and this library beside it with its memory: series of `rok`."""
-WARM_UP, TURNS, WITHIN_S = 4, 6, 90.0
+WARM_UP, TURNS, WITHIN_S, LIMIT_S = 4, 6, 90.0, 1800.0
 """Steps before the timed ones (a plan has settled then), timed ones, and the seconds after which no turn begins."""
 MORE = 1.5
 """The second prediction has this multiple of the saved bytes that checkpointing has."""
@@ -43,29 +43,29 @@ FITS = {"kept": "all", "more_memory": "all but the last", "checkpointed": "the f
 class Setup:
     """The model's batch, and where it would train."""
 
-    sequence: Annotated[int | None, console.option("Tokens; your own make_batch(size) says it.", min=1)] = None
-    batch: Annotated[int, console.option("Samples of a micro-batch.", min=1)] = 1
-    adapters: Annotated[int | None, console.option("Rank of LoRA beside each linear layer.", min=1)] = None
-    gpu: Annotated[list[str] | None, console.option(f"Preset of `estimate`; repeat. Else {', '.join(GPUS)}.")] = None
-    target: Annotated[str, console.option("Where bytes would go: host or nvme.")] = "host"
+    sequence: Annotated[int | None, option("Tokens; your own make_batch(size) says it.", min=1)] = None
+    batch: Annotated[int, option("Samples of a micro-batch.", min=1)] = 1
+    adapters: Annotated[int | None, option("Rank of LoRA beside each linear layer.", min=1)] = None
+    gpu: Annotated[list[str] | None, option(f"Preset of `estimate`; repeat. Default: {', '.join(GPUS)}.")] = None
+    target: Annotated[str, option("Where bytes would go: host or nvme.")] = "host"
 
 
 MODEL = typer.Argument(help="FILE.py:FUNCTION, a config.json, a type of Transformers, or a preset of `estimate`.")
 
 
-@console.grouped
+@grouped
 def command(
     model: Annotated[str, MODEL],
     setup: Setup,
-    measure: Annotated[bool, console.option("Train here, too: a small model of this type, or your own.")] = True,
-    path: console.PathOption = None,
-    as_json: console.JsonOption = False,
+    measure: Annotated[bool, option("Train here, too: a small model of this type, or your own.")] = True,
+    path: PathOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Compare your model's gradient checkpointing with offloading: on GPUs, predicted, and on this machine, in small.
 
     FUNCTION returns a model and make_batch(size), which returns the model's arguments; the model returns its loss.
     """
-    console.check_paths(path)
+    check_paths(path)
     answer: dict[str, Any] = {"model": model, **predicted(model, setup)}
     if not as_json:
         show_predicted(answer)
@@ -74,7 +74,7 @@ def command(
         if not as_json:
             show_measured(answer["measured"])
     if as_json:
-        console.print_json(answer)
+        print_json(answer)
     raise typer.Exit(0 if not measure or answer["measured"].get("identical") else 1)
 
 
@@ -126,16 +126,16 @@ def show_predicted(answer: dict[str, Any]) -> None:
         f"{answer['label']}: {answer['regions']} checkpointed blocks. Saved activations at the peak: {checkpointed} "
         f"with checkpointing, {kept} without. Weights, gradients and optimizer: {states}."
     )
-    screen = Console(highlight=False)
-    screen.print(console.plain(head))
+    console = Console(highlight=False)
+    console.print(plain(head))
     rows = []
     for row in answer["gpus"]:
         ratios = (f"{row[name]:.2f} ×" for name in ("same_memory", "more_memory", "kept"))
         fits = next((said for name, said in FITS.items() if row["fits"][name]), "none")
         rows.append((row["gpu"], f"{row['checkpointed_s']:.3g} s", *ratios, fits))
     names = ("checkpointed", "ours", f"ours, {MORE:g} × bytes", "plain", "fit")
-    console.print_rows(rows, "", *names, title=f"a step, predicted from shapes; offloaded to {answer['target']}")
-    screen.print(
+    print_rows(rows, "", *names, title=f"a step, predicted from shapes; offloaded to {answer['target']}")
+    console.print(
         "checkpointed: every block runs again. ours: this library beside it, in the same saved bytes. plain: no block "
         "runs again, and nothing moves. ×: of the checkpointed step.",
         style="dim",
@@ -160,7 +160,9 @@ def measured(model: str, setup: Setup, path: list[str] | None) -> dict[str, Any]
         case = Case(model="gpt-small" if kind == BUILT_IN else kind, batch=SMALL_BATCH, **SMALL, **adapters)
         label = f"a small {kind}: {case.layers} layers of width {case.hidden}, {case.batch} × {case.seq} tokens"
     about: dict[str, Any] = {"label": label, "device": find_device()}
-    result = measure_case(case, VARIANTS, warm_up=WARM_UP, steps=TURNS, within_s=WITHIN_S, path=path)
+    spec = {"case": asdict(case), "variants": [asdict(variant) for variant in VARIANTS], "device": about["device"]}
+    spec |= {"threads": None, "warm_up": WARM_UP, "steps": TURNS, "within_s": WITHIN_S, "path": path}
+    result = run_worker(WORKER, spec, limit_s=LIMIT_S)
     _, theirs, ours = result.get("samples", [result] * 3)
     if failed := theirs.get("error") or ours.get("error"):
         return about | {"error": failed}
@@ -176,15 +178,18 @@ def measured(model: str, setup: Setup, path: list[str] | None) -> dict[str, Any]
 
 def show_measured(found: dict[str, Any]) -> None:
     """Print the trial's result in three lines."""
-    screen = Console(highlight=False)
-    screen.print(f"Measured here ({console.plain(found['device'])}), {console.plain(found['label'])}:")
+    console = Console(highlight=False)
+    console.print(f"Measured here ({plain(found['device'])}), {plain(found['label'])}:")
     if "error" in found:
-        screen.print(f"It could not be measured: {console.plain(found['error'])}", style="red")
+        console.print(f"It could not be measured: {plain(found['error'])}", style="red")
         return
     theirs, ours, moved = map(format_size, (*found["peak_bytes"], found["moved_bytes"]))
-    screen.print(
+    console.print(
         f"{found['ratio']:.2f} × checkpointing's step ({found['checkpointed_s']:.3g} s); saved activations at the peak "
         f"{ours}, with checkpointing alone {theirs}; {moved} moved."
     )
-    console.print_busy(found["others_cpu_share"])
-    console.print_bits(found["identical"])
+    print_busy(found["others_cpu_share"])
+    if found["identical"]:
+        console.print("Losses and gradients are equal bit for bit.", style="green")
+    else:
+        console.print("BITS DIFFER: this is a bug; please report it.", style="bold red")

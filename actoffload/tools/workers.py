@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,18 @@ FAILURES = (ActOffloadError, MemoryError, RuntimeError, OSError)
 """Errors that are a result of a measurement."""
 
 
+def say(something: dict[str, Any]) -> None:
+    """Print a JSON object for the parent process."""
+    print(json.dumps(something), flush=True)
+
+
 def serve(measure: Callable[[dict[str, Any]], dict[str, Any]], argument: str) -> None:
-    """Be a worker: measure what ``argument`` describes, and print the result or the failure for the parent process."""
+    """Be a worker: measure what ``argument`` describes, and print the result or the failure."""
     try:
         result = measure(json.loads(argument))
     except FAILURES as error:
         result = failure(error)
-    print(json.dumps(result), flush=True)
+    say(result)
 
 
 def run_worker(module: str, spec: dict[str, Any], *, limit_s: float, cwd: Path | None = None) -> dict[str, Any]:
@@ -109,6 +114,53 @@ def _prompt(process: subprocess.Popen[str], more: bool) -> None:
                 process.stdin.flush()
             else:
                 process.stdin.close()
+
+
+def take_turns(
+    module: str,
+    specs: Mapping[str, dict[str, Any]],
+    steps: int,
+    *,
+    limit_s: float,
+    cwd: Path | None = None,
+    on_said: Callable[[str, dict[str, Any]], object] = lambda name, said: None,
+) -> dict[str, dict[str, Any]]:
+    """Take the steps of several workers in turns, so that the load of the machine is the same for all of them.
+
+    A worker prints an object with ``turn`` when it is warm, and another one for each line that it reads, after a step.
+    When its input ends it prints its result, which has no ``turn``. Only one works at a time. The order is reversed
+    after each turn: work that a mode leaves to the system does not always slow down the same other mode.
+
+    Args:
+        module: the module to run; ``specs``: the options of each worker, by name; ``steps``: of each.
+        limit_s: as for `stream_worker`, for each object.
+        cwd: their working directory.
+        on_said: called with the name and each object or failure; an exception from it ends all.
+
+    Returns:
+        By name, the result with ``others_cpu_share`` of the whole run, or a failure; then the other workers go on.
+    """
+    others, more = OthersShare(), True
+    last: dict[str, dict[str, Any]] = {}
+    with contextlib.ExitStack() as stack:
+        order = []
+        for name, spec in specs.items():
+            worker = stream_worker(module, spec, limit_s=limit_s, cwd=cwd, prompts=lambda: more)
+            order.append((name, stack.enter_context(contextlib.closing(worker))))
+        for turn in range(steps + 2):  # they start, take their steps and end
+            more = turn <= steps
+            for name, worker in order:
+                last[name] = said = next(worker, last.get(name, {}))
+                on_said(name, said)
+            if turn:
+                order.reverse()
+    share = others.share()
+    for name, said in last.items():
+        if "turn" in said:
+            last[name] = {"error": "it ended and gave no result", "oom": False}
+        elif "error" not in said:
+            last[name] = {**said, "others_cpu_share": share}
+    return {name: last[name] for name in specs}
 
 
 def turn_ratios(taken: Sequence[float], others: Sequence[float]) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -171,20 +172,33 @@ def test_a_path_that_loses_bytes_or_cannot_hold_a_spool_is_a_problem(
 # -- the demo ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_demo_is_identical_and_its_counters_agree(tmp_path: Path) -> None:
+def result(losses: Sequence[float], step_s: Sequence[float] = (9.0, 2.0), others: float = 0.0) -> dict[str, Any]:
+    facts = {"device": "cpu", "losses": list(losses), "step_s": list(step_s), "peak_bytes": 1 << 30}
+    return facts | {"others_cpu_share": others}
+
+
+def test_the_demo_is_identical_and_its_counters_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = run("demo", "--json", "--path", str(tmp_path), "--profile", str(tmp_path / "profile.json"), *TINY)
     assert result.returncode == 0, result.stderr + result.stdout
     report = json.loads(result.stdout)
-    keep, nvme = report["modes"]
+    keep, nvme = report["modes"][0], report["modes"][-1]
     assert (keep["mode"], nvme["mode"]) == ("keep", "nvme")
     assert report["identical"]
-    assert nvme["statistics"]["nvme_written_bytes"] > 0
-    assert 0 < nvme["peak_bytes"] <= keep["peak_bytes"] <= nvme["statistics"]["baseline_peak_bytes"]
+    assert report["loss_falls"]
+    assert keep["losses_hex"] == nvme["losses_hex"]
+    assert len(set(nvme["losses_hex"])) == 4
+    statistics = nvme["statistics"]
+    assert statistics["nvme_written_bytes"] > 0
+    assert 0 < statistics["resident_peak_bytes"] <= statistics["baseline_peak_bytes"]
     assert [file.name for file in tmp_path.iterdir()] == ["profile.json"]
     assert answer("plan", str(tmp_path / "profile.json"))["plan"]
+    demo.show(report["spec"], report["modes"], report["identical"])
+    shown = capsys.readouterr().out
+    assert "saved activations, peak" in shown
+    assert "Losses are equal bit for bit" in shown
 
 
-def test_the_demo_refuses_a_path_in_memory() -> None:
+def test_the_demo_reports_what_the_worker_refuses() -> None:
     if not Path("/dev/shm").is_dir():
         pytest.skip("needs a tmpfs")
     assert "tmpfs" in invoke("demo", "--path", "/dev/shm", *TINY, status=2)
@@ -195,22 +209,33 @@ def test_a_worker_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
     assert "Error: mode keep: status 1" in invoke("demo", "--json", status=1)
 
 
-def _round(**ours: Any) -> dict[str, Any]:
-    one = {"level": "", "flops": 1, "device_budget": None, "peak_bytes": [1 << 30], "identical": True}
-    keep = one | {"series": "keep", "step_s": [2.0, 3.0], "ratios": [2 / 3, 3 / 2]}
-    told = {"statistics": {}, "report": "a report"}
-    return {"samples": [keep, one | {"series": "hybrid", "step_s": [2.5], "ratios": [1.1]} | told | ours]}
-
-
-def test_the_demo_says_what_its_worker_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = _round() | {"others_cpu_share": 0.4}
-    monkeypatch.setattr(demo, "measure_case", lambda *_, **__: found)
-    said = invoke("demo")
-    for text in ("1.10 (1.10-1.10)", "as keep", "1.0 GiB", "nvme: a report", "equal bit for bit"):
-        assert text in said
-    assert "The machine was busy: others took 40% of the processors" in said
-    found["others_cpu_share"] = 0.0
-    assert "busy" not in invoke("demo")
-    found["samples"] = _round(identical=False)["samples"]
-    assert "BITS DIFFER" in invoke("demo", status=1)
+def test_one_bit_of_difference_fails_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = 2.0 + 2**-51
+    results = {"keep": result((3.0, 2.0)), "nvme": result((3.0, one))}
+    monkeypatch.setattr(demo, "take_turns", lambda *_, **__: results)
+    monkeypatch.setattr(demo, "find_device", lambda: "cpu")
     assert json.loads(invoke("demo", "--json", status=1))["identical"] is False
+    results["nvme"] = result((3.0, 2.0))
+    assert answer("demo")["identical"] is True
+
+
+def test_the_demo_compares_turn_by_turn_without_the_planning_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The machine becomes three times slower after the fourth step: medians of all steps would differ by more.
+    results = {
+        "keep": result((3.0, 2.0), (9.0, 9.0, 9.0, 1.0, 3.0, 3.0)),
+        "nvme": result((3.0, 2.0), (1.0, 1.0, 1.0, 1.5, 3.0, 3.6), others=0.4),
+    }
+    monkeypatch.setattr(demo, "take_turns", lambda *_, **__: results)
+    monkeypatch.setattr(demo, "find_device", lambda: "cpu")
+    keep, nvme = answer("demo")["modes"]
+    assert (keep["median_step_s"], nvme["median_step_s"]) == pytest.approx((3.0, 3.6)), "as the ratio says"
+    assert nvme["ratios_to_keep"] == pytest.approx([1.5, 1.0, 1.2])
+    assert nvme["ratio_to_keep"] == pytest.approx(1.2)
+    quiet = invoke("demo")
+    assert "1.20 (1.10 to 1.35)" in quiet
+    assert "as keep" in quiet, "its own steps differ by more"
+    assert (keep["verdict"], nvme["verdict"]) == ("noise", "as keep")
+    assert "busy" not in quiet
+    results["keep"]["others_cpu_share"] = 0.4
+    busy = invoke("demo")
+    assert "The machine was busy: others took 40% of the processors" in busy

@@ -60,8 +60,6 @@ def test_predicted_steps_lie_between_checkpointing_and_keeping_all(own: str) -> 
 
 
 def test_a_faster_link_shortens_the_step(own: str) -> None:
-    # In narrow layers even the fastest link takes longer than the recomputation that it spares.
-    Path(own).write_text(OWN.replace("256", "4096").replace("64", "1024"), encoding="utf-8")
     by_target = {
         target: answer(f"{own}:build", "--no-measure", "--gpu", "gh200", "--target", target)
         for target in ("host", "nvme")
@@ -95,11 +93,11 @@ def test_the_trial_trains_with_and_without_and_compares_bits(own: str, monkeypat
 def test_the_trial_has_the_adapters_that_the_prediction_has(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cases: list[Case] = []
 
-    def measure(case: Case, *_: Any, **__: Any) -> dict[str, Any]:
-        cases.append(case)
+    def worker(module: str, spec: dict[str, Any], **options: Any) -> dict[str, Any]:
+        cases.append(Case(**spec["case"]))
         return _round({})
 
-    monkeypatch.setattr(trial, "measure_case", measure)
+    monkeypatch.setattr(trial, "run_worker", worker)
     for rank in ([], ["--adapters", "4"]):
         answer(f"{own}:build", "--gpu", "h100-sxm", *rank)
     whole, adapted = (sum(p.numel() for p in build(case).model.parameters() if p.requires_grad) for case in cases)
@@ -112,15 +110,15 @@ def _round(ours: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_different_bits_are_an_error(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "measure_case", lambda *_, **__: _round({"identical": False}))
+    monkeypatch.setattr(trial, "run_worker", lambda *_, **__: _round({"identical": False}))
     assert "BITS DIFFER" in run(f"{own}:build", "--gpu", "h100-sxm", status=1)
-    monkeypatch.setattr(trial, "measure_case", lambda *_, **__: _round({}))
+    monkeypatch.setattr(trial, "run_worker", lambda *_, **__: _round({}))
     assert "1.00 × checkpointing's step" in run(f"{own}:build", "--gpu", "h100-sxm"), "keep may need too much"
 
 
 @pytest.mark.parametrize("failed", [_round({"error": "no room on disk"}), {"error": "no room on disk"}])
 def test_a_trial_that_fails_says_why(own: str, monkeypatch: pytest.MonkeyPatch, failed: dict[str, Any]) -> None:
-    monkeypatch.setattr(trial, "measure_case", lambda *_, **__: failed)
+    monkeypatch.setattr(trial, "run_worker", lambda *_, **__: failed)
     assert "It could not be measured: no room on disk" in run(f"{own}:build", "--gpu", "h100-sxm", status=1)
 
 
