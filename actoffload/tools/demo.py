@@ -36,7 +36,7 @@ from .console import (
     print_rows,
     progress_bar,
 )
-from .environment import find_device, peak_rss_bytes, prepare_process, synchronize
+from .environment import find_device, peak_rss_bytes, prepare_process
 from .rok_points import Spread, verdict
 from .workers import say, serve, take_turns, turn_ratios
 
@@ -199,8 +199,7 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
     step_s: list[float] = []
     say({"turn": 0})
     for _ in sys.stdin:
-        synchronize(device)
-        begin_s = time.perf_counter()
+        begin_s = _now(device)
         with offloader or nullcontext():
             starts = torch.randint(0, len(text) - length, (spec["batch"],), generator=choice)
             tokens = torch.stack([text[start : start + length] for start in starts.tolist()]).long().to(device)
@@ -210,8 +209,7 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
         del loss, tokens
-        synchronize(device)
-        step_s.append(time.perf_counter() - begin_s)
+        step_s.append(_now(device) - begin_s)
         say({"turn": len(losses), "loss": losses[-1]})
     peak_bytes = peak_rss_bytes() if device == "cpu" else int(torch.accelerator.max_memory_allocated())
     end: dict[str, Any] = {"device": device, "losses": losses, "step_s": step_s, "peak_bytes": peak_bytes}
@@ -223,6 +221,15 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
             offloader.profile.save(spec["profile"])
         offloader.close()
     return end
+
+
+def _now(device: str) -> float:
+    """The time at which the device has done its work."""
+    if device != "cpu":
+        import torch
+
+        torch.accelerator.synchronize()
+    return time.perf_counter()
 
 
 if __name__ == "__main__":
