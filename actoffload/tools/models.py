@@ -248,16 +248,19 @@ def profile_of(workload: Trainee, batch: int, hardware: Hardware, ranks: int = 1
         torch.autograd.backward(loss)
     end, rate = step.now(), hardware.flops_per_s * ranks
     saved, sources = list(step.saved.values()), _sources(step)
+
+    def size(nbytes: int) -> dict[str, Any]:
+        return {"nbytes": nbytes // ranks, "kept": "" if nbytes >= MIN_BYTES else KeepReason.SMALL.value}
+
     # A shared storage, or a checkpoint's input, lives on when its block runs again, so it belongs to no region.
     storages = [
         Storage(
             index=number,
-            nbytes=one.nbytes // ranks,
+            **size(one.nbytes),
             birth_s=one.birth / rate,
             need_s=None if one.need is None else one.need / rate,
             last_need_s=(end if one.last_need is None else one.last_need) / rate,
             module=None if one.block is None else step.blocks[one.block].name,
-            kept="" if one.nbytes >= MIN_BYTES else KeepReason.SMALL.value,
             region=None if one.shared or number in sources.values() else one.block,
         )
         for number, one in enumerate(saved)
@@ -268,7 +271,7 @@ def profile_of(workload: Trainee, batch: int, hardware: Hardware, ranks: int = 1
         # A checkpoint saves its input even if a plain run of the block does not.
         sources[place] = index = len(storages)
         last_s = max((s.last_need_s for s in storages if s.region == place), default=block.end / rate)
-        common: dict[str, Any] = {"nbytes": block.input_bytes // ranks, "module": block.name, "input_of": place}
+        common: dict[str, Any] = {**size(block.input_bytes), "module": block.name, "input_of": place}
         storages.append(Storage(index=index, birth_s=block.begin / rate, need_s=None, last_need_s=last_s, **common))
     plain = Profile(
         storages=tuple(storages),

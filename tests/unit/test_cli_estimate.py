@@ -122,7 +122,7 @@ def test_adapters_leave_the_states_of_the_rest_out() -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (("--memory", "41GiB"), "It fits as it is, up to micro-batch 16; with offloading up to 27"),
+        (("--memory", "41GiB"), "It fits as it is, up to micro-batch 16; with offloading up to 37"),
         (("--memory", "37GiB"), "It fits with offloading, and no step is longer"),
         (("--memory", "37GiB", "--disk", "1"), "so steps wait"),
         (("--memory", "24GiB"), "Try --adapters 16; or --zero 3 --data N over N GPUs; or --gpu a100-pcie."),

@@ -60,6 +60,8 @@ def test_predicted_steps_lie_between_checkpointing_and_keeping_all(own: str) -> 
 
 
 def test_a_faster_link_shortens_the_step(own: str) -> None:
+    # In narrow layers even the fastest link takes longer than the recomputation that it spares.
+    Path(own).write_text(OWN.replace("256", "4096").replace("64", "1024"), encoding="utf-8")
     by_target = {
         target: answer(f"{own}:build", "--no-measure", "--gpu", "gh200", "--target", target)
         for target in ("host", "nvme")
