@@ -47,13 +47,11 @@ ROWS = {
     "none": ("activation-checkpoint:none", "0"),
     "none, flag": (OFFLOAD, "auto"),
     "none, variable": ("activation-checkpoint:none", "nvme"),
-    "full": ("activation-checkpoint:full", "0"),
     "full, override": (
         '--override.imports upstream_shim.offload={"target":"nvme","device_budget":"40%"} activation-checkpoint:full',
         "0",
     ),
     "full, flag": (f"{OFFLOAD} --activation-checkpoint.checkpointing full", "0"),
-    "selective": ("activation-checkpoint:selective", "0"),
     "selective, variable": ("activation-checkpoint:selective", "nvme"),
 }
 """Command lines by name, and the value of ``ACTOFFLOAD``."""
