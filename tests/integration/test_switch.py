@@ -266,7 +266,7 @@ def test_a_loop_that_nothing_is_attached_to_is_told() -> None:
     assert "call actoffload.attach(model)" in done.stderr
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("variables", "told"),
     [

@@ -38,9 +38,9 @@ from torchtitan.models.common import attention  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
 FLAGS = (
-    "--module llama3 --config llama3_debugmodel --training.steps 4 --training.seq_len 64 --training.local_batch_size 2 "
+    "--module llama3 --config llama3_debugmodel --training.steps 2 --training.seq_len 64 --training.local_batch_size 2 "
     "--training.global_batch_size 4 --training.mixed_precision_param float32 --training.disable_cuda_graphs "
-    "--debug.seed 1 --validator.enable --validator.freq 2 --validator.steps 1 --validator.dataloader.dataset c4_test"
+    "--debug.seed 1 --validator.enable --validator.freq 1 --validator.steps 1 --validator.dataloader.dataset c4_test"
 )
 OFFLOAD = "activation-checkpoint:actoffload --activation-checkpoint.target nvme"
 ROWS = {
