@@ -12,7 +12,7 @@ import sys
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 _SERVER = """
@@ -140,8 +140,8 @@ def run_program(
         environment: variables in addition to ours.
         timeout_s: then it is killed.
     """
-    job = {"words": ["-c", program, *arguments], "folder": str(ROOT), "errors": errors}
-    job |= {"environment": {**os.environ, **(environment or {})}}
+    job: dict[str, Any] = {"words": ["-c", program, *arguments], "folder": str(ROOT), "errors": errors}
+    job["environment"] = {**os.environ, **(environment or {})}
     with (
         tempfile.NamedTemporaryFile("r") as out,
         tempfile.NamedTemporaryFile("r") as err,

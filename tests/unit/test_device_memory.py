@@ -323,7 +323,8 @@ def test_an_input_that_the_program_holds_counts_where_its_region_runs_once(
     device: SimulatedDevice, layers: int, head: bool, share: float, link: tuple[float, float]
 ) -> None:
     """Nothing saves the model's own input then. In virtual time, without `Offloader.use`, which knows the input."""
-    launch_s, shape = scaled_llama.LAUNCHES["host ahead"], {"checkpointed": True, "head": head, "layers": layers}
+    launch_s = scaled_llama.LAUNCHES["host ahead"]
+    shape: dict[str, Any] = {"checkpointed": True, "head": head, "layers": layers}
     limit = int(share * scaled_llama.run(None, launch_s, **shape)["peak_bytes"])
     ours = scaled_llama.run({"device_memory": limit}, launch_s, **shape, steps=14, link=link)
     assert ours["once"] > 0
