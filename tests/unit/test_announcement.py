@@ -66,6 +66,13 @@ def test_the_last_line_is_of_the_whole_run_and_keeps_nothing_alive(tmp_path: Pat
     assert ("2 forward" in lines[-1]) == interrupted
 
 
+def test_none_is_said_to_nobody(make_offloader: MakeOffloader, capfd: pytest.CaptureFixture[str]) -> None:
+    offloader = make_offloader(announce="none")
+    train_step(Chain(), batch(), offloader)
+    offloader.sum_up()
+    assert capfd.readouterr() == ("", "")
+
+
 def test_it_says_when_nothing_moves_and_what_to_look_at(make_offloader: MakeOffloader) -> None:
     lines: list[str] = []
     train_step(Chain(), batch(), make_offloader(announce=lines.append, min_bytes="1GiB"))
