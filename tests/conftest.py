@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from actoffload.storage.engines.base import SpoolFile
 from actoffload.storage.spool import Spool
 from actoffload.storage.spool_files import open_arena
 from actoffload.testing.simulated_device import SimulatedDevice, install
+from tests.programs import warm_python
 from tests.spools import MIB, MakeSpool
 
 try:
@@ -136,6 +138,12 @@ def make_spool(tmp_path: Path) -> Iterator[MakeSpool]:
     yield make
     for spool in made:
         spool.abort()
+
+
+@pytest.fixture
+def warm_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that this one starts need not import PyTorch."""
+    monkeypatch.setattr(sys, "executable", warm_python())
 
 
 @pytest.fixture

@@ -3,52 +3,125 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
-import signal
+import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from functools import cache
 from pathlib import Path
+from typing import IO, Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 _SERVER = """
-import gc, json, os, sys, warnings
-import torch, actoffload, actoffload.testing.faults
+import contextlib, gc, json, os, runpy, select, signal, socket, sys, tempfile, warnings
+import torch, torch._dynamo, actoffload, actoffload.testing.faults
 gc.freeze()  # else each child looks at all that, and copies it
 torch.set_num_threads(1)
-for job in map(json.loads, sys.stdin):
-    child = os.fork()
-    if not child:
+server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+server.bind(sys.argv[1])
+server.listen()
+print(flush=True)
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+while sys.stdin not in select.select([server, sys.stdin], [], [])[0]:
+    link, _ = server.accept()
+    keeper = not os.fork()
+    if keeper:
         break
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    link.close()
 else:
     sys.exit()
-for number, name in enumerate((os.devnull, job["out"], job["err"])):
-    os.dup2(os.open(name, os.O_RDWR), number)
+signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+data, files, *_ = socket.recv_fds(link, 1 << 20, 3)
+child = os.fork()
+if child:  # the keeper ends the child, with its own children, as it ends or as nobody waits for it any more
+    with contextlib.suppress(OSError):
+        os.setpgid(child, child)
+    select.select([os.pidfd_open(child), link], [], [])
+    ended, status = os.waitpid(child, os.WNOHANG)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    if not ended:
+        os.waitpid(child, 0)
+        os._exit(1)
+    link.send(b"%d" % os.waitstatus_to_exitcode(status))
+    os._exit(0)
+with contextlib.suppress(OSError):
+    os.setpgid(0, 0)
+for number, file in enumerate(files):
+    os.dup2(file, number)
+    os.close(file)
+server.close()
+link.close()
+job = json.loads(data)
+os.chdir(job["folder"])
+os.environ.clear()
+os.environ.update(job["environment"])
+tempfile.tempdir = None
 for name in job["errors"]:
     warnings.simplefilter("error", getattr(__builtins__, name))
-os.environ.update(job["environment"])
-sys.argv = ["-c", *job["arguments"]]
-exec(compile(job["program"], "<string>", "exec"), globals())
+how, what, *arguments = (word for number, word in enumerate(job["words"]) if number or word != "-u")
+sys.argv = [how, *arguments]
+sys.path[:0] = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+if how == "-m":
+    runpy.run_module(what, run_name="__main__", alter_sys=True)
+else:
+    assert how == "-c", how
+    exec(compile(what, "<string>", "exec"), globals())
+"""
+_CLIENT = """#!{python} -IS
+import json, os, signal, socket, sys
+link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+link.connect({address!r})
+job = {{"words": sys.argv[1:], "folder": os.getcwd(), "environment": dict(os.environ), "errors": []}}
+socket.send_fds(link, [json.dumps(job).encode()], [0, 1, 2])
+status = int(link.recv(16) or -signal.SIGKILL)
+if status < 0:
+    signal.signal(-status, signal.SIG_DFL) if status != -signal.SIGKILL else None
+    os.kill(os.getpid(), -status)
+sys.exit(status)
 """
 
 
+class _Warm(NamedTuple):
+    address: str
+    python: str
+
+
 @cache
-def _server() -> subprocess.Popen[str]:
-    """The process that forks; it ends with this one."""
+def _warm() -> _Warm:
+    """The socket of the process that forks, which ends with this one, and a program that has it fork."""
+    folder = tempfile.TemporaryDirectory(prefix="warm")
+    found = _Warm(f"{folder.name}/socket", f"{folder.name}/python")
+    with open(found.python, "w", encoding="utf-8") as file:
+        file.write(_CLIENT.format(python=sys.executable, address=found.address))
+        os.fchmod(file.fileno(), 0o700)
     server = subprocess.Popen(
-        [sys.executable, "-c", _SERVER],
+        [sys.executable, "-c", _SERVER, found.address],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        text=True,
         start_new_session=True,
     )
-    atexit.register(server.communicate)  # ends its input, and waits
-    return server
+    assert server.stdout is not None
+    assert server.stdout.readline(), "PyTorch could not be imported"
+
+    def end() -> None:
+        server.communicate()  # ends its input, and waits
+        folder.cleanup()
+
+    atexit.register(end)
+    return found
+
+
+def warm_python() -> str:
+    """Stands in for ``sys.executable`` with ``-c`` or ``-m``, where PyTorch is imported anyway.
+
+    Nothing of Python's start happens anew, so it is not for what ``ACTOFFLOAD`` does then, nor for what limits memory.
+    """
+    return _warm().python
 
 
 def run_program(
@@ -67,19 +140,23 @@ def run_program(
         environment: variables in addition to ours.
         timeout_s: then it is killed.
     """
-    server = _server()
-    assert server.stdin is not None
-    assert server.stdout is not None
-    with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
-        job = {"program": program, "arguments": arguments, "errors": errors, "environment": environment or {}}
-        server.stdin.write(json.dumps(job | {"out": out.name, "err": err.name}) + "\n")
-        server.stdin.flush()
-        clock = threading.Timer(timeout_s, os.killpg, (server.pid, signal.SIGKILL))
-        clock.start()
-        answer = server.stdout.readline()
-        clock.cancel()
-        if not answer:
-            server.wait()
-            _server.cache_clear()
-        status = int(answer or -signal.SIGKILL)
-        return subprocess.CompletedProcess(["-c"], status, out.read(), err.read())
+    job: dict[str, Any] = {"words": ["-c", program, *arguments], "folder": str(ROOT), "errors": errors}
+    job["environment"] = {**os.environ, **(environment or {})}
+    with (
+        tempfile.NamedTemporaryFile("r") as out,
+        tempfile.NamedTemporaryFile("r") as err,
+        contextlib.ExitStack() as stack,
+    ):
+
+        def opened(name: str, mode: str) -> IO[bytes]:
+            return stack.enter_context(open(name, mode))
+
+        files = [opened(os.devnull, "rb"), opened(out.name, "wb"), opened(err.name, "wb")]
+        link = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        link.settimeout(timeout_s)
+        link.connect(_warm().address)
+        socket.send_fds(link, [json.dumps(job).encode()], [file.fileno() for file in files])
+        with contextlib.suppress(TimeoutError):
+            status = int(link.recv(16) or -9)
+            return subprocess.CompletedProcess(["-c"], status, out.read(), err.read())
+        return subprocess.CompletedProcess(["-c"], -9, out.read(), err.read())

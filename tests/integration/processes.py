@@ -20,6 +20,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from tests.programs import warm_python
+
 ROOT = Path(__file__).resolve().parents[2]
 PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 """Of a process that imports these tests, and from where this one imports the rest."""
@@ -54,7 +56,8 @@ def launch(module: str, world: int, directory: Path, *arguments: str, env: dict[
         "MASTER_PORT": "0",
         **(env or {}),
     }
-    command = [sys.executable, "-m", __name__, module, *arguments]
+    python = sys.executable if "ACTOFFLOAD" in base else warm_python()  # which Python reads at its start
+    command = [python, "-m", __name__, module, *arguments]
     with open(directory / "log.txt", "wb") as log:
         parent = subprocess.Popen(command, env=base, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 import actoffload
 from actoffload import Offloader
 from tests.harness import assert_same_gradients, gradients
-from tests.integration.compiled import ADVICE, STEPS, Call, Tower, check, gradients_of, tokens, tower, train
+from tests.integration.compiled import ADVICE, STEPS, WIDTH, Call, Tower, check, gradients_of, tokens, tower, train
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
@@ -38,21 +38,28 @@ def test_same_bits(how: str, make_offloader: Callable[..., Offloader]) -> None:
         assert offloader.statistics().resident_share < 0.75
 
 
-@pytest.fixture
-def _one_thread() -> Iterator[None]:
-    """With more, Inductor itself adds up an embedding's gradients in any order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+class Wave(nn.Linear):
+    """As little as fuses, and saves two tensors that backward may write into."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).sin().exp()
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_one_thread")
-def test_inductor(make_offloader: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One graph; tests/parity/test_matrix.py has blocks, and shares the compiler's cache of headers and kernels."""
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    check(lambda: tower("whole", "inductor", layers=1, fullgraph=True), make_offloader())
+def test_inductor(make_offloader: Callable[..., Offloader]) -> None:
+    """Each kernel takes g++ some seconds, so that there are two of them."""
+    import torch._inductor.config as config
+
+    def waves() -> Tower:
+        model = tower("eager", layers=0)
+        model.blocks.extend(Wave(WIDTH, WIDTH, bias=False) for _ in range(2))
+        for block in model.blocks:
+            block.compile(fullgraph=True)
+        return model
+
+    # Vector instructions would need trial builds, and a precompiled header is repaid by many kernels only.
+    with config.patch({"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False, "compile_threads": 1}):
+        check(waves, make_offloader(debug=True))
 
 
 @pytest.mark.parametrize("how", ["whole", "blocks"])

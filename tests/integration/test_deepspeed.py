@@ -25,6 +25,7 @@ pytest.importorskip("deepspeed")
 import deepspeed
 
 from actoffload.integrations import deepspeed as adapter
+from tests.integration.workers.deepspeed_rows import STEPS
 
 WORKER = "tests.integration.workers.deepspeed_rows"
 
@@ -67,19 +68,19 @@ def test_checkpoints_and_pipelines(two: Found, row: str) -> None:
 
 def test_the_inputs_of_deepspeeds_own_checkpoints_leave(two: Found) -> None:
     """DeepSpeed keeps them on ``ctx``, where hooks see nothing; the adapter has autograd save them."""
-    steps, blocks, block_input = 3, 4, 4 * 64 * 64 * 4
+    blocks, block_input = 4, 4 * 64 * 64 * 4
     for rank in two:
         seen = {row: rank[row][0].statistics.activation_bytes for row in ("checkpoint", "checkpoint_non_reentrant")}
-        assert seen["checkpoint"] >= seen["checkpoint_non_reentrant"] + steps * blocks * block_input
+        assert seen["checkpoint"] >= seen["checkpoint_non_reentrant"] + STEPS * blocks * block_input
 
 
 def test_a_pipeline_tells_its_schedule(two: Found) -> None:
     first, last = (rank["pipeline"][2][1:] for rank in two)
-    assert first == 3 * ["F0>F1", "F1>B0", "B0>F2", "F2>B1", "B1>F3", "F3>B2", "B2>B3", "B3"]
-    assert last == 3 * ["F0>B0", "B0>F1", "F1>B1", "B1>F2", "F2>B2", "B2>F3", "F3>B3", "B3"]
+    assert first == STEPS * ["F0>F1", "F1>B0", "B0>F2", "F2>B1", "B1>F3", "F3>B2", "B2>B3", "B3"]
+    assert last == STEPS * ["F0>B0", "B0>F1", "F1>B1", "B1>F2", "F2>B2", "B2>F3", "F3>B3", "B3"]
     for rank in two:  # two model chunks: eight forwards and eight backwards in a step, each told once
         told = [line.split(">")[0] for line in rank["pipeline_dual"][2][1:]]
-        assert sorted(told) == sorted(3 * [f"{direction}{number}" for direction in "FB" for number in range(8)])
+        assert sorted(told) == sorted(STEPS * [f"{direction}{number}" for direction in "FB" for number in range(8)])
 
 
 def test_one_line_is_said_by_the_first_rank_alone(two: Found) -> None:
@@ -136,10 +137,9 @@ def test_what_deepspeed_swaps_is_told_from_what_we_move(tmp_path: Path) -> None:
 
 def test_a_trace_shows_the_offloaded_optimizer(two: Found, directory: Path) -> None:
     """Its steps, the gradients and parameters that it copies around them, and its memory; each rank has a file."""
-    steps = 3
     for rank in range(len(two)):
         trace = load(directory / f"run.rank{rank}.json")
-        assert [phase.name for phase in trace.phases] == steps * ["forward", "backward", "optimizer"]
+        assert [phase.name for phase in trace.phases] == STEPS * ["forward", "backward", "optimizer"]
         for phase in trace.phases[2::3]:
             copied = [one for one in trace.transfers if not one.ours and phase.begin_s <= one.begin_s <= phase.end_s]
             assert [one.name for one in copied] == ["DeepSpeed: parameters"]
@@ -148,7 +148,7 @@ def test_a_trace_shows_the_offloaded_optimizer(two: Found, directory: Path) -> N
         gradients = [one for one in trace.transfers if one.name == "DeepSpeed: gradient"]
         between = [(b.begin_s, o.begin_s) for b, o in zip(trace.phases[1::3], trace.phases[2::3], strict=True)]
         assert all(any(begin_s <= one.begin_s <= end_s for begin_s, end_s in between) for one in gradients)
-        written = sum(one.nbytes for one in gradients) / steps
+        written = sum(one.nbytes for one in gradients) / STEPS
         assert written == pytest.approx(parameters / 2, rel=0.2)
         links = {link.name: link.nbytes for link in look_at(trace).links()}
         assert links["host write"] == sum(one.nbytes for one in gradients)

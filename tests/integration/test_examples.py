@@ -14,7 +14,7 @@ from actoffload.integrations.examples.__main__ import main
 
 from actoffload.integrations import examples
 from tests.integration.workers.twice import SECOND
-from tests.programs import run_program
+from tests.programs import run_program, warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = ["--layers", "2", "--width", "64", "--seq", "64", "--batch", "2", "--steps", "3"]
@@ -56,8 +56,8 @@ def run(name: str, directory: Path, flags: list[str], budget: str, ranks: int) -
             program = f"{apart}import runpy; runpy.run_module({TWICE!r}, run_name='__main__')"
             done = run_program(program, *words, environment=env, timeout_s=280)
         else:
-            command = [sys.executable, *launcher, *words]
-            env = os.environ | env
+            command = [warm_python(), *launcher, *words]
+            env = os.environ | env | {"PYTHON_EXEC": warm_python()}  # of the ranks
             done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280, check=False)
         if done.returncode == 0 or LATE_DECREF not in done.stderr:
             break

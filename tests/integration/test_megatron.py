@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 import types
 from itertools import pairwise
 from typing import Any
@@ -20,6 +19,7 @@ from tests.integration.evidence import assert_evidence
 from tests.integration.megatron_found import Found, Hint
 from tests.integration.processes import PYTHONPATH, launch
 from tests.integration.workers.twice import SECOND
+from tests.programs import warm_python
 
 pytestmark = [
     # Megatron says at import what it runs without.
@@ -204,7 +204,7 @@ OFFLOADING = "--actoffload-target nvme --actoffload-min-bytes 4KiB --actoffload-
 def example(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
     """The example, run without offloading and with it."""
     folder = tmp_path_factory.mktemp("example")
-    command = [sys.executable, "-m", "tests.integration.workers.megatron_fused", *SIZES.split(), "--"]
+    command = [warm_python(), "-m", "tests.integration.workers.megatron_fused", *SIZES.split(), "--"]
     done = subprocess.run(
         [*command, *OFFLOADING.split(), str(folder)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH},

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from actoffload.tools.app import app
 from tests import pages
+from tests.programs import warm_python
 
 ELSEWHERE = {
     r"make (test|simulated)|pytest --simulated": "../Makefile::test",
@@ -33,7 +34,7 @@ ELSEWHERE = {
     r"actoffload rok --model .*": "unit/test_cli_rok.py::test_ones_own_model_is_measured_with_its_dropout",
     r"ACTOFFLOAD=(host|nvme) python train\.py": "integration/test_switch.py::test_losses_and_weights_are_those_"
     "of_the_program_alone",
-    r"actoffload run --target nvme -- train\.py": "integration/test_switch.py::test_a_run_ends_with_one_line",
+    r"actoffload run --target nvme .*-- train\.py.*": "integration/test_switch.py::test_a_run_ends_with_one_line",
     r"ACTOFF.* accelerate launch train\.py": "integration/test_switch.py::test_launchers_hand_the_switch_on",
     r".* -m actoffload\.integrations\.examples\..*": "integration/test_examples.py::test_same_losses",
     r"torchrun .*\.pretrain_gpt --pp 2 .*": "integration/test_megatron.py::test_same_bits",
@@ -65,7 +66,6 @@ INSTEAD = {"/mnt/nvme0": ".", "DIR": ".", "COMMAND": "demo", "NAME": "plain_loop
 INSTEAD["try MODEL"] = "try mine.py:build"
 VENV = sys.prefix
 SHELL = f"""
-python() {{ {sys.executable} "$@"; }}
 actoffload() {{ python -m actoffload "$@"; }}
 make() {{ command make -f {pages.ROOT}/Makefile VENV={VENV} -o {VENV}/.installed -o {VENV}/.installed-test "$@"; }}
 """
@@ -120,7 +120,13 @@ def test_a_command_runs(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch
         result = CliRunner().invoke(app, shlex.split(line)[1:])
         assert result.exit_code == 0, f"{result.output}\n{result.exception!r}"
         return
-    done = subprocess.run(["bash", "-ec", SHELL + line], capture_output=True, text=True, check=False, timeout=240)
+    done = subprocess.run(
+        ["bash", "-ec", f'python() {{ {warm_python()} "$@"; }}{SHELL}{line}'],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     if "nvme" in text:
         assert "actoffload: target nvme" in done.stderr

@@ -39,9 +39,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 @pytest.mark.slow
 @pytest.mark.parametrize("offloaded", [pytest.param(name, marks=shown(name)) for name in PAIRS])
 def test_losses_and_weights_are_those_of_torchtitan_alone(found: Found, offloaded: str) -> None:
-    plain, ours = found["rows"][offloaded.partition(",")[0]], found["rows"][offloaded]
-    assert len(plain["losses"]) == 7, "four steps, and validation after the first, the second and the fourth"
-    assert len({loss for _, loss, *_ in plain["losses"]}) == 7, "the losses do not change: nothing is learned"
+    plain, ours = found["rows"]["none"], found["rows"][offloaded]  # checkpoints change no bit
+    assert len(plain["losses"]) == 4, "two steps, and validation after each"
+    assert len({loss for _, loss, *_ in plain["losses"]}) == 4, "the losses do not change: nothing is learned"
     assert ours["losses"] == plain["losses"]
     assert ours["weights"] == plain["weights"]
     assert plain["statistics"] is None

@@ -124,13 +124,3 @@ def test_compiled_blocks_are_compiled() -> None:
             seen.add(node)
             queue += [following for following, _ in node.next_functions]
     assert sum(node.name().startswith("CompiledFunction") for node in seen) == LAYERS
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["none", "selective"])
-def test_inductor(kind: str, make_offloader: Maker) -> None:
-    """Each kernel takes g++ more than a second. The other checkpoints run the graphs of "none" again."""
-    if make_offloader.place.device != "cpu":
-        pytest.skip("inductor makes no kernels for the simulated device")
-    model = tower(kind, "inductor", make_offloader.place.device)
-    check(model, "one", make_offloader(debug=True), make_offloader, inside=False)

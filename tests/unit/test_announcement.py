@@ -64,6 +64,13 @@ def test_the_last_line_is_of_the_whole_run_and_keeps_nothing_alive(tmp_path: Pat
     assert ("2 forward" in lines[-1]) == interrupted
 
 
+def test_announce_none_writes_nothing(make_offloader: MakeOffloader, capfd: pytest.CaptureFixture[str]) -> None:
+    offloader = make_offloader(announce="none")
+    train_step(Chain(), batch(), offloader)
+    offloader.sum_up()
+    assert capfd.readouterr() == ("", "")
+
+
 def test_the_line_has_a_remedy_when_nothing_moves(make_offloader: MakeOffloader) -> None:
     lines: list[str] = []
     train_step(Chain(), batch(), make_offloader(announce=lines.append, min_bytes="1GiB"))

@@ -343,6 +343,7 @@ def test_a_model_of_ones_own_takes_the_place_of_the_presets_cases(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_workers")
 def test_a_real_run_is_resumed_and_drawn(tmp_path: Path) -> None:
     file = tmp_path / "tiny.json"
     options = ["--preset", "tiny", "--out", str(file), "--path", str(tmp_path)]

@@ -80,6 +80,7 @@ def test_a_step_that_does_not_fit_is_named(own: str, monkeypatch: pytest.MonkeyP
     assert not any(row["fits"].values()), "weights, gradients and optimizer states take memory, too"
 
 
+@pytest.mark.usefixtures("warm_workers")
 def test_the_trial_trains_with_and_without_and_compares_bits(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "WARM_UP", 2)
     monkeypatch.setattr(trial, "TURNS", 1)

@@ -46,7 +46,7 @@ def _step(model: GPT, step: int, offloader: Offloader | None = None, seq: int = 
 
 def _model() -> GPT:
     torch.manual_seed(0)
-    return GPT(GPTConfig(layers=4, width=64, seq=64, dropout=0.1))
+    return GPT(GPTConfig(layers=2, width=64, seq=64, dropout=0.1))
 
 
 def _run(offloader: Offloader, model: GPT) -> list[int]:
@@ -64,7 +64,7 @@ def _run(offloader: Offloader, model: GPT) -> list[int]:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"max_slowdown": 0.05}, {"max_slowdown": 5.0}, {"device_budget": "1GiB"}, {"target": "tiered"}],
+    [{}, {"max_slowdown": 5.0}, {"target": "tiered", "device_budget": "1GiB"}],
     ids=str,
 )
 def test_every_bound_leaves_gradients_as_they_are(make_offloader: MakeOffloader, options: dict[str, Any]) -> None:
@@ -73,7 +73,7 @@ def test_every_bound_leaves_gradients_as_they_are(make_offloader: MakeOffloader,
     _run(offloader, model)
     assert offloader.profile is not None
     assert offloader.profile.saved_bytes > 0
-    assert "first plan" in offloader.explain()
+    assert offloader.plan_history[0].startswith("first plan")
 
 
 @pytest.mark.parametrize("bandwidth", [None, 1e7, 2e8])

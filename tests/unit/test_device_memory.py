@@ -315,18 +315,18 @@ def test_without_a_number_a_loss_makes_no_step_take_more_than_checkpointing(devi
 
 @pytest.mark.simulated
 @pytest.mark.parametrize(
-    ("head", "share", "link"),
-    [(False, 1.05, (52e9, 52e9)), (True, 1.5, (52e9, 52e9)), (True, 1.05, (12e9, 24e9))],
+    ("layers", "head", "share", "link"),
+    [(16, False, 1.05, (52e9, 52e9)), (8, True, 1.5, (52e9, 52e9)), (16, True, 1.05, (12e9, 24e9))],
     ids=["evicted", "on its way to the host as backward takes it", "recorded again with other regions"],
 )
 def test_an_input_that_the_program_holds_counts_where_its_region_runs_once(
-    device: SimulatedDevice, head: bool, share: float, link: tuple[float, float]
+    device: SimulatedDevice, layers: int, head: bool, share: float, link: tuple[float, float]
 ) -> None:
     """No hook sees the model's own input then. In virtual time, without `Offloader.use`, which knows the input."""
     launch_s = scaled_llama.LAUNCHES["host ahead"]
-    limit = int(share * scaled_llama.run(None, launch_s, checkpointed=True, head=head)["peak_bytes"])
-    number = {"device_memory": limit}
-    ours = scaled_llama.run(number, launch_s, checkpointed=True, head=head, steps=14, link=link)
+    shape: dict[str, Any] = {"checkpointed": True, "head": head, "layers": layers}
+    limit = int(share * scaled_llama.run(None, launch_s, **shape)["peak_bytes"])
+    ours = scaled_llama.run({"device_memory": limit}, launch_s, **shape, steps=14, link=link)
     assert ours["once"] > 0
     assert ours["highest_bytes"] <= limit
 

@@ -16,7 +16,7 @@ from actoffload import Offloader
 from tests.harness import MakeOffloader, accounts_of, assert_empty, assert_same_bits, same_bits
 
 KIB = 1 << 10
-ROWS, WIDTH = 1024, 64
+ROWS, WIDTH = 256, 64
 TENSOR_BYTES = ROWS * WIDTH * 4
 BACKWARD = "saved during backward"
 Step = Callable[[nn.Module, Tensor], Tensor]

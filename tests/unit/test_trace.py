@@ -26,6 +26,7 @@ from actoffload.errors import ConfigError, TraceFileError
 from actoffload.events import EventKind, TraceEvent
 from actoffload.runtime.trace_writer import TraceWriter, writer_for
 from tests.harness import WAIT_S, Chain, MakeOffloader, batch, descriptors, train_step
+from tests.programs import warm_python
 
 TENSOR_BYTES = 128 * 64 * 4
 
@@ -219,7 +220,7 @@ model(torch.ones(256, 256)).sum().backward()
 {end}
 """
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-    return subprocess.run([sys.executable, "-c", program], check=False, env=environment).returncode
+    return subprocess.run([warm_python(), "-c", program], check=False, env=environment).returncode
 
 
 def test_a_killed_run_leaves_a_trace_marked_as_truncated(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ from tests.integration.evidence import Run, counting_owners
 from tests.integration.processes import main, scratch
 
 WIDTH = 64
-STEPS = 3
+STEPS = 2
+"""The second one fetches in the order that the first one has shown."""
 LINES: list[str] = []
 
 ZERO3 = {

@@ -86,15 +86,15 @@ EXPERTS = {
 }
 TIGHT = "--actoffload-device-budget 160KiB"  # layer inputs are all that full recompute saves
 ROWS = {
-    "no pipeline": Row("--microbatches 3", DROPOUT, evaluate=True, steps=3),
-    "1f1b": Row("--layers 4 --pp 2 --microbatches 6", DROPOUT, evaluate=True, steps=3),
+    "no pipeline": Row("--microbatches 3", DROPOUT, evaluate=True),
+    "1f1b": Row("--layers 4 --pp 2 --microbatches 6", DROPOUT, evaluate=True),
     "1f1b, no calculator": Row(
         "--layers 4 --pp 2 --microbatches 6", {"deallocate_pipeline_outputs": False}, calculator=False
     ),
     "1f1b, bf16": Row(
         "--layers 4 --pp 2 --microbatches 3", {"bf16": True, "pipeline_dtype": torch.bfloat16}, half=True
     ),
-    "interleaved": Row("--layers 4 --pp 2 --vpp 2 --microbatches 4", DROPOUT, evaluate=True, steps=3),
+    "interleaved": Row("--layers 4 --pp 2 --vpp 2 --microbatches 4", DROPOUT, evaluate=True),
     "interleaved, groups": Row("--layers 4 --pp 2 --vpp 2 --microbatches 5", {"microbatch_group_size_per_vp_stage": 3}),
     "sequence parallel": Row("--tp 2 --microbatches 2 --sequence-parallel", DROPOUT),
     "selective recompute": Row("--microbatches 2 --recompute selective", DROPOUT),
@@ -103,9 +103,7 @@ ROWS = {
         {**DROPOUT, **DISCARD},
         "--actoffload-device-budget 1MiB",
     ),
-    "full recompute": Row(
-        "--layers 8 --pp 2 --microbatches 4 --recompute full", DROPOUT, TIGHT, evaluate=True, steps=3
-    ),
+    "full recompute": Row("--layers 8 --pp 2 --microbatches 4 --recompute full", DROPOUT, TIGHT, evaluate=True),
     "full recompute, distributed": Row(
         "--layers 8 --tp 2 --microbatches 2 --recompute full", {**DROPOUT, "distribute_saved_activations": True}, TIGHT
     ),

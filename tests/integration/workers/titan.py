@@ -38,22 +38,20 @@ from torchtitan.models.common import attention  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
 FLAGS = (
-    "--module llama3 --config llama3_debugmodel --training.steps 4 --training.seq_len 64 --training.local_batch_size 2 "
+    "--module llama3 --config llama3_debugmodel --training.steps 2 --training.seq_len 64 --training.local_batch_size 2 "
     "--training.global_batch_size 4 --training.mixed_precision_param float32 --training.disable_cuda_graphs "
-    "--debug.seed 1 --validator.enable --validator.freq 2 --validator.steps 1 --validator.dataloader.dataset c4_test"
+    "--debug.seed 1 --validator.enable --validator.freq 1 --validator.steps 1 --validator.dataloader.dataset c4_test"
 )
 OFFLOAD = "activation-checkpoint:actoffload --activation-checkpoint.target nvme"
 ROWS = {
     "none": ("activation-checkpoint:none", "0"),
     "none, flag": (OFFLOAD, "auto"),
     "none, variable": ("activation-checkpoint:none", "nvme"),
-    "full": ("activation-checkpoint:full", "0"),
     "full, override": (
         '--override.imports upstream_shim.offload={"target":"nvme","device_budget":"40%"} activation-checkpoint:full',
         "0",
     ),
     "full, flag": (f"{OFFLOAD} --activation-checkpoint.checkpointing full", "0"),
-    "selective": ("activation-checkpoint:selective", "0"),
     "selective, variable": ("activation-checkpoint:selective", "nvme"),
 }
 """Command lines by name, and the value of ``ACTOFFLOAD``."""
