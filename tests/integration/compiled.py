@@ -78,9 +78,9 @@ def train(
     attached: Offloader | None = None,
     lengths: tuple[int, ...] = (64,) * STEPS,
 ) -> Run:
-    """A few optimizer steps; the loss is formed inside the context, backward runs outside.
+    """A few optimizer steps; the loss is computed inside the context, backward runs outside.
 
-    An offloader, whether it is the context or attached, has sent everything away before backward begins, so that all of
+    An offloader, whether it is the context or attached, has moved everything before backward begins, so that all of
     it is read back.
     """
     run = Run()
@@ -104,7 +104,7 @@ def train(
 
 
 def check(make: Callable[[], nn.Module], offloader: Offloader, **options: Any) -> Run:
-    """Fails unless training has the same bits with the offloader, and everything came and went.
+    """Fails unless training has the same bits with the offloader, and everything moved to disk and back.
 
     The peak of a single graph cannot fall (see the tests of the advice).
     """
@@ -116,7 +116,7 @@ def check(make: Callable[[], nn.Module], offloader: Offloader, **options: Any) -
 
 
 def gradients_of(model: Tower, call: Call, x: Tensor, offloader: Offloader | None = None) -> dict[str, Tensor]:
-    """The loss and the gradients of one call; everything that moves is away before backward."""
+    """The loss and the gradients of one call; everything that moves has left before backward."""
     loss = call(x)
     if offloader is not None:
         offloader.synchronize()

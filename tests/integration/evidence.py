@@ -1,4 +1,4 @@
-"""What each row of the adapters' tests must show: same bits, bytes on disk, a lower peak, nothing left behind."""
+"""The checks of each row of the adapters' tests: same bits, bytes on disk, a lower peak, no live records."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.harness import same_bits
 
 @dataclass
 class Run:
-    """What one training run left behind; plain enough to be sent between processes.
+    """The results of one training run, as plain data that processes can exchange.
 
     Attributes:
         losses: one tensor for each loss, in order.
         tensors: gradients (before the optimizer used them) and final weights, by name.
         statistics: the offloader's, or None for the run without one.
-        moved_parameter_bytes: bytes of storages that parameters lie in and that were sent away all the same.
+        moved_parameter_bytes: bytes that moved although a parameter lies in their storage; must be 0.
     """
 
     losses: list[Tensor] = field(default_factory=list)
@@ -32,9 +32,9 @@ class Run:
 
 
 def assert_evidence(offloaded: Run, plain: Run, *, peak_falls: bool | None = True) -> None:
-    """Fail unless the offloaded run shows everything an adapter promises beside the run without it.
+    """Fail unless the offloaded run has the plain run's bits, moved bytes, and kept its parameters.
 
-    The peak of a model in one compiled graph does not fall; None where it may or may not.
+    ``peak_falls`` is False for a model in one compiled graph, and None where the peak may fall or not.
     """
     assert offloaded.losses, "no loss was recorded"
     assert len(offloaded.losses) == len(plain.losses)
@@ -55,7 +55,7 @@ def assert_evidence(offloaded: Run, plain: Run, *, peak_falls: bool | None = Tru
 
 
 class OwnerMeter:
-    """Counts the bytes that were sent away from storages that ``parameters`` lie in, as they lie at that moment."""
+    """Counts the bytes that move out of the storages of ``parameters``, which it looks up at each move."""
 
     def __init__(self, parameters: Callable[[], Iterable[Tensor]]) -> None:
         self.parameter_bytes = 0
@@ -63,7 +63,7 @@ class OwnerMeter:
         self._parameters = parameters
 
     def see(self, address: int, span: tuple[int, int]) -> None:
-        """A span of the storage at an address is handed to the offloader to move."""
+        """Count a span of the storage at an address that the offloader is about to move."""
         begin, end = address + span[0], address + span[1]
         for parameter in self._parameters():
             owner = parameter.untyped_storage()
@@ -76,7 +76,7 @@ class OwnerMeter:
 
 @contextlib.contextmanager
 def counting_owners(parameters: Callable[[], Iterable[Tensor]]) -> Iterator[OwnerMeter]:
-    """Count, inside this context, whose bytes are sent away by any offloader of this process."""
+    """Count the bytes that any offloader of this process moves in this context, by owner: parameters or not."""
     meter = OwnerMeter(parameters)
     admit = ActivationStore.admit
 

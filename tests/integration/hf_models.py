@@ -38,7 +38,7 @@ LENGTH = 32
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Knows the words ``w4`` … ``w63``."""
+    """A tokenizer of the words ``w4`` … ``w63``."""
     vocabulary = {name: number for number, name in enumerate(("<pad>", "<eos>", "<bos>", "<unk>"))}
     vocabulary |= {f"w{number}": number for number in range(4, WORDS)}
     inner = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
@@ -118,7 +118,7 @@ QUIET: dict[str, Any] = {
     "seed": 7,
     "dataloader_pin_memory": False,
 }
-"""What every trainer here is told."""
+"""Arguments of every trainer here."""
 
 
 def arguments(directory: Path, **options: Any) -> TrainingArguments:
@@ -127,7 +127,7 @@ def arguments(directory: Path, **options: Any) -> TrainingArguments:
 
 
 class Recorder(TrainerCallback):
-    """Keeps the loss of every training step and the gradients that the optimizer is about to use."""
+    """Records the loss of every training step, and the gradients before each optimizer step."""
 
     def __init__(self, trainer: Any) -> None:
         self.run = Run()
@@ -148,7 +148,7 @@ class Recorder(TrainerCallback):
                 self.run.tensors[f"gradient {name} at {state.global_step}"] = parameter.grad.clone()
 
     def finish(self) -> Run:
-        """The run, with the weights as they are now."""
+        """The recorded run, with the weights of this moment."""
         for name, tensor in self._trainer.model.state_dict().items():
             self.run.tensors[f"weight {name}"] = tensor.detach().clone()
         return self.run
@@ -173,7 +173,7 @@ def train(trainer: Any, *, resume: str | None = None, **options: Any) -> Run:
 
 @contextmanager
 def attached(trainer: Any, **options: Any) -> Iterator[Offloader]:
-    """A trainer that is attached inside the block; its offloader, which is closed afterwards."""
+    """Attach a trainer inside the block; yields its offloader, which is closed afterwards."""
     attachment = attach(trainer, **options)
     try:
         yield attachment.offloader
@@ -200,7 +200,7 @@ def compare(make: Callable[[], Any], path: Path, **options: Any) -> tuple[Run, R
 
 
 def spool(path: Path, **options: Any) -> dict[str, Any]:
-    """Options without a plan: that everything moves is what is tested."""
+    """Options without a plan: these tests check that everything moves."""
     usual = {"target": "nvme", "path": path, "min_bytes": 1024, "device_budget": "128KiB", "policy": "greedy"}
     return usual | options
 

@@ -1,9 +1,9 @@
-"""The table of docs/integrations.md: which frameworks were seen to train alike, and switched on in which way.
+"""The table of docs/integrations.md: the frameworks that train bit for bit alike, and the ways to switch us on.
 
     pytest tests/integration --junitxml results.xml
     python -m tests.integration.matrix results.xml
 
-A test that shows one cell is marked with it: ``@pytest.mark.proves("TRL", checkpointing=True, way="env")``.
+A test that proves one cell is marked with it: ``@pytest.mark.proves("TRL", checkpointing=True, way="env")``.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ NOT_OFFERED = {
     "Lightning": {"flag", "env"},
     "torchtitan": {"code"},
 }
-"""The ways that a framework has none of."""
+"""The ways that a framework does not have."""
 BEGIN = "| framework |"
 
 Cell = tuple[str, bool, str]
-"""Framework, with its checkpointing, way."""
+"""Framework, whether its checkpointing is on, way."""
 
 
 def cells(item: Any) -> list[Cell]:
-    """What a test shows when it passes."""
+    """The cells that a test proves when it passes."""
 
     def of(framework: str, *, checkpointing: bool, way: str) -> Cell:
         assert way in WAYS, way
@@ -40,7 +40,7 @@ def cells(item: Any) -> list[Cell]:
 
 
 def passed(files: Iterable[str]) -> set[Cell]:
-    """What was shown by the tests that passed, from pytest's JUnit files."""
+    """The cells that the passed tests prove, from pytest's JUnit files."""
     found: set[Cell] = set()
     for case in (case for file in files for case in ElementTree.parse(file).iter("testcase")):
         if not {child.tag for child in case} & {"failure", "error", "skipped"}:
@@ -74,7 +74,7 @@ def written() -> list[str]:
 
 
 def main(files: list[str]) -> None:
-    """Write what the results of a run show into the page."""
+    """Write the cells that a run proves into the page."""
     text = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(text.replace("\n".join(written()), "\n".join(render(passed(files)))), encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""What a row of the Megatron worker hands back; needs no Megatron to be read."""
+"""The results of a row of the Megatron worker, in a module that does not import Megatron."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 from tests.integration.evidence import Run
 
 Hint = tuple[Any, str, Any]
-"""What `Offloader.stage` was given: the key, the direction, and what comes next."""
+"""The arguments of `Offloader.stage`: the key, the direction, and the next phase."""
 
 
 @dataclass
 class Found:
-    """What one row left behind in one rank.
+    """The results of one row in one rank.
 
     Attributes:
         plain: the run without actoffload.
         offloaded: the run with it.
-        hints: what the schedule was said to do, in order.
-        said: what went to standard error.
+        hints: the calls of `Offloader.stage`, in order.
+        said: the text on standard error.
         evaluated_packed: tensors packed by forward-only passes.
-        kept_bytes: by reason.
+        kept_bytes: bytes that stayed, by reason.
     """
 
     plain: Run

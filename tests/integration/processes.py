@@ -1,4 +1,4 @@
-"""Run a module in several processes that form one gloo group, and collect what each rank found."""
+"""Run a module in several processes that form one gloo group, and collect the result of each rank."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from tests.programs import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-"""Of a process that imports these tests, and from where this one imports the rest."""
+"""For child processes: this repository first, then this process's own PYTHONPATH."""
 GIVE_UP_S = 240.0
 
 
 def launch(module: str, world: int, directory: Path, *arguments: str, env: dict[str, str] | None = None) -> list[Any]:
-    """Run ``python -m module`` once for each rank; returns what each rank gave to `main`, in rank order.
+    """Run ``python -m module`` once for each rank; returns the result of each rank's `main`, in rank order.
 
-    One process imports what the module imports, and the ranks are its children: frameworks take seconds to import, and
-    seconds to be taken apart again, so that no process here ends its interpreter. The ranks find each other through a
-    file, so that tests which run side by side need no ports. A rank that fails ends the others; a hang dumps every
-    stack and fails.
+    Frameworks take seconds to import. So one process imports the module, and forks the ranks. To finalize an
+    interpreter takes seconds, too, so these processes end without it. The ranks meet through a file, because tests that
+    run side by side would compete for ports. If a rank fails, all end. A rank that hangs dumps the stacks of its
+    threads, and the launch fails.
 
     Args:
         module: a module that calls `main`.
         world: how many processes.
-        directory: an empty directory of the test's own.
-        arguments: handed to the module.
+        directory: an empty directory that no other launch uses.
+        arguments: command-line arguments of the module.
         env: more environment variables.
     """
     base = {
@@ -51,19 +51,19 @@ def launch(module: str, world: int, directory: Path, *arguments: str, env: dict[
         "RANKS_DIRECTORY": str(directory),
         "TMPDIR": str(directory),
         "PYTHONPATH": PYTHONPATH,
-        # Used only by frameworks that insist on them; the group itself meets through a file.
+        # Some frameworks require them; the group itself meets through a file.
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",
         **(env or {}),
     }
-    python = sys.executable if "ACTOFFLOAD" in base else warm_python()  # which Python reads at its start
+    python = sys.executable if "ACTOFFLOAD" in base else warm_python()  # Python's start reads the variable
     command = [python, "-m", __name__, module, *arguments]
     with open(directory / "log.txt", "wb") as log:
         parent = subprocess.Popen(command, env=base, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
         try:
             status = parent.wait(GIVE_UP_S + 30)  # before pytest's own timeout
         finally:
-            with contextlib.suppress(ProcessLookupError):  # all of its children, too
+            with contextlib.suppress(ProcessLookupError):  # its children are in the same process group
                 os.killpg(parent.pid, signal.SIGKILL)
             parent.wait()
     if status != 0:
@@ -76,24 +76,24 @@ def launch(module: str, world: int, directory: Path, *arguments: str, env: dict[
 
 
 def prepare_to_fork() -> None:
-    """Once all is imported: have children import nothing more, and look for no garbage in what they share.
+    """After the imports: spare children DeepSpeed's late import, and the collection of objects that they share.
 
-    Trainers look for garbage several times in a run, for a second each time where all of a framework is looked at.
+    Trainers call ``gc.collect()`` several times in a run. Each call takes a second if it visits a whole framework.
     """
     if "deepspeed" in sys.modules:
-        torch.compile(abs)  # as DeepSpeed does with its first optimizer
+        torch.compile(abs)  # DeepSpeed calls it at its first optimizer, and the call imports the compiler
     gc.freeze()
 
 
 def _run_ranks(module: str) -> NoReturn:
-    """In the process that `launch` started: be the parent of the ranks."""
+    """Fork the ranks and wait for them, in the process that `launch` started."""
     world, deadline_s = int(os.environ["WORLD_SIZE"]), time.monotonic() + GIVE_UP_S
     if world > 1:
         importlib.import_module(module)
         prepare_to_fork()
     ranks: list[int] = []
     for rank in range(world):
-        ranks.append(os.fork())  # nothing has started a thread by now
+        ranks.append(os.fork())  # safe: no import has started a thread
         if ranks[-1] == 0:
             _run_rank(module, rank)
     running = set(ranks)
@@ -112,7 +112,7 @@ def _run_ranks(module: str) -> NoReturn:
 
 
 def _end(error: str = "") -> NoReturn:
-    """End this process without taking the interpreter apart."""
+    """End this process without finalizing the interpreter."""
     sys.stderr.write(error)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -120,7 +120,7 @@ def _end(error: str = "") -> NoReturn:
 
 
 def _run_rank(module: str, rank: int) -> NoReturn:
-    """Be a rank, as ``python -m module`` would, with a log of its own."""
+    """Run the module in this rank as ``python -m module`` would, with a log of its own."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     with open(scratch() / f"log{rank}.txt", "wb") as log:
         os.dup2(log.fileno(), 1)
@@ -135,7 +135,7 @@ def _run_rank(module: str, rank: int) -> NoReturn:
 
 
 def scratch() -> Path:
-    """The directory that `launch` was given."""
+    """The ``directory`` of `launch`."""
     return Path(os.environ["RANKS_DIRECTORY"])
 
 
@@ -146,8 +146,8 @@ def join_group() -> None:
 
 
 def main(work: Callable[[], Any]) -> None:
-    """Call ``work`` in a rank that `launch` started, inside the gloo group, and hand its result back."""
-    gc.freeze()  # a rank that has no siblings imports for itself
+    """Call ``work`` in a rank that `launch` started, inside the gloo group, and save its result for `launch`."""
+    gc.freeze()  # a single rank has imported the module itself, after the fork
     faulthandler.enable()
     torch.set_num_threads(1)
     join_group()

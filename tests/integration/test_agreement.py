@@ -1,4 +1,4 @@
-"""Ranks that communicate in checkpointed blocks run the same ones once after `agree`: if one did not, this hangs."""
+"""After `agree`, ranks that communicate in checkpointed blocks run the same blocks once; otherwise they hang."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.integration.processes import launch
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
-    """What the two ranks saw."""
+    """The results of the two ranks."""
     folder: Path = tmp_path_factory.mktemp("agreement")
     return launch("tests.integration.workers.agreement", 2, folder)
 
@@ -32,14 +32,14 @@ def test_the_first_ranks_regions_run_once_on_both(ranks: list[dict[str, object]]
         history = rank["history"]
         assert isinstance(history, list)
         assert "the ranks have agreed" in history
-        assert history[-1].startswith("first plan"), "what leaves is each rank's own choice"
+        assert history[-1].startswith("first plan"), "each rank plans its own storages"
 
 
 def test_they_do_not_agree_before_each_has_a_plan(ranks: list[dict[str, object]]) -> None:
     assert [rank["too_early"] for rank in ranks] == [False, False]
 
 
-def test_in_the_middle_of_a_step_of_one_all_are_told(ranks: list[dict[str, object]]) -> None:
+def test_agree_in_the_middle_of_one_ranks_step_raises_on_all(ranks: list[dict[str, object]]) -> None:
     for rank in ranks:
         assert "agree(): rank 1 of the group: what a forward saved is still alive" in str(rank["in_a_step"])
 
@@ -48,14 +48,14 @@ def test_ranks_that_save_different_tensors_go_on_without(ranks: list[dict[str, o
     for number, rank in enumerate(ranks):
         assert rank["unequal"] is False
         assert "save different tensors" in str(rank["told"])
-        assert rank["unequal_once"] == [[0, 2], [1]][number], "nothing communicates: each has its own"
+        assert rank["unequal_once"] == [[0, 2], [1]][number], "no region communicates: each rank chooses its own"
 
 
 def test_forwards_of_another_shape_run_the_same_regions_once(ranks: list[dict[str, object]]) -> None:
     assert [rank["later"] for rank in ranks] == [(True, [0, 2])] * 2
 
 
-def test_a_rank_that_cannot_agree_takes_part_and_all_are_told(ranks: list[dict[str, object]]) -> None:
+def test_a_rank_that_cannot_agree_takes_part_and_all_ranks_raise(ranks: list[dict[str, object]]) -> None:
     for rank in ranks:
         assert rank["problems"] == [
             "agree(): rank 1 of the group: its policy is not 'auto'",

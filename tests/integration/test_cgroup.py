@@ -1,4 +1,4 @@
-"""In a cgroup with a hard limit of memory: the system kills plain PyTorch, and never a process with `device_memory`."""
+"""In a cgroup with a hard memory limit, the kernel kills plain PyTorch, and never a process with `device_memory`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ MIB = 1 << 20
 CGROUPS = Path("/sys/fs/cgroup")
 LIMIT_S = 300.0
 ROOM_BYTES = 96 * MIB
-"""Above what the process has before its first step: half of what its forward saves."""
+"""Memory beyond the process's before its first step: half of the bytes that its forward saves."""
 
 
 @contextlib.contextmanager
 def cgroup(limit_bytes: int) -> Iterator[Path]:
-    """A cgroup below this process's own, or beside it, with a hard limit; it ends with the context.
+    """A cgroup below this process's own, or beside it, with a hard limit; it is removed with the context.
 
-    ``RLIMIT_AS`` is no such limit: it bounds addresses, of which PyTorch maps many times what it uses.
+    ``RLIMIT_AS`` does not serve: it bounds the address space, and PyTorch maps many times the memory that it uses.
     """
     own = [line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines()]
     places = []
@@ -36,7 +36,7 @@ def cgroup(limit_bytes: int) -> Iterator[Path]:
         if controllers in ("", "memory"):
             base = CGROUPS / "memory" if controllers else CGROUPS
             file = "memory.limit_in_bytes" if controllers else "memory.max"
-            # Version 2 has no group with processes and children, unless it is the root: there it is a sibling.
+            # In cgroup v2 only the root may have both processes and children; so the new group is a sibling.
             places += [(base / group.lstrip("/"), file), ((base / group.lstrip("/")).parent, file)]
     why = "no cgroup has a memory controller"
     for parent, file in places:
@@ -52,7 +52,7 @@ def cgroup(limit_bytes: int) -> Iterator[Path]:
             why = f"no limit of memory can be set: {error.strerror}"
             made.rmdir()
             continue
-        with contextlib.suppress(OSError):  # without swap, or without its count
+        with contextlib.suppress(OSError):  # the kernel may have no swap, or not account for it
             (made / "memory.swap.max").write_text("0")
         try:
             yield made
@@ -63,9 +63,9 @@ def cgroup(limit_bytes: int) -> Iterator[Path]:
 
 
 def _train(group: Path | None, memory: str, keeps: bool, path: Path) -> tuple[int, dict[str, Any]]:
-    """The worker's status, and what it printed."""
+    """The worker's exit status, and the facts that it printed."""
     command = [sys.executable, "-m", "tests.integration.workers.limited", memory, str(int(keeps))]
-    if group is not None:  # a process of its own joins, so that this one stays where it is
+    if group is not None:  # a shell joins the group, so that this process does not
         command = ["/bin/sh", "-c", f'echo $$ > "{group}/cgroup.procs" && exec "$@"', "sh", *command]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(path), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -75,16 +75,16 @@ def _train(group: Path | None, memory: str, keeps: bool, path: Path) -> tuple[in
     return done.returncode, json.loads(done.stdout) if done.returncode == 0 else {}
 
 
-# Pages of its libraries count, but the system can take them back: no limit kills what keeps all.
+# `before` counts the pages of CUDA's libraries. The kernel can reclaim them, so that keeping all fits the limit.
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a build for CUDA maps more than this test's room")
 @pytest.mark.slow
-def test_a_hard_limit_kills_nothing_that_knows_it(tmp_path: Path) -> None:
+def test_a_hard_limit_kills_no_process_with_device_memory(tmp_path: Path) -> None:
     _, plain = _train(None, "", False, tmp_path)
     limit = plain["before"] + ROOM_BYTES
     with cgroup(limit) as group:
-        assert _train(group, "", True, tmp_path)[0] == -signal.SIGKILL, "all kept has no room, or the limit is none"
-        for keeps in (False, True):  # with the program's checkpoints, and without any
+        assert _train(group, "", True, tmp_path)[0] == -signal.SIGKILL, "keeping all must exceed the limit"
+        for keeps in (False, True):  # with the program's checkpoints, and without them
             status, found = _train(group, "auto", keeps, tmp_path)
-            assert status == 0, "the system killed it"
+            assert status == 0, "the kernel killed it"
             assert found["bits"] == plain["bits"]
             assert found["moved"] > 0

@@ -21,8 +21,8 @@ from tests.integration.compiled import ADVICE, STEPS, WIDTH, Call, Tower, check,
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # Dynamo looks
-    pytest.mark.filterwarnings(f"ignore:.*{ADVICE}:RuntimeWarning"),  # its own tests below turn it on again
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # Dynamo's
+    pytest.mark.filterwarnings(f"ignore:.*{ADVICE}:RuntimeWarning"),  # the advice's own tests below enable it
 ]
 
 
@@ -39,7 +39,7 @@ def test_same_bits(how: str, make_offloader: Callable[..., Offloader]) -> None:
 
 
 class Wave(nn.Linear):
-    """As little as fuses, and saves two tensors that backward may write into."""
+    """The smallest module that Inductor fuses and that saves two tensors into which backward may write."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).sin().exp()
@@ -47,7 +47,7 @@ class Wave(nn.Linear):
 
 @pytest.mark.slow
 def test_inductor(make_offloader: Callable[..., Offloader]) -> None:
-    """Each kernel takes g++ some seconds, so that there are two of them."""
+    """With Inductor's own kernels. Only two, as g++ takes seconds for each."""
     import torch._inductor.config as config
 
     def waves() -> Tower:
@@ -67,13 +67,13 @@ def test_inductor(make_offloader: Callable[..., Offloader]) -> None:
 def test_dynamic_shapes(how: str, dynamic: bool | None, make_offloader: Callable[..., Offloader]) -> None:
     lengths = (64, 32, 48, 16)
     check(lambda: tower(how, layers=2, dynamic=dynamic), make_offloader(), lengths=lengths)
-    graphs = 1 if dynamic else 2  # not one for each length, and the run without offloading uses the same ones
+    graphs = 1 if dynamic else 2  # no graph for each length, and none more with offloading
     assert counters["stats"]["unique_graphs"] == graphs
 
 
 @pytest.mark.parametrize("how", ["eager", "whole"])
 def test_compiled_autograd(how: str, make_offloader: Callable[..., Offloader]) -> None:
-    """Bit-identical too; every saved tensor is a graph break there, so that compiling takes its time."""
+    """Compiled autograd has a graph break at each saved tensor, and still the same bits."""
 
     def step(offloader: Offloader | None) -> dict[str, Tensor]:
         model = tower(how, layers=1)
@@ -128,7 +128,7 @@ def entering_functions(model: Tower, options: dict[str, Any]) -> dict[str, Call]
 
 @pytest.mark.parametrize("kind", ["context", "long_lived", "decorated", "attached"])
 def test_entering_inside_a_compiled_function(kind: str, tmp_path: Path) -> None:
-    """A graph break, never silence: the same bits, and bytes on disk. With ``fullgraph`` an error that names it."""
+    """Entering breaks the graph and works: the same bits, and bytes on disk. With ``fullgraph`` an error names it."""
     options: dict[str, Any] = {"target": "nvme", "path": str(tmp_path), "min_bytes": 0, "keep_last_bytes": 0}
     options["policy"] = "greedy"
     model = tower("eager", layers=2)
@@ -152,7 +152,7 @@ def test_entering_inside_a_compiled_function(kind: str, tmp_path: Path) -> None:
 
 
 def test_regions_and_marks_are_honoured_inside_a_compiled_function(make_offloader: Callable[..., Offloader]) -> None:
-    """They would do nothing if the compiler traced them: a graph saves everything when they are long over."""
+    """They break the graph. Traced, they would do nothing, because a graph saves its tensors after they have ended."""
     torch.manual_seed(0)
     layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
 
@@ -178,7 +178,7 @@ def test_regions_and_marks_are_honoured_inside_a_compiled_function(make_offloade
             torch.compile(function, backend="aot_eager", fullgraph=True)(torch.ones(128, 64))
 
 
-# -- what falls with a whole model in one graph ----------------------------------------------------------------------
+# -- advice and peak with a whole model in one graph -----------------------------------------------------------------
 
 
 def advice_of(how: str, offloader: Offloader) -> list[str]:
@@ -189,7 +189,7 @@ def advice_of(how: str, offloader: Offloader) -> list[str]:
     return [str(one.message) for one in caught if ADVICE in str(one.message)]
 
 
-def test_a_whole_model_in_one_graph_is_said_once(make_offloader: Callable[..., Offloader]) -> None:
+def test_a_whole_model_in_one_graph_has_one_warning(make_offloader: Callable[..., Offloader]) -> None:
     offloader = make_offloader()
     told = advice_of("whole", offloader)
     assert len(told) == 1
@@ -198,14 +198,14 @@ def test_a_whole_model_in_one_graph_is_said_once(make_offloader: Callable[..., O
 
 
 @pytest.mark.parametrize("how", ["eager", "blocks"])
-def test_nothing_is_said_of_blocks(how: str, make_offloader: Callable[..., Offloader]) -> None:
+def test_compiled_blocks_have_no_warning(how: str, make_offloader: Callable[..., Offloader]) -> None:
     offloader = make_offloader()
     assert advice_of(how, offloader) == []
     assert ADVICE not in offloader.report()
 
 
-def test_the_peak_of_one_graph_is_not_said_to_fall(make_offloader: Callable[..., Offloader]) -> None:
-    """The graph holds all that it saves until it has saved the last, whatever the offloader has let go of by then."""
+def test_the_peak_of_one_graph_does_not_fall(make_offloader: Callable[..., Offloader]) -> None:
+    """A graph holds all its saved tensors until it has saved the last, even those that the offloader has released."""
     shares = {}
     for how in ("blocks", "whole"):
         offloader = make_offloader(device_budget="256KiB", policy="all")

@@ -1,4 +1,4 @@
-"""``torch.compile`` and `attach` in every order, the names of compiled modules, and copies of what is attached."""
+"""``torch.compile`` and `attach` in every order, the names of compiled modules, and copies of attached models."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tests.integration.evidence import assert_evidence
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # Dynamo looks
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # Dynamo's
     pytest.mark.filterwarnings(f"ignore:.*{ADVICE}:RuntimeWarning"),  # tested in test_compile.py
 ]
 
 
 def attach_and_compile(model: Tower, order: str, options: dict[str, Any]) -> tuple[Any, actoffload.Attachment]:
-    """What to call, and its attachment."""
+    """The callable that trains, and the attachment."""
     if order in ("before", "in place before"):
         attachment = actoffload.attach(model, **options)
     if order.startswith("in place"):
@@ -53,7 +53,7 @@ def attach_and_compile(model: Tower, order: str, options: dict[str, Any]) -> tup
     "order", ["before", "after", "after a call", "to what is compiled", "in place before", "in place after"]
 )
 def test_attach_in_every_order(order: str, tmp_path: Path) -> None:
-    """One graph without a break, every forward inside the context, the same bits; and detached it is over."""
+    """One graph without a break, every forward inside the context, the same bits; and no context after detach()."""
     options = {"target": "nvme", "path": str(tmp_path), "min_bytes": 0, "strict": True, "policy": "greedy"}
     plain = train(tower("whole"))
     torch._dynamo.reset()
@@ -65,7 +65,7 @@ def test_attach_in_every_order(order: str, tmp_path: Path) -> None:
     offloaded.statistics = offloader.statistics()
     assert offloaded.statistics.steps == STEPS
     assert_evidence(offloaded, plain, peak_falls=None)
-    again = order == "after a call"  # the compiler looks at a module's class, which attaching has changed
+    again = order == "after a call"  # attaching changes the module's class, which is a guard of the graph
     assert counters["stats"]["unique_graphs"] == 1 + again
     assert not counters["graph_break"]
     attachment.detach()
@@ -75,7 +75,7 @@ def test_attach_in_every_order(order: str, tmp_path: Path) -> None:
 
 
 class SeenNames(Policy):
-    """Moves everything and counts what is saved in which module."""
+    """Moves everything and counts the saved tensors of each module."""
 
     def __init__(self) -> None:
         self.names: Counter[str | None] = Counter()
@@ -101,7 +101,7 @@ def _losses_and_gradients(model: nn.Module, context: Any = None) -> dict[str, Te
 @pytest.mark.parametrize("first", ["attach", "compile"])
 @pytest.mark.parametrize("how", ["in place", "wrapped"])
 def test_names_with_compiled_blocks(how: str, first: str, make_offloader: Callable[..., Offloader]) -> None:
-    """Twelve alike blocks are one graph, as without offloading, and a pattern finds each by its own name."""
+    """Twelve equal blocks share one graph, as without offloading, and a pattern finds each by its own name."""
     layers = 12
     plain = _losses_and_gradients(tower("blocks", layers=layers))
     torch._dynamo.reset()
@@ -132,8 +132,8 @@ def test_names_with_compiled_blocks(how: str, first: str, make_offloader: Callab
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
-def test_a_known_model_inside_somebody_elses_graph(make_offloader: Callable[..., Offloader]) -> None:
-    """Where the compiler inlines the model, our hooks are left out of the graph: no break, and no names either."""
+def test_a_model_of_use_inlined_in_a_larger_graph(make_offloader: Callable[..., Offloader]) -> None:
+    """The compiler leaves the hooks for names out of the graph: no break, and no names."""
     model = tower("eager")
     plain = gradients_of(model, torch.compile(model, backend="aot_eager"), tokens(0))
     torch._dynamo.reset()
@@ -158,7 +158,7 @@ def test_a_known_model_inside_somebody_elses_graph(make_offloader: Callable[...,
 
 
 def test_a_copy_of_an_attached_model_shares_its_offloader(tmp_path: Path) -> None:
-    """Averaged weights and the like deep-copy a model; a pickled one leaves its hooks behind."""
+    """A deep copy, as for averaged weights, offloads too; a pickled model does not."""
     model = tower("eager", layers=2)
     attachment = actoffload.attach(model, target="nvme", path=str(tmp_path), min_bytes=0, include="blocks.*")
     twin = copy.deepcopy(model)

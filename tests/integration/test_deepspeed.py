@@ -1,4 +1,4 @@
-"""The DeepSpeed adapter with the real package: rows on gloo, the forms of a configuration, and what is refused."""
+"""The DeepSpeed adapter with the real package: rows on gloo, the forms of a configuration, and refused options."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_checkpoints_and_pipelines(two: Found, row: str) -> None:
 
 
 def test_the_inputs_of_deepspeeds_own_checkpoints_leave(two: Found) -> None:
-    """DeepSpeed keeps them on ``ctx``, where hooks see nothing; the adapter has autograd save them."""
+    """DeepSpeed keeps them on ``ctx``, out of reach of hooks; the adapter has autograd save them."""
     blocks, block_input = 4, 4 * 64 * 64 * 4
     for rank in two:
         seen = {row: rank[row][0].statistics.activation_bytes for row in ("checkpoint", "checkpoint_non_reentrant")}
@@ -78,12 +78,12 @@ def test_a_pipeline_tells_its_schedule(two: Found) -> None:
     first, last = (rank["pipeline"][2][1:] for rank in two)
     assert first == STEPS * ["F0>F1", "F1>B0", "B0>F2", "F2>B1", "B1>F3", "F3>B2", "B2>B3", "B3"]
     assert last == STEPS * ["F0>B0", "B0>F1", "F1>B1", "B1>F2", "F2>B2", "B2>F3", "F3>B3", "B3"]
-    for rank in two:  # two model chunks: eight forwards and eight backwards in a step, each told once
+    for rank in two:  # two model chunks: eight forwards and eight backwards in a step, each with one hint
         told = [line.split(">")[0] for line in rank["pipeline_dual"][2][1:]]
         assert sorted(told) == sorted(STEPS * [f"{direction}{number}" for direction in "FB" for number in range(8)])
 
 
-def test_one_line_is_said_by_the_first_rank_alone(two: Found) -> None:
+def test_only_the_first_rank_announces(two: Found) -> None:
     first, second = (rank["announced"] for rank in two)
     (line,) = [line for line in first.splitlines() if "actoffload" in line]
     assert "target nvme" in line
@@ -99,19 +99,19 @@ def test_every_form_of_configuration(two: Found) -> None:
 
 
 class Engine(nn.Linear):
-    """As much of an engine as an attachment asks for."""
+    """The part of a DeepSpeed engine that an attachment uses."""
 
     def __init__(self) -> None:
         super().__init__(1024, 1024)
         self.module = nn.Identity()
 
     def zero_optimization_stage(self) -> int:
-        """No part is another rank's."""
+        """ZeRO is off."""
         return 0
 
 
-def test_what_deepspeed_swaps_is_told_from_what_we_move(tmp_path: Path) -> None:
-    """A file that is written beside the spool stands for DeepSpeed's, whose swapping needs libaio."""
+def test_the_report_separates_other_writes_from_ours(tmp_path: Path) -> None:
+    """A file written beside the spool stands for DeepSpeed's swapping, which needs libaio."""
     note = adapter._shared_bandwidth({"zero_optimization": {"offload_param": {"device": "nvme"}}})
     engine = Engine()
     attachment = adapter.EngineAttachment(engine, {"target": "nvme", "path": tmp_path, "announce": "none"}, note)
@@ -136,7 +136,7 @@ def test_what_deepspeed_swaps_is_told_from_what_we_move(tmp_path: Path) -> None:
 
 
 def test_a_trace_shows_the_offloaded_optimizer(two: Found, directory: Path) -> None:
-    """Its steps, the gradients and parameters that it copies around them, and its memory; each rank has a file."""
+    """Each rank's file has the optimizer's steps, its copies of gradients and parameters, and its memory."""
     for rank in range(len(two)):
         trace = load(directory / f"run.rank{rank}.json")
         assert [phase.name for phase in trace.phases] == STEPS * ["forward", "backward", "optimizer"]
@@ -144,7 +144,7 @@ def test_a_trace_shows_the_offloaded_optimizer(two: Found, directory: Path) -> N
             copied = [one for one in trace.transfers if not one.ours and phase.begin_s <= one.begin_s <= phase.end_s]
             assert [one.name for one in copied] == ["DeepSpeed: parameters"]
             parameters = trace.counters["memory"].at(phase.end_s)["parameters"]
-            assert copied[0].nbytes == pytest.approx(parameters / 2, rel=0.01)  # of two ranks
+            assert copied[0].nbytes == pytest.approx(parameters / 2, rel=0.01)  # each of two ranks has half
         gradients = [one for one in trace.transfers if one.name == "DeepSpeed: gradient"]
         between = [(b.begin_s, o.begin_s) for b, o in zip(trace.phases[1::3], trace.phases[2::3], strict=True)]
         assert all(any(begin_s <= one.begin_s <= end_s for begin_s, end_s in between) for one in gradients)
@@ -153,14 +153,14 @@ def test_a_trace_shows_the_offloaded_optimizer(two: Found, directory: Path) -> N
         links = {link.name: link.nbytes for link in look_at(trace).links()}
         assert links["host write"] == sum(one.nbytes for one in gradients)
         memory = trace.counters["memory"].series
-        assert memory["optimizer state"][-1] >= parameters  # half of three: weights and two moments
+        assert memory["optimizer state"][-1] >= parameters  # each rank's half of weights and two moments
         statistics = trace.metadata["statistics"]
         assert (
             sum(one.nbytes for one in trace.transfers if one.link == "disk write") == (statistics["nvme_written_bytes"])
         )
 
 
-# -- what is refused, before DeepSpeed builds anything --
+# -- refused before DeepSpeed builds anything --
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def never_built(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.parametrize("form", ["dict", "file"])
-@pytest.mark.filterwarnings("ignore:.*config.json:pytest.PytestUnraisableExceptionWarning")  # DeepSpeed never closes it
+@pytest.mark.filterwarnings("ignore:.*config.json:pytest.PytestUnraisableExceptionWarning")  # DeepSpeed leaves it open
 def test_a_bad_section_is_refused(section: Any, message: str, form: str, tmp_path: Path) -> None:
     config: Any = {"train_batch_size": 1, "actoffload": section}
     if form == "file":
@@ -212,7 +212,7 @@ def test_a_bad_section_is_refused(section: Any, message: str, form: str, tmp_pat
 def test_both_offloaders_on_are_refused(part: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         adapter.initialize(config={**part, "actoffload": {}})
-    with pytest.raises(AssertionError, match="asked to build"):  # one of the two is off
+    with pytest.raises(AssertionError, match="asked to build"):  # with ours off, DeepSpeed goes on
         adapter.initialize(config={**part, "actoffload": {"enabled": False}})
 
 
@@ -260,7 +260,7 @@ def test_arguments_are_those_of_deepspeed() -> None:
 
 
 @pytest.mark.parametrize("missing", ["deepspeed", "deepspeed.runtime.pipe.schedule"])
-def test_a_deepspeed_that_lacks_what_is_needed_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_module_of_deepspeed_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     monkeypatch.delitem(sys.modules, adapter.__name__)
     with pytest.raises(ImportError, match="needs DeepSpeed, tested with"):

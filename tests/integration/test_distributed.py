@@ -1,6 +1,6 @@
 """torch.distributed on two gloo processes: DDP, fully_shard, tensor and context parallel, every pipeline schedule.
 
-Nothing here needs an adapter: `attach` and the context do, and each row shows what the issue asks of it.
+Here `attach` or the context suffices, without an adapter. Each row passes the checks of `evidence`.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ ROWS = [
     "pp_dual_v/outer",
 ]
 ONCE = ["ddp_once/outer", "fsdp_once/outer", "fsdp_once/context", "fsdp1_once/outer", "pp_1f1b_once/outer"]
-"""Rows with checkpoints, some of which run once: blocks that communicate inside, and several forwards at a time."""
+"""Rows with checkpoints, some of which run once: with collectives in the blocks, or several forwards in flight."""
 
 Runs = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """What each rank found in each row."""
+    """The results of each rank in each row."""
     return launch("tests.integration.workers.distributed_rows", 2, tmp_path_factory.mktemp("rows"), *ROWS, *ONCE)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("row", [*ROWS, *ONCE])
-def test_a_row_shows_all_that_is_promised(rows: Runs, row: str, rank: int) -> None:
+def test_a_row_passes_all_checks(rows: Runs, row: str, rank: int) -> None:
     found = rows[rank][row]
     assert not isinstance(found, str), found
     plain, offloaded = found
@@ -77,8 +77,8 @@ def test_parameters_that_were_gathered_are_kept_as_parameters(rows: Runs) -> Non
         assert offloaded.statistics.kept_bytes["parameter"] > 0, row
 
 
-def test_a_block_that_runs_once_moves_what_it_saves(rows: Runs) -> None:
-    """Two of four blocks run once: between a run in which all run again and one without checkpoints."""
+def test_a_block_that_runs_once_moves_its_saved_tensors(rows: Runs) -> None:
+    """With two of four blocks run once, more moves than with none, and less than without checkpoints."""
     for rank in rows:
         again, once, plain = (
             rank[row][1].statistics.activation_bytes
@@ -92,7 +92,7 @@ def test_a_block_that_runs_once_moves_what_it_saves(rows: Runs) -> None:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """What each rank found of single tensors."""
+    """The results of each rank with single tensors."""
     return launch("tests.integration.workers.distributed_tensors", 2, tmp_path_factory.mktemp("tensors"))
 
 
@@ -135,7 +135,7 @@ def test_no_lock_is_held_while_a_collective_is_awaited(found: Runs) -> None:
 
 
 class Sealed(TwoTensor):
-    """A wrapper whose inner tensors cannot be taken out."""
+    """A wrapper subclass whose inner tensors cannot be replaced."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in ("a", "b") and value is None:

@@ -23,8 +23,8 @@ LOSS = re.compile(r"loss \S+ = (-?0x\S+)")
 ATTEMPTS = 4
 TWICE = "tests.integration.workers.twice"
 LATE_DECREF = "terminate called without an active exception"
-"""How PyTorch ends a process, with and without offloading, in which a thread of gloo's lets go of a tensor while the
-interpreter is finalized (2.13: `ConcretePyInterpreterVTable::decref` waits for a lock that is never given again)."""
+"""PyTorch's message as it aborts: a thread of gloo's releases a tensor while the interpreter is finalized, and
+`ConcretePyInterpreterVTable::decref` waits for the GIL in vain (2.13, with and without offloading)."""
 RUNS = {
     "plain_loop": (TEXT, "256KiB", 1, 3),
     "titan_loop": ([*TEXT, "--recompute", "--compile", "aot_eager"], "530KiB", 2, 3),
@@ -36,17 +36,17 @@ RUNS = {
 }
 """For each example: its flags, a budget, the ranks, and how many losses it prints.
 
-The budget is a part of what it saves; with checkpoints, of that and what a recomputation holds.
+The budget is below the bytes that it saves; with checkpoints, below these and the bytes of a recomputation.
 """
 NEEDS = {"diffusers_loop": "diffusers", "hf_loop": "transformers", "lightning_loop": "lightning"}
 NEEDS["layer_major_loop"] = "transformers"
 NEEDS["torchvision_loop"] = "torchvision"
 APART = Path(sys.prefix) / "torchvision"
-"""Where `make` puts torchvision."""
+"""The directory into which `make` installs torchvision."""
 
 
 def run(name: str, directory: Path, flags: list[str], budget: str, ranks: int) -> tuple[list[str], list[str]]:
-    """What an example said on stdout and stderr, without offloading and with it; fails when a warning of ours shows."""
+    """Stdout and stderr of an example, each without and with offloading; fails if actoffload warned."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", TWICE]
     words = [f"{examples.__name__}.{name}", *flags, "--", "--min-bytes", "1KiB", "--device-budget", budget]
     env = {"OMP_NUM_THREADS": "1", "ACTOFFLOAD_PATH": str(directory)}
@@ -57,7 +57,7 @@ def run(name: str, directory: Path, flags: list[str], budget: str, ranks: int) -
             done = run_program(program, *words, environment=env, timeout_s=280)
         else:
             command = [warm_python(), *launcher, *words]
-            env = os.environ | env | {"PYTHON_EXEC": warm_python()}  # of the ranks
+            env = os.environ | env | {"PYTHON_EXEC": warm_python()}  # the interpreter of the ranks
             done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280, check=False)
         if done.returncode == 0 or LATE_DECREF not in done.stderr:
             break
@@ -77,7 +77,7 @@ def test_same_losses(name: str, tmp_path: Path) -> None:
     (plain, offloaded), (quiet, said) = run(name, tmp_path, flags, budget, ranks)
     expected = LOSS.findall(plain)
     assert len(expected) == losses
-    assert len(set(expected)) == losses, "the losses do not change: nothing is learned"
+    assert len(set(expected)) == losses, "a model that learns has another loss in each step"
     assert LOSS.findall(offloaded) == expected
     report = re.search(r"nvme  written +([0-9.]+) KiB +read +([0-9.]+) KiB|nvme  written +([0-9.]+) MiB", offloaded)
     assert report is not None, offloaded
@@ -85,7 +85,7 @@ def test_same_losses(name: str, tmp_path: Path) -> None:
     shares = re.search(r"peak \S+ \S+ of \S+ \S+ with nothing moved \((\d+)%\)", offloaded)
     assert shares is not None
     assert int(shares[1]) < 100
-    assert (said + offloaded).count("actoffload: target nvme") == 1, "it is said once, by the first rank"
+    assert (said + offloaded).count("actoffload: target nvme") == 1, "the first rank announces once"
     assert "actoffload: " not in plain + quiet
 
 
@@ -105,7 +105,7 @@ def test_every_example_is_run() -> None:
     ],
     ids=" ".join,
 )
-def test_what_cannot_run_says_why(
+def test_an_example_that_cannot_run_names_the_reason(
     flags: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["examples", *flags])

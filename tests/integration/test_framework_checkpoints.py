@@ -1,6 +1,6 @@
-"""Gradient checkpointing as each framework switches it on: whichever regions run once, the training is the same.
+"""Gradient checkpointing as each framework switches it on: any choice of regions that run once has the same bits.
 
-The models are never touched: what a framework calls comes to PyTorch's checkpoint, where the plan chooses.
+The models are not changed. Each framework calls PyTorch's checkpoint, in which the plan chooses.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ROWS = 64
 
 @dataclass
 class Case:
-    """A model with checkpoints, how a forward is run, and how many regions it has."""
+    """A model with checkpoints, a function that runs its forward to a loss, and its number of regions."""
 
     model: nn.Module
     forward: Callable[[], Tensor]
@@ -53,7 +53,7 @@ class Case:
 
 
 class Block(nn.Module):
-    """A residual MLP with dropout, which a region has to draw again as it was."""
+    """A residual MLP with dropout, whose mask a second run of the region has to repeat."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,12 +70,12 @@ def rows() -> Tensor:
 
 
 def of(model: nn.Module, regions: int) -> Case:
-    """A model of blocks that has its checkpoints."""
+    """A case for a model of blocks that has checkpoints already."""
     return Case(model, lambda: model(rows()).square().mean(), regions)
 
 
 def blocks(checkpointed: Callable[[nn.Sequential], object] = lambda model: None, count: int = 4) -> Case:
-    """Blocks one after the other, after a framework's function has put its checkpoints into the model."""
+    """A sequence of blocks, into which a framework's function puts its checkpoints."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(count)))
     checkpointed(model)
     return of(model, count)
@@ -124,7 +124,7 @@ def unet() -> Case:
 
 
 class InSegments(nn.Module):
-    """PyTorch's ``checkpoint_sequential``, which leaves the last segment out."""
+    """PyTorch's ``checkpoint_sequential``, which does not checkpoint the last segment."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Nested(nn.Module):
 
 
 def composable(model: nn.Sequential) -> None:
-    """``torch.distributed._composable.checkpoint``, imported after actoffload: it takes PyTorch's generator by name."""
+    """``torch.distributed._composable.checkpoint``. It imports PyTorch's generator by name, here after actoffload."""
     from torch.distributed import _composable
 
     put: Any = vars(_composable)["checkpoint"]
@@ -167,14 +167,14 @@ def wrapped(model: nn.Sequential) -> None:
 
 
 def of_lightning(model: nn.Sequential) -> None:
-    """What ``FSDPStrategy(activation_checkpointing_policy={Block})`` does."""
+    """The function that ``FSDPStrategy(activation_checkpointing_policy={Block})`` calls."""
     from lightning.fabric.strategies import fsdp
 
     fsdp._setup_activation_checkpointing(model, {"check_fn": lambda module: isinstance(module, Block)})
 
 
 def of_accelerate(model: nn.Sequential) -> None:
-    """What ``activation_checkpointing=True`` of the FSDP plugin does: no random states are kept."""
+    """The function that ``activation_checkpointing=True`` of the FSDP plugin calls. It keeps no random states."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_apply_ac
 
@@ -253,7 +253,7 @@ def train(case: Case, attachment: actoffload.Attachment | None = None, seed: str
         if attachment is not None:
             seen = attachment.offloader.statistics()
             assert (seen.regions, seen.regions_once) == (case.regions, len(once))
-            attachment.offloader.synchronize()  # what moves is written, however short the step is
+            attachment.offloader.synchronize()  # so that even in a short step the disk is written
         loss.backward()
         found[f"loss {step}"] = loss.detach()
         gradients = {name: p.grad for name, p in case.model.named_parameters() if p.grad is not None}
@@ -264,7 +264,7 @@ def train(case: Case, attachment: actoffload.Attachment | None = None, seed: str
 
 
 def parts(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """What each module consists of, hooks and functions included, as it is at this moment."""
+    """A copy of the attributes of each module, hooks and functions included."""
     found = {}
     for name, module in model.named_modules():
         own = dict(vars(module))
@@ -285,7 +285,7 @@ def test_whichever_regions_run_once_the_training_is_that_of_the_checkpoints(name
     options: dict[str, Any] = {"target": "nvme", "path": tmp_path, "min_bytes": 0, "announce": "none"}
     attachment = actoffload.attach(case.model, policy=plan, **options)
     with contextlib.closing(attachment.offloader):
-        assert attachment.offloader.store.regions.once == set(everything), "what the plan says"
+        assert attachment.offloader.store.regions.once == set(everything), "the plan's choice"
         ours = train(case, attachment, seed=name)
         assert attachment.offloader.statistics().nvme_written_bytes > 0
         assert attachment.offloader.statistics().live_records == 0
@@ -316,7 +316,7 @@ def checkpoint(function, *args, use_reentrant):
 plain._checkpoint_without_reentrant_generator_impl, plain.checkpoint = impl, checkpoint
 plain._checkpoint_without_reentrant_generator = shim
 """
-"""How PyTorch 2.14 and later are made: `checkpoint` calls another generator function, with other arguments."""
+"""Makes PyTorch like 2.14 and later: `checkpoint` calls another generator function, with other arguments."""
 PROGRAM = """
 import sys
 import torch
@@ -339,7 +339,7 @@ print(torch.equal(*found), seen.regions, seen.regions_once)
 
 
 def test_the_form_that_newer_releases_of_pytorch_have(tmp_path: Path) -> None:
-    newer = hasattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator_impl")  # it is one
+    newer = hasattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator_impl")  # no patch is needed
     command = [sys.executable, "-W", "error", "-c", ("" if newer else NEWER) + PROGRAM, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert (done.stdout, done.returncode) == ("True 3 1\n", 0), done.stderr
@@ -349,7 +349,7 @@ def test_the_form_that_newer_releases_of_pytorch_have(tmp_path: Path) -> None:
 
 
 class Choosing(TrainerCallback):
-    """Has other regions run once in each step."""
+    """Chooses other regions to run once in each step."""
 
     def __init__(self, trainer: Any, regions: int) -> None:
         self._trainer, self._chosen = trainer, choices(regions, "trainer")

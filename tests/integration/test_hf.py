@@ -1,4 +1,4 @@
-"""transformers.Trainer, PEFT and Accelerate with the adapter: the same bits, on disk meanwhile."""
+"""transformers.Trainer, PEFT and Accelerate with the adapter: the same bits, with activations on disk."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_trainer_computes_the_same_bits(row: Row, tmp_path: Path) -> None:
     offloaded, plain = compare(make, tmp_path, device_budget=row.budget)
     assert_evidence(offloaded, plain)
     assert offloaded.statistics is not None
-    assert offloaded.statistics.steps == len(plain.losses)  # evaluation enters nothing
+    assert offloaded.statistics.steps == len(plain.losses)  # evaluation enters no context
     assert "saved during backward" not in offloaded.statistics.kept_bytes
 
 
@@ -97,7 +97,7 @@ def test_a_resumed_run_computes_the_same_bits(tmp_path: Path) -> None:
 
     options = spool(tmp_path)
     whole = train(make())
-    train(make(), **options)  # its checkpoint is the one to resume from
+    train(make(), **options)  # leaves the checkpoint that both resume from
     checkpoint = str(tmp_path / "out" / "checkpoint-2")
     offloaded, plain = train(make(), resume=checkpoint, **options), train(make(), resume=checkpoint)
     assert len(plain.losses) == 2
@@ -168,7 +168,7 @@ def test_detach_in_the_middle_of_training(tmp_path: Path) -> None:
     offloader.close()
 
 
-def test_detach_leaves_what_was_wrapped_around_it(tmp_path: Path) -> None:
+def test_detach_leaves_wrappers_around_it(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     own = trainer.compute_loss = lambda *args, **kwargs: Trainer.compute_loss(trainer, *args, **kwargs)
     attachment = attach(trainer, target="nvme", path=tmp_path, min_bytes=1024)
@@ -186,7 +186,7 @@ def test_detach_leaves_what_was_wrapped_around_it(tmp_path: Path) -> None:
 
 
 class Whole(Trainer):
-    """Its step computes the loss by itself, as some of TRL's do."""
+    """Its step computes the loss without ``compute_loss``, as in some of TRL's trainers."""
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         model.train()
@@ -196,7 +196,7 @@ class Whole(Trainer):
 
 
 class Around(Trainer):
-    """Its step is its parent's with something around it."""
+    """Its step wraps its parent's step, which calls ``compute_loss``."""
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = super().training_step(*args, **kwargs)
@@ -228,7 +228,8 @@ def test_a_model_that_is_made_when_training_begins(tmp_path: Path) -> None:
         examples: Any = texts()
         return Trainer(args=arguments(tmp_path / "out"), train_dataset=examples, model_init=lambda: llama())
 
-    assert_evidence(*compare(make, tmp_path, exclude="lm_head"))  # names are those of the model that trains
+    # `exclude` has to find its name in the model that trains.
+    assert_evidence(*compare(make, tmp_path, exclude="lm_head"))
 
 
 def test_a_step_that_runs_out_of_memory_is_tried_again(tmp_path: Path) -> None:
@@ -245,7 +246,7 @@ def test_a_step_that_runs_out_of_memory_is_tried_again(tmp_path: Path) -> None:
     assert_evidence(*compare(make, tmp_path, device_budget="96KiB"))
 
 
-def test_the_first_step_says_what_is_active(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_first_step_announces_target_and_moves(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     train(make_trainer(tmp_path), target="nvme", path=tmp_path, min_bytes=1024)
     (line,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("actoffload:")]
     assert "target nvme" in line
@@ -254,7 +255,7 @@ def test_the_first_step_says_what_is_active(tmp_path: Path, capfd: pytest.Captur
 
 @pytest.fixture
 def transformers_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What transformers logs, which does not reach the root logger by itself."""
+    """The log records of transformers, which do not propagate to the root logger."""
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)
     level = logger.level
@@ -265,7 +266,7 @@ def transformers_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCap
 
 
 def test_the_end_of_training_is_logged(tmp_path: Path, transformers_log: pytest.LogCaptureFixture) -> None:
-    # A plan on a slow disk would move nothing, and a step without hooks is not counted.
+    # "greedy", because a plan on a slow disk moves nothing, and statistics do not count steps without hooks.
     trainer = make_trainer(tmp_path, log_level="info")
     train(trainer, target="nvme", path=tmp_path, min_bytes=1024, policy="greedy")
     assert "actoffload (target nvme): 3 steps: activations' peak" in transformers_log.text
@@ -273,7 +274,7 @@ def test_the_end_of_training_is_logged(tmp_path: Path, transformers_log: pytest.
 
 
 def test_logs_say_when_it_was_planned_anew(tmp_path: Path) -> None:
-    """Every five steps what is known of a step is corrected: that alone is no other plan."""
+    """Every five steps the planner corrects its figures of a step; only a new plan counts."""
     trainer, told = make_trainer(tmp_path, max_steps=14), list[int]()
 
     class Logs(TrainerCallback):
@@ -335,7 +336,7 @@ def test_each_training_has_a_first_line_and_a_report(tmp_path: Path, capfd: pyte
 
 def test_a_trainer_that_passes_by_is_warned_of(tmp_path: Path, transformers_log: pytest.LogCaptureFixture) -> None:
     with attached(trainer := make_trainer(tmp_path), target="nvme", path=tmp_path):
-        del trainer.compute_loss  # as one that sets its own after attach()
+        del trainer.compute_loss  # as a trainer that sets its own after attach()
         trainer.train()
     assert "compute_loss was never called" in transformers_log.text
 
@@ -375,13 +376,13 @@ def test_two_processes_compute_the_same_bits(row: str, ranks: list[dict[str, Any
         offloaded, plain = rank[row]
         assert_evidence(offloaded, plain)
     first, second = (rank[row][1] for rank in ranks)
-    assert not torch.equal(first.losses[0], second.losses[0])  # they did see different examples
+    assert not torch.equal(first.losses[0], second.losses[0])  # each rank has its own examples
     assert any(name.startswith("gradient") for name in first.tensors)
     weights = [name for name in first.tensors if name.startswith("weight")]
     assert all(torch.equal(first.tensors[name], second.tensors[name]) for name in weights)
 
 
-def test_two_processes_say_it_once(ranks: list[dict[str, Any]]) -> None:
+def test_one_of_two_processes_announces(ranks: list[dict[str, Any]]) -> None:
     assert [sum("actoffload: target nvme" in line for line in rank["printed"]) for rank in ranks] == [1, 0]
 
 
@@ -400,7 +401,7 @@ def test_a_section_that_is_switched_off_holds_for_a_trainer(tmp_path: Path, monk
     trainer.args.hf_deepspeed_config = SimpleNamespace(config={"actoffload": {"enabled": False}})
     with pytest.raises(ConfigError, match=r"actoffload\.enabled=False: so says the DeepSpeed configuration"):
         attach(trainer, target="nvme", path=tmp_path)
-    monkeypatch.setenv("ACTOFFLOAD", "floppy")  # would raise if it were looked at
+    monkeypatch.setenv("ACTOFFLOAD", "floppy")  # reading it would raise
     module: Any = ModuleType("transformers.trainer")
     module.Trainer = type("Trainer", (), {"train": lambda trainer: hasattr(trainer, "actoffload")})
     switch.patch(module)
@@ -410,8 +411,8 @@ def test_a_section_that_is_switched_off_holds_for_a_trainer(tmp_path: Path, monk
         attach(trainer, target="nvme", path=tmp_path)
 
 
-def test_a_trainer_that_is_detached_is_held_by_nobody(tmp_path: Path) -> None:
-    """A data loader that Accelerate still finds alive would let it step after each micro-batch of the next loop."""
+def test_detach_leaves_no_reference_to_the_attachment(tmp_path: Path) -> None:
+    """A reference keeps the data loader alive, and Accelerate would then step at each micro-batch of the next loop."""
     trainer = make_trainer(tmp_path)
     attachment = attach(trainer, target="nvme", path=tmp_path, min_bytes=1024)
     offloader, reference = attachment.offloader, weakref.ref(attachment)

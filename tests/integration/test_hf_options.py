@@ -1,4 +1,4 @@
-"""What the adapter for Hugging Face refuses, and its dataclass of flags."""
+"""Options that the adapter for Hugging Face refuses or takes over, and its dataclass of flags."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ for _package in ("accelerate", "peft"):
     pytest.importorskip(_package)
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- refused or taken over --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("thing", [nn.Linear(2, 2), None, Trainer], ids=["module", "none", "class"])
-def test_what_is_no_trainer_is_refused(thing: Any) -> None:
+def test_only_a_trainer_is_accepted(thing: Any) -> None:
     with pytest.raises(ConfigError, match=r"trainer=.*: give a transformers.Trainer"):
         attach(thing)
 
@@ -69,7 +69,7 @@ def test_the_flag_of_transformers_is_taken_over(tmp_path: Path) -> None:
     attachment.detach()
     assert trainer.args.activation_checkpointing_kwargs == {"use_reentrant": False, "offload": "nvme"}
     with attached(trainer, path=tmp_path):
-        trainer.args.activation_checkpointing_kwargs = {"offload": True}  # switched on since, and enabled by train()
+        trainer.args.activation_checkpointing_kwargs = {"offload": True}  # set after attach(), and enabled by train()
         with pytest.raises(ConfigError, match="activation_checkpointing_enable"):
             trainer.train()
 
@@ -79,7 +79,7 @@ def test_the_flag_of_transformers_is_taken_over(tmp_path: Path) -> None:
 def test_a_flag_with_a_value_that_cannot_work_is_refused(name: str, value: object, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     flag = name
-    if name == "activation_offloading":  # TRL's
+    if name == "activation_offloading":  # a field of TRL's arguments
         trainer.args.activation_offloading = value
     else:
         setattr(trainer.args, name, True)
@@ -138,7 +138,7 @@ def test_flags_are_options(tmp_path: Path) -> None:
     flags = parse(
         *("--actoffload_target", "nvme", "--actoffload_path", str(tmp_path), "--actoffload_min_bytes", "1KiB"),
         *("--actoffload_device_budget", "131072", "--actoffload_exclude", "lm_head", "model.norm"),
-        *("--actoffload_exclude", "model.embed_tokens"),  # given again: for more
+        *("--actoffload_exclude", "model.embed_tokens"),  # a repeated flag adds values
         *("--actoffload_strict", "--actoffload_announce", "first"),
     )
     attachment = flags.attach(make_trainer(tmp_path), policy="all")
@@ -176,7 +176,7 @@ def test_a_flag_that_cannot_work_is_named() -> None:
 
 
 def test_a_path_with_a_colon_is_one_directory(tmp_path: Path) -> None:
-    """Only a variable, which has one text, separates directories by it."""
+    """Only in the environment variable does a colon separate directories."""
     path = str(tmp_path / "a:b")
     assert OffloadArguments(actoffload_target="nvme", actoffload_path=path).options()["path"] == path
     options = OffloadConfig.options_from_environment({"ACTOFFLOAD": "nvme", "ACTOFFLOAD_PATH": path})

@@ -41,7 +41,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Run]]:
-    """What each of two processes found of each program; each file went through ``accelerate launch``."""
+    """The results of each program in two ranks that ``accelerate launch`` starts, once for each configuration file."""
     folder = tmp_path_factory.mktemp("launched")
     files = [write(folder, setup, checkpointed=False) for setup in SETUPS] + [write(folder, "FSDP2", checkpointed=True)]
     usual = {"RANKS_DIRECTORY": folder, "TMPDIR": folder, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": 1}
@@ -54,14 +54,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Run]]:
             env = os.environ | {name: str(value) for name, value in variables.items()}
             return subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
 
-        # Both import for seconds, side by side.
+        # Both take seconds to import, so they start side by side.
         processes = [start("launched"), start("launch_each", *files)]
         deadline_s = time.monotonic() + GIVE_UP_S
         try:
             while all(process.poll() is None for process in processes) and time.monotonic() < deadline_s:
                 time.sleep(0.1)
         finally:
-            for process in processes:  # with their children
+            for process in processes:  # its children are in the same process group
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
@@ -76,18 +76,18 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Run]]:
 def test_losses_and_saved_weights_are_those_of_the_program_alone(
     ranks: list[dict[Any, Run]], program: str, setup: str, checkpointed: bool, way: str
 ) -> None:
-    """After it has resumed from what it saved half-way; what ``save_model`` wrote counts, too."""
+    """Each program resumes from its own checkpoint half-way. The files of ``save_model`` are compared, too."""
     for rank in ranks:
         plain = rank[program, setup, False, "none"]
         assert len(plain.losses) >= 3
         assert any(name.startswith("saved ") for name in plain.tensors)
         assert_evidence(rank[program, setup, checkpointed, way], plain)
     first, second = (rank[program, setup, False, "none"].losses[0] for rank in ranks)
-    assert program == "Trained" or not torch.equal(first, second), "both saw the same examples"
+    assert program == "Trained" or not torch.equal(first, second), "each rank has its own examples"
 
 
 def write(folder: Path, setup: str, *, checkpointed: bool) -> Path:
-    """A file as ``accelerate config`` writes it. With DeepSpeed the program has the checkpoints, not the file."""
+    """A file as ``accelerate config`` writes it. With DeepSpeed the program switches checkpoints on, not the file."""
     sections: dict[str, Any] = {}
     if setup == "FSDP2":
         sections["fsdp_config"] = {

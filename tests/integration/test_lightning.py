@@ -1,4 +1,4 @@
-"""Lightning through `attach`: whatever the module's ``training_step`` does runs inside the context."""
+"""Lightning through `attach`: the module's whole ``training_step`` runs inside the context."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WIDTH = 64
 STEPS = 8
 
 pytestmark = [
-    # Lightning and torchmetrics on themselves and on this machine.
+    # Warnings of Lightning and torchmetrics about their own code and this machine.
     pytest.mark.filterwarnings("ignore::DeprecationWarning:lightning"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
     pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec.*"),
@@ -37,12 +37,12 @@ def _quiet() -> None:
 
 
 class Task(pl.LightningModule):  # type: ignore[name-defined]
-    """A small net whose forward is not what the trainer calls.
+    """A small net whose ``training_step`` the trainer calls, not its forward.
 
     Args:
         by: how the training step runs the net: ``"forward"`` (``self(x)``), ``"part"`` (``self.net(x)``, so that no
-            forward hook of the module itself ever fires), or ``"checkpoint"`` (each layer under PyTorch's checkpoint).
-        manual: the step does its own backward and optimizer step.
+            forward hook of the module itself runs), or ``"checkpoint"`` (each layer under PyTorch's checkpoint).
+        manual: whether the step calls backward and the optimizer itself.
     """
 
     def __init__(self, by: str = "forward", manual: bool = False) -> None:
@@ -153,7 +153,7 @@ def test_same_bits(by: str, manual: bool, extra: dict[str, Any], tmp_path: Path)
     assert_evidence(offloaded, plain)
     assert len(plain.losses) == STEPS
     assert len(task.validated) == 3  # the sanity check and two in between
-    # The loss's own saves too: `exp` saves its result, the square its base.
+    # Including the tensors that the loss saves: `exp` its result, the square its base.
     saved_by_loss = 2 * STEPS * 64 * WIDTH * 4
     assert statistics.activation_bytes > saved_by_loss + STEPS * 6 * 64 * WIDTH * 4 * (1 if not extra else 0.4)
     attachment.offloader.close()
@@ -185,8 +185,8 @@ def test_a_step_that_was_wrapped_before_runs_inside_too(tmp_path: Path) -> None:
     assert packed[0] == packed[1]
 
 
-def test_the_step_stays_what_it_was(tmp_path: Path) -> None:
-    """Copies run their own step, attached twice with equal options it counts once, and a pickled module has none."""
+def test_copies_and_a_second_attach_keep_one_context_for_each_step(tmp_path: Path) -> None:
+    """A copy runs its own step. Attaching twice with equal options counts a step once. A pickled module is detached."""
     task = Task()
     first = actoffload.attach(task, **options(tmp_path))
     assert actoffload.attach(task, **options(tmp_path)) is first
@@ -217,17 +217,17 @@ def compiled(task: Task) -> nn.Module:
 
 @pytest.fixture(scope="module")
 def compiled_alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """What a compiled module computes without offloading."""
+    """The run of a compiled module without offloading."""
     torch._dynamo.reset()
     task = Task()
     return fit(task, tmp_path_factory.mktemp("compiled"), compiled(task))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo looks
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo's
 @pytest.mark.filterwarnings("ignore:.*saved by one autograd node:RuntimeWarning")  # tested in test_compile.py
 @pytest.mark.parametrize("first", ["attach", "compile"])
 def test_a_compiled_lightning_module(first: str, compiled_alone: Run, tmp_path: Path) -> None:
-    """Lightning compiles the steps of a module that was given to ``torch.compile``."""
+    """Lightning compiles the steps of a module that ``torch.compile`` returned."""
     torch._dynamo.reset()
     task = Task()
     if first == "attach":

@@ -1,4 +1,4 @@
-"""The table of docs/integrations.md names no cell that no test shows."""
+"""A test proves each cell of the table of docs/integrations.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_each_cell_of_the_table_has_a_test(request: pytest.FixtureRequest) -> No
     assert matrix.written() == matrix.render({cell for item in items for cell in matrix.cells(item)})
 
 
-def test_only_what_passed_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_cells_of_passed_tests_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "page.md").write_text(f"Before.\n\n{matrix.BEGIN} a |\n| old |\n\nAfter.\n")
     shown = '<properties><property name="proves" value="{}"/></properties>'
     cases = [shown.format("TRL|True|env"), shown.format("TRL|False|env") + "<failure/>", "<skipped/>"]

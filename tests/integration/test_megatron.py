@@ -22,7 +22,7 @@ from tests.integration.workers.twice import SECOND
 from tests.programs import warm_python
 
 pytestmark = [
-    # Megatron says at import what it runs without.
+    # At import, Megatron warns of missing packages.
     pytest.mark.filterwarnings("ignore:(Transformer Engine and )?Apex.*not installed:UserWarning"),
     pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning"),
 ]
@@ -61,7 +61,7 @@ PIPELINES = {
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
-    """What every row left behind, by rank."""
+    """The results of every row, by rank."""
     return launch("tests.integration.workers.megatron", WORLD, tmp_path_factory.mktemp("megatron"))
 
 
@@ -81,19 +81,19 @@ def test_same_bits(found: list[dict[str, Found]], row: str, rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_every_row_is_looked_at(found: list[dict[str, Found]]) -> None:
+def test_every_row_ran(found: list[dict[str, Found]]) -> None:
     assert [sorted(of_rank.keys() - {"named"}) for of_rank in found] == [sorted(ROWS)] * WORLD
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", range(WORLD))
 @pytest.mark.parametrize("row", PIPELINES)
-def test_hints_are_what_the_schedule_does(found: list[dict[str, Found]], row: str, rank: int) -> None:
+def test_hints_follow_the_schedule(found: list[dict[str, Found]], row: str, rank: int) -> None:
     shape: Any = PIPELINES[row]
     order = phases(rank if shape["size"] > 1 else 0, **shape)
     hints = found[rank][row].hints
     steps = [hints[first : first + len(order)] for first in range(0, len(hints), len(order))]
-    if row == "1f1b, no calculator":  # how many micro-batches there are is not known before one step is over
+    if row == "1f1b, no calculator":  # the number of micro-batches is known after one step
         assert steps.pop(0) == [(key, direction, None) for key, direction in order]
     assert len(steps) >= 1
     for step in steps:
@@ -101,7 +101,7 @@ def test_hints_are_what_the_schedule_does(found: list[dict[str, Found]], row: st
 
 
 def expected_hints(order: list[Any]) -> list[Hint]:
-    """A hint for each phase, with the one after it."""
+    """A hint for each phase, with the phase after it."""
     return [(key, direction, after) for (key, direction), after in zip(order, [*order[1:], None], strict=True)]
 
 
@@ -127,11 +127,11 @@ SAVED_IN = {
     ("moe_act", "--ep 2"): LAYER + EXPERT,
     ("expert_fc1 moe_act", "--ep 2"): LAYER + EXPERT + r"(\.linear_fc1)?",
 }
-"""Where those tensors are saved that each choice of names moves."""
+"""For each choice of names, the modules that save the tensors which it moves."""
 
 
 @pytest.mark.slow
-def test_names_choose_what_megatrons_own_offloading_would(found: list[dict[str, Any]]) -> None:
+def test_names_choose_the_tensors_of_megatrons_own_offloading(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert rank["named"].keys() == SAVED_IN.keys()
         for names, entries in rank["named"].items():
@@ -153,7 +153,7 @@ def test_outputs_that_megatron_discards_stay(found: list[dict[str, Found]]) -> N
 
 
 @pytest.mark.slow
-def test_one_line_says_what_is_active(found: list[dict[str, Found]]) -> None:
+def test_only_the_first_rank_announces(found: list[dict[str, Found]]) -> None:
     for row in ROWS:
         lines = [line for line in found[0][row].said.splitlines() if line.startswith("actoffload:")]
         assert len(lines) == 1, found[0][row].said
@@ -174,7 +174,7 @@ SCHEDULES = {
     ): "F0.0 F0.1 F0.2 F1.0 F1.1 F1.2 B1.0 F0.3 B1.1 F0.4 B1.2 F1.3 B0.0 F1.4 B0.1 B0.2 B1.3 B1.4 B0.3 B0.4",
     (2, 3, 3, 3, None): "F0.0 F0.1 F0.2 F1.0 F1.1 F1.2 F2.0 B2.0 F2.1 B2.1 F2.2 B2.2 B1.0 B1.1 B1.2 B0.0 B0.1 B0.2",
 }
-"""What Megatron 0.16 did, where the rows above have no such pipeline: (rank, size, micro-batches, chunks, group)."""
+"""Orders of Megatron 0.16 in pipelines that no row has, by (rank, size, micro-batches, chunks, group)."""
 
 
 @pytest.mark.parametrize("shape", SCHEDULES, ids=str)
@@ -185,7 +185,7 @@ def test_phases_of_deeper_pipelines(shape: Any) -> None:
     assert microbatches.following(*shape) == dict(pairwise(order))
 
 
-def test_micro_batches_are_counted_where_nothing_tells_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_micro_batches_are_counted_where_megatron_has_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(microbatches, "core", lambda: types.SimpleNamespace(microbatches=lambda: 3))
     counted, first, second = microbatches.MicroBatches(), types.SimpleNamespace(), types.SimpleNamespace(vp_stage=1)
     for _ in range(2):
@@ -202,7 +202,7 @@ OFFLOADING = "--actoffload-target nvme --actoffload-min-bytes 4KiB --actoffload-
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
-    """The example, run without offloading and with it."""
+    """One process that runs the example without offloading and with it."""
     folder = tmp_path_factory.mktemp("example")
     command = [warm_python(), "-m", "tests.integration.workers.megatron_fused", *SIZES.split(), "--"]
     done = subprocess.run(
@@ -220,7 +220,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedPro
 
 @pytest.mark.slow
 def test_fused_gradients_find_the_weights_attributes(example: subprocess.CompletedProcess[str]) -> None:
-    """Megatron's Linear marks the weight that it reads from ``ctx.saved_tensors``, and its DDP looks for the mark."""
+    """Megatron's Linear sets an attribute on the weight from ``ctx.saved_tensors``, and its DDP reads the attribute."""
     plain, offloaded, _ = (re.findall("step .*", said) for said in example.stdout.split(SECOND))
     assert plain == offloaded
     losses = [float(line.split()[-1]) for line in plain]

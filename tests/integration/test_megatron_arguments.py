@@ -1,4 +1,4 @@
-"""The Megatron adapter's command line, and what it does beside Megatron's own arguments and switches."""
+"""The Megatron adapter's command line, beside Megatron's own arguments and switches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from actoffload import OffloadConfig, Plan, Statistics
 from actoffload.errors import ConfigError
 
 pytestmark = [
-    # Megatron says at import what it runs without.
+    # At import, Megatron warns of missing packages.
     pytest.mark.filterwarnings("ignore:(Transformer Engine and )?Apex.*not installed:UserWarning"),
     pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning"),
 ]
@@ -49,10 +49,10 @@ def documented_lines() -> list[str]:
     return [part.partition("\n")[2] for part in (released, newest)]
 
 
-def test_the_documented_lines_fit_what_megatron_offers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_documented_lines_fit_megatrons_signatures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The signatures are those of Megatron-LM at its commits 001b00c2734d and d98e8a64ddf3 (22 August 2026).
 
-    Of the second, which is core 0.20.0: ``arguments``, ``argument_utils`` and ``training`` in megatron/training.
+    From the second, core 0.20.0: ``arguments``, ``argument_utils`` and ``training`` in megatron/training.
     """
     seen: list[tuple[Any, Any]] = []
     defaults: dict[str, Any] = {}
@@ -201,7 +201,7 @@ def test_names_of_modules_are_globs_in_the_end() -> None:
 
 
 def test_all_names_of_megatrons_offload_modules_are_taken() -> None:
-    """Those of Megatron-LM at d98e8a64ddf3, in megatron/core/transformer/transformer_config.py."""
+    """The names are from Megatron-LM at d98e8a64ddf3, in megatron/core/transformer/transformer_config.py."""
     theirs = "core_attn attn_proj expert_fc1 fused_group_mlp moe_act attn_norm mlp_norm qkv_linear gdp_qkv"
     assert arguments.MODULES.keys() == {*theirs.split(), "layer_input", "mlp_act"}
     options = arguments.options_of(parse("--actoffload-target nvme --actoffload-modules gdp_qkv fused_group_mlp"))
@@ -231,7 +231,7 @@ def test_names_of_modules_that_the_model_has_not_are_refused(tmp_path: Path) -> 
         step.offloader.close()
 
 
-def test_each_rank_says_what_it_did() -> None:
+def test_the_row_of_a_rank_has_its_figures() -> None:
     found = Statistics(nvme_written_bytes=3 << 20, resident_peak_bytes=1 << 20, baseline_peak_bytes=5 << 20)
     expected = "moved 3.0 MiB | resident peak 1.0 of 5.0 MiB | waited 0.00 s | host 0.0 MiB | disk 3.0 MiB"
     assert " ".join(row("7", found).split()) == f"actoffload rank 7: {expected}"
@@ -286,7 +286,7 @@ def test_without_megatron_training_the_arguments_are_needed() -> None:
 
 
 def chunk_with(**more: Any) -> torch.nn.Module:
-    """A model chunk whose configuration has more switches."""
+    """A model chunk with more switches in its configuration."""
     settings: dict[str, Any] = {
         "pipeline_model_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": None,
@@ -336,6 +336,6 @@ def test_a_call_without_a_megatron_model_is_an_error(tmp_path: Path) -> None:
 
 def test_a_megatron_core_that_lacks_something_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "megatron.core.num_microbatches_calculator", None)
-    microbatches.core.cache_clear()  # what is not there is looked for again each time
+    microbatches.core.cache_clear()  # forget an import that succeeded
     with pytest.raises(ConfigError, match=r"megatron-core='[0-9.]+': lacks .*num_microbatches_calculator"):
         wrap_forward_step(no_step, parse(f"--actoffload-target nvme --actoffload-path {tmp_path}"))

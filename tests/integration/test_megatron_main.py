@@ -1,4 +1,4 @@
-"""Megatron-LM's main branch, which no index has: its names, its signatures and its HybridModel.
+"""Megatron-LM's main branch, which is on no index: its names, its signatures and its HybridModel.
 
 Needs Triton. ``MEGATRON_LM=CLONE make newest`` runs it, and the other tests of Megatron, on a clone.
 """
@@ -35,7 +35,7 @@ SOURCE = Path(package_info.__file__).parents[1]
 
 
 def signature(file: str, function: str) -> inspect.Signature:
-    """Of a function in megatron.training, read from its text: importing it takes packages that this test needs not."""
+    """The signature of a function in megatron.training, from its text, because its import needs more packages."""
     tree = ast.parse((SOURCE / "training" / file).read_text(encoding="utf-8"))
     (found,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function]
     header = ast.unparse(without_context(found))
@@ -45,7 +45,7 @@ def signature(file: str, function: str) -> inspect.Signature:
 
 
 def without_context(function: ast.FunctionDef) -> ast.FunctionDef:
-    """The function without what only its module knows: annotations, defaults, decorators and body."""
+    """The function without all that refers to its module: annotations, defaults, decorators and body."""
     kept = ast.parse(f"def {function.name}(): ...").body[0]
     assert isinstance(kept, ast.FunctionDef)
     kept.args = function.args

@@ -1,4 +1,4 @@
-"""`OffloadConfig` is the one definition of an option: whatever repeats it says the same, and no adapter has its own."""
+"""`OffloadConfig` is the one definition of an option: every repetition agrees with it, and no adapter has its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.options import ENTRY, ROOT, WRITTEN
 NAMES = [field.name for field in fields(OffloadConfig)]
 OPTIONS = set(NAMES) - {"target"}
 TABLE = 3
-"""Options that an adapter may name in one table, for what only it knows of them."""
+"""The most options that an adapter may name in one table, for facts that only the adapter has."""
 
 
 def test_the_flags_of_megatron_are_the_options() -> None:
@@ -64,12 +64,12 @@ def test_the_flags_of_hugging_face_are_the_options() -> None:
 
 def test_the_flags_of_torchtitan_are_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torchtitan")
-    monkeypatch.setitem(sys.modules, "torchtitan.distributed.minimal_async_ep.kernels", MagicMock())  # Triton's
+    monkeypatch.setitem(sys.modules, "torchtitan.distributed.minimal_async_ep.kernels", MagicMock())  # needs Triton
     from actoffload.integrations import torchtitan
 
     hints = get_type_hints(torchtitan.OffloadAC.Config, include_extras=True)
     own = set(hints) - {"checkpointing", "_owner", "preserve_rng_state", "determinism_check"}
-    assert own == set(NAMES)  # "debug" is torchtitan's
+    assert own == set(NAMES)  # torchtitan has a flag "debug" of its own
     for name, kind in OffloadConfig.flags().items():
         assert name == "debug" or get_args(hints[name])[1].help == kind.help
     monkeypatch.setenv("ACTOFFLOAD_MIN_BYTES", "5")

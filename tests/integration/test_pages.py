@@ -1,7 +1,7 @@
 """Every command and every block of Python in the documentation runs: here, or in the test that is named below.
 
-A command that CI cannot run says so where it stands, in the words of `tests/pages.py`. All others are run as they
-stand, in a folder with the files that they name, and with more arguments where that takes long.
+A command that CI cannot run is marked in its page with the words of `tests/pages.py`. Any other command runs as it
+stands, in a folder with the files that it names, and with more arguments if it takes long.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ for _ in range(4):
 
 
 def elsewhere(text: str) -> list[str]:
-    """The entries of ELSEWHERE that are about it."""
+    """The patterns of ELSEWHERE that match a command or a block's name."""
     return [pattern for pattern in ELSEWHERE if re.fullmatch(pattern, text)]
 
 
@@ -90,7 +90,7 @@ TWICE = "docs/index.md, One context around the forward"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where commands are run, with the files that they name."""
+    """The folder in which commands run, with the files that they name."""
     for package in ("accelerate", "jinja2", "matplotlib", "transformers"):
         pytest.importorskip(package)
     place = tmp_path_factory.mktemp("pages")
@@ -141,9 +141,9 @@ def test_nothing_is_left_out() -> None:
         text = (pages.ROOT / "tests" / file).read_text(encoding="utf-8")
         assert re.search(rf"^(def )?{name}\b", text, re.MULTILINE), f"{file} has no {name}"
     everything = list(pages.pieces())
-    assert len(pages.BLOCKS) == sum(piece.kind == "python" for piece in everything), "one below each heading"
+    assert len(pages.BLOCKS) == sum(piece.kind == "python" for piece in everything), "a heading has two blocks"
     known = {"prose", "bash", "python", "yaml", "diff", "text", "{eval-rst}", "{toctree}"}
-    assert {piece.kind for piece in everything} == known, "another is not looked at"
+    assert {piece.kind for piece in everything} == known, "a language without a check"
     prose = [piece for piece in everything if piece.kind == "prose"]
     indented = [piece.name for piece in prose if re.search(r"\n\n    +[^ \n-]", piece.text)]
     assert indented == [], "a block of code stands between fences that name its language"

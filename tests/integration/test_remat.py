@@ -1,4 +1,4 @@
-"""torch_remat's checkpoints, with what they keep moved: the same gradients, or an error."""
+"""torch_remat's checkpoints while their kept tensors move: the same gradients, or an error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTH = 64
 
 
 class Block(nn.Module):
-    """A transformer block; ``save`` says which of its two regions are not run again."""
+    """A transformer block; ``save`` selects the regions of its two that do not run again."""
 
     def __init__(self, save: tuple[bool, bool]) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Block(nn.Module):
         self.pair: Any = None
         """Hooks around the attention."""
         self.changes = False
-        """Whether what the attention returned is changed in place after it was used."""
+        """Whether the attention's output is changed in place after its use."""
 
     def attention(self, x: Tensor) -> Tensor:
         attended: Tensor = self.out(scaled_dot_product_attention(*self.qkv(x).chunk(3, -1)))
@@ -56,7 +56,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Three blocks, each in a checkpoint with the options given; None for no checkpoint."""
+    """Three blocks, each in a checkpoint with these options."""
 
     def __init__(self, save: tuple[bool, bool] = (True, False), options: dict[str, Any] | None = None) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def attached(tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
 
 def trained(attached: Callable[..., Any], model: Model, twice: bool = False, **options: Any) -> Statistics:
-    """What was done in two steps, whose gradients are those of the model alone."""
+    """The statistics of two steps; fails unless their gradients have the bits of the model without offloading."""
     expected = gradients(Model(model.blocks[0].save), twice)
     offloader = attached(model, **options)
     for _ in range(2):
@@ -111,27 +111,27 @@ def trained(attached: Callable[..., Any], model: Model, twice: bool = False, **o
 
 
 def movable(statistics: Statistics) -> int:
-    """Bytes that nothing kept where they were."""
+    """Bytes of saved tensors without a reason to stay."""
     return statistics.packed_bytes - statistics.deduplicated_bytes - sum(statistics.kept_bytes.values())
 
 
 @pytest.mark.parametrize("twice", [False, True], ids=["", "retain_graph"])
 @pytest.mark.parametrize("save", [(False, False), (True, False), (False, True), (True, True)], ids=str)
-def test_the_same_gradients_and_what_is_kept_moves(
+def test_the_same_gradients_and_kept_tensors_move(
     attached: Callable[..., Any], save: tuple[bool, bool], twice: bool
 ) -> None:
-    budget = "640KiB" if any(save) else "128KiB"  # less than is kept, so that something is written
+    budget = "640KiB" if any(save) else "128KiB"  # less than is kept, so that bytes are written
     statistics = trained(attached, Model(save), twice, device_budget=budget)
     assert statistics.nvme_written_bytes > 0
     assert statistics.nvme_read_bytes > 0
     if any(save):
         inputs_alone = trained(attached, Model((False, False)), twice, device_budget="128KiB")
-        assert movable(statistics) > movable(inputs_alone), "what SAVE regions save, too"
+        assert movable(statistics) > movable(inputs_alone), "the tensors of regions that do not run again move, too"
 
 
 def test_boundaries_only_moves_the_inputs_of_the_checkpoints(attached: Callable[..., Any]) -> None:
     everything, only = (trained(attached, Model(), boundaries=which) for which in ("all", "only"))
-    inputs = 2 * 2 * 8 * 32 * WIDTH * 4  # of two checkpoints in two steps; that of the first is the model's own
+    inputs = 2 * 2 * 8 * 32 * WIDTH * 4  # of two checkpoints in two steps; the first one's input is the model's own
     assert movable(only) == inputs < movable(everything)
 
 
@@ -146,8 +146,8 @@ def test_a_budget_holds_and_nothing_is_run_again_by_the_planner(attached: Callab
     assert not offloader.plan.once
 
 
-def test_a_plan_leaves_its_checkpoints_to_it(attached: Callable[..., Any]) -> None:
-    """They are PyTorch's too, but their first run notes what the second one reads: there must be a second one."""
+def test_a_plan_runs_no_checkpoint_of_torch_remat_once(attached: Callable[..., Any]) -> None:
+    """They call PyTorch's checkpoint, but must run again, because a second run reads the records of the first."""
     model = Model((True, False))
     offloader = attached(model)
     offloader.store.regions.follow(frozenset(range(4)))
@@ -172,7 +172,7 @@ def test_hooks_of_its_own_are_refused(attached: Callable[..., Any]) -> None:
     on_checkpoint, in_body = Model(options={"saved_tensors_hooks": pair()}), Model()
     in_body.blocks[1].pair = pair()
     for model in (on_checkpoint, in_body):
-        gradients(model)  # alone it may
+        gradients(model)  # without offloading this works
         attached(model)
         with pytest.raises(ConfigError, match="saved_tensors_hooks"):
             gradients(model)
@@ -196,7 +196,7 @@ def test_inside_a_checkpoint_is_refused(attached: Callable[..., Any]) -> None:
         gradients(model)
 
 
-def test_what_attach_refuses(attached: Callable[..., Any]) -> None:
+def test_attach_refuses_recompute_and_another_attachment(attached: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match="recompute"):
         attached(Model(), recompute=True)
     model = Model()

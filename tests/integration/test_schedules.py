@@ -17,7 +17,7 @@ Found = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What each rank found with FSDP2."""
+    """The results of each rank with FSDP2."""
     return launch("tests.integration.workers.schedule_rows", 2, tmp_path_factory.mktemp("schedules"))
 
 
@@ -51,11 +51,11 @@ def test_an_exception_leaves_modules_sharded_and_setters_as_they_were(found: Fou
         row = rank[f"fails in {where}"]
         assert row["error"] == f"in {where}"
         assert row["settings after"] == row["settings"]
-        assert all(row["settings after"][-1]), "all are sharded"
+        assert all(row["settings after"][-1]), "every module is sharded again"
         assert_same_bits(row["gradients"], row["expected"])
 
 
-def test_what_the_program_has_set_holds(found: Found) -> None:
+def test_settings_of_the_program_hold(found: Found) -> None:
     for rank in found:
         kept, later = rank["chosen"]
         assert kept == (2 * MODULES - 1, MODULES), "one module keeps its parameters for backward"
@@ -78,7 +78,7 @@ def test_inputs_may_need_no_gradient(found: Found) -> None:
 
 @pytest.fixture(scope="module")
 def zero(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What each rank found with ZeRO-3."""
+    """The results of each rank with ZeRO-3."""
     pytest.importorskip("deepspeed")
     return launch("tests.integration.workers.schedule_zero_rows", 2, tmp_path_factory.mktemp("zero"))
 
@@ -88,7 +88,7 @@ def test_zero3_gathers_and_reduces_as_with_one_micro_batch(zero: Found, count: i
     for rank in zero:
         one, row = rank["1"]["layer major"][0], rank[str(count)]
         gathers, others = row["layer major"][0]
-        assert one[0] <= gathers <= one[0] + 1, "one block is released and gathered again"
+        assert one[0] <= gathers <= one[0] + 1, "at most one block is released and gathered again"
         assert others == one[1]
         assert row["loop"][0][0] == count * one[0]
         for name, weight in row["one backward"][1].items():

@@ -1,4 +1,4 @@
-"""``ACTOFFLOAD`` and ``actoffload run``: programs that were not changed."""
+"""``ACTOFFLOAD`` and ``actoffload run`` on programs that do not mention actoffload."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What came of each (program, with checkpoints, way); the way ``none`` is the program alone."""
+    """The results of each (program, with checkpoints, way); the way ``none`` is the program alone."""
     with ThreadPoolExecutor(2) as pool:
         switched = pool.submit(
             launch, WORKER, 1, place, "env", env={"ACTOFFLOAD": "nvme", "ACTOFFLOAD_PATH": str(place)}
@@ -73,7 +73,7 @@ def test_losses_and_weights_are_those_of_the_program_alone(
 ) -> None:
     found, alone = runs[name, checkpointed, way], runs[name, checkpointed, "none"]
     assert found["losses"] == alone["losses"]
-    assert len(alone["losses"]) >= 6  # of four steps, and of evaluations in between
+    assert len(alone["losses"]) >= 6  # of four steps, and of evaluations between them
     assert found["weights"] == alone["weights"]
     (moved,) = found["moved"]
     assert moved > 0
@@ -83,13 +83,13 @@ def test_losses_and_weights_are_those_of_the_program_alone(
 
 
 def test_the_checkpoints_of_a_program_are_seen(runs: Found) -> None:
-    """Two layers; a DeepSpeed engine has DeepSpeed's own checkpoints here."""
+    """Each layer is a region; a DeepSpeed engine has DeepSpeed's own checkpoints, which are none."""
     for (name, checkpointed, way), found in runs.items():
         if way != "none":
             assert found["regions"] == [2 if checkpointed and name != "engine" else 0], (name, checkpointed, way)
 
 
-def test_trainers_log_what_was_done_and_are_left_as_they_were(runs: Found) -> None:
+def test_trainers_log_the_metrics_and_are_restored(runs: Found) -> None:
     for (name, checkpointed, way), found in runs.items():
         if name in ("trainer", "sft") and way != "none":
             assert len(found["logs"]) == 4
@@ -100,8 +100,8 @@ def test_trainers_log_what_was_done_and_are_left_as_they_were(runs: Found) -> No
     assert runs["trainer", True, "env"]["left"]["checkpointing"]["offload"] == "nvme"
 
 
-def test_tensorboard_and_trackio_show_what_was_done(runs: Found, place: Path) -> None:
-    """Read by TensorBoard's own reader, and from trackio's database."""
+def test_tensorboard_and_trackio_show_the_metrics(runs: Found, place: Path) -> None:
+    """Through TensorBoard's own reader, and trackio's database."""
     expected = {f"train/{name}": value for name, value in runs["trainer", False, "env"]["logs"][0].items()}
     board = EventAccumulator(str(place / "tensorboard")).Reload()
     assert {name: board.Scalars(name)[0].value for name in expected} == pytest.approx(expected)
@@ -111,7 +111,7 @@ def test_tensorboard_and_trackio_show_what_was_done(runs: Found, place: Path) ->
     assert {name: json.loads(first)[name] for name in expected} == expected
 
 
-# -- the program is what ends -----------------------------------------------------------------------------------------
+# -- exit status and output of a program ------------------------------------------------------------------------------
 
 
 def start(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -130,7 +130,7 @@ ENDINGS = {
     "print('out', flush=True); raise ValueError('in vain')": (1, "ValueError: in vain\n"),
     "print('out', flush=True); import os; os.kill(os.getpid(), 15)": (-signal.SIGTERM, ""),
 }
-"""The exit status of some programs, and the end of what they say of errors."""
+"""The exit status of some programs, and the end of their standard error."""
 
 
 @pytest.mark.parametrize("code", ENDINGS)
@@ -142,7 +142,7 @@ def test_a_program_ends_under_the_variable_as_it_does_alone(code: str) -> None:
     assert done.stderr.endswith(error) if error else not done.stderr
 
 
-def test_a_program_that_is_run_is_what_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_passes_arguments_variables_and_the_exit_status_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACTOFFLOAD_NATIVE", raising=False)  # `make newest` sets it
     script = tmp_path / "train.py"
     script.write_text("import os, sys\nprint(sys.argv[1:], sorted(n for n in os.environ if n.startswith('ACTOFF')))\n")
@@ -172,7 +172,7 @@ def main():
 
 
 def test_a_run_ends_with_one_line(tmp_path: Path) -> None:
-    """Its model has gone by then, or lives. A module that is prepared for its parameters alone adds no line."""
+    """Whether its model has died by then or not. A module that was prepared, but never called, adds no line."""
     script = tmp_path / "train.py"
     options = ("--target", "nvme", "--path", str(tmp_path), "-o", "device_budget=25%")
     for more, call, details in (
@@ -193,7 +193,7 @@ def test_launchers_hand_the_switch_on(tmp_path: Path) -> None:
     script.write_text(
         "import os, sys\n"
         "found = os.environ.get('RANK'), os.environ['ACTOFFLOAD'], '_actoffload_start' in sys.modules\n"
-        "os.write(1, f'{found}\\n'.encode())\n"  # at once: a launcher ends the other processes
+        "os.write(1, f'{found}\\n'.encode())\n"  # unbuffered, as a launcher ends the other processes
         "sys.exit(3)\n"
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
@@ -201,7 +201,7 @@ def test_launchers_hand_the_switch_on(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         jobs = pool.submit(run, "--target", "nvme", "--", *torchrun), pool.submit(start, *accelerate, ACTOFFLOAD="nvme")
         one, other = (job.result() for job in jobs)
-    assert one.returncode == other.returncode == 1  # so both launchers end when a program of theirs fails
+    assert one.returncode == other.returncode == 1  # the status of both launchers if their program fails
     assert one.stdout
     assert set(one.stdout.splitlines()) <= {"('0', 'nvme', True)", "('1', 'nvme', True)"}
     assert other.stdout == "(None, 'nvme', True)\n"
@@ -224,10 +224,10 @@ def test_launchers_hand_the_switch_on(tmp_path: Path) -> None:
         ([], "Missing argument"),
     ],
 )
-def test_what_cannot_work_is_said_before_the_program_starts(
+def test_bad_options_are_refused_before_the_program_starts(
     words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(os, "execve")  # a command that is accepted would replace the tests' own process
+    monkeypatch.delattr(os, "execve")  # execve() of an accepted command would replace the tests' own process
     done = CliRunner().invoke(app, ["run", *words])
     assert done.exit_code == 2
     assert message in " ".join(done.stderr.replace("│", " ").split())
@@ -248,7 +248,7 @@ def test_a_variable_that_is_no_option_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_package_that_python_does_not_load_at_its_start_is_refused(tmp_path: Path) -> None:
-    """As a checkout is: nothing in the program would be patched, and nobody would say so."""
+    """In a checkout, no .pth file patches the program, so it would run without offloading and without a message."""
     venv.create(tmp_path, symlinks=True)
     (folder,) = tmp_path.glob("lib/python*/site-packages")
     (folder / "others.pth").write_text("\n".join(path for path in sys.path if path) + "\n")
@@ -257,7 +257,7 @@ def test_a_package_that_python_does_not_load_at_its_start_is_refused(tmp_path: P
     assert "this is no installed actoffload" in done.stderr
 
 
-def test_a_loop_that_nothing_is_attached_to_is_told() -> None:
+def test_a_loop_without_an_attachment_is_warned() -> None:
     code = "import torch; w = torch.nn.Linear(2, 2); o = torch.optim.SGD(w.parameters(), lr=1.0)"
     done = run("--", "-c", f"{code}; w(torch.ones(2)).sum().backward(); o.step()")
     assert done.returncode == 0
@@ -274,7 +274,7 @@ def test_a_loop_that_nothing_is_attached_to_is_told() -> None:
         ({"ACTOFFLOAD": "nvme", "ACTOFFLOAD_DEVICE_BUDGET": "40"}, "ACTOFFLOAD_DEVICE_BUDGET='40': is 40 bytes: give"),
     ],
 )
-def test_what_is_misspelt_is_reported_when_the_first_optimizer_steps(variables: dict[str, str], told: str) -> None:
+def test_a_misspelt_variable_is_reported_at_the_first_optimizer_step(variables: dict[str, str], told: str) -> None:
     code = "import sys, torch; w = torch.nn.Linear(2, 2); o = torch.optim.SGD(w.parameters(), lr=1.0)\n"
     code += "for step in range(2): w(torch.ones(2)).sum().backward(); o.step(); print('step', step, file=sys.stderr)"
     done = start(sys.executable, "-c", code, **variables)
@@ -296,7 +296,7 @@ def test_modules_in_a_zip_file_share_a_loader(tmp_path: Path, monkeypatch: pytes
     assert patched == ["seam.one"]
 
 
-def test_a_loop_with_an_offloader_of_its_own_is_not_told(
+def test_a_loop_with_an_offloader_of_its_own_is_not_warned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(_actoffload_start, "_stepped", True)
@@ -316,7 +316,7 @@ def test_auto_leaves_the_target_to_the_flags_of_a_framework() -> None:
 
 
 def patched(name: str, kind: type) -> Any:
-    """A class of a framework, as it is once the module is imported that has it."""
+    """A class of a framework, as patched when its module is imported."""
     module: Any = ModuleType(name)
     setattr(module, kind.__name__, kind)
     switch.patch(module)
@@ -324,7 +324,7 @@ def patched(name: str, kind: type) -> Any:
 
 
 class Trainer:
-    """Is none of transformers'."""
+    """A trainer that is no subclass of transformers'."""
 
     args = None
 
@@ -342,17 +342,17 @@ class Accelerator:
         return model
 
 
-def test_what_a_program_attaches_itself_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attachments_of_the_program_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACTOFFLOAD", "nvme")
     accelerator = patched("accelerate.accelerator", Accelerator)()
     plugin = accelerator.state.fsdp_plugin
     with pytest.raises(ConfigError, match=r"give a transformers\.Trainer"):
-        patched("transformers.trainer", Trainer)().train()  # an error leaves what follows as it was
+        patched("transformers.trainer", Trainer)().train()  # the error leaves no state that changes the next calls
     other, model = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
     attachment = attach(model, target="nvme", path=tmp_path)
     for each in (model, nn.Sequential(model), other, other):
         accelerator.prepare(each)
-    assert not plugin.activation_checkpointing_offload  # what it would move, we move
+    assert not plugin.activation_checkpointing_offload  # Accelerate would move the same tensors as we do
     assert Attachment.of(model) is attachment
     made = Attachment.of(other)
     assert made is not None

@@ -13,11 +13,11 @@ from tests.integration.processes import launch
 
 Found = dict[str, Any]
 PAIRS = ["none, flag", "none, variable", "full, flag", "full, override", "selective, variable"]
-"""The override is what docs/upstream shows."""
+"""The override is the one in docs/upstream."""
 
 
 def shown(name: str) -> list[pytest.MarkDecorator]:
-    """The cell of the table that a pair shows."""
+    """The cell of the table that a pair proves."""
     ways = {"flag": "flag", "variable": "env"}
     checkpointing, way = name.split(", ")
     if way not in ways:
@@ -27,7 +27,7 @@ def shown(name: str) -> list[pytest.MarkDecorator]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What one process found that ran every command line of the worker."""
+    """The results of one process that ran every command line of the worker."""
     pytest.importorskip("torchtitan")
     place = tmp_path_factory.mktemp("titan")
     env = {"ACTOFFLOAD": "auto", "ACTOFFLOAD_PATH": str(place), "ACTOFFLOAD_MIN_BYTES": "1KiB"}
@@ -39,9 +39,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 @pytest.mark.slow
 @pytest.mark.parametrize("offloaded", [pytest.param(name, marks=shown(name)) for name in PAIRS])
 def test_losses_and_weights_are_those_of_torchtitan_alone(found: Found, offloaded: str) -> None:
-    plain, ours = found["rows"]["none"], found["rows"][offloaded]  # checkpoints change no bit
+    plain, ours = found["rows"]["none"], found["rows"][offloaded]  # also for rows with checkpoints, which change no bit
     assert len(plain["losses"]) == 4, "two steps, and validation after each"
-    assert len({loss for _, loss, *_ in plain["losses"]}) == 4, "the losses do not change: nothing is learned"
+    assert len({loss for _, loss, *_ in plain["losses"]}) == 4, "a model that learns has another loss in each step"
     assert ours["losses"] == plain["losses"]
     assert ours["weights"] == plain["weights"]
     assert plain["statistics"] is None
@@ -50,13 +50,13 @@ def test_losses_and_weights_are_those_of_torchtitan_alone(found: Found, offloade
     assert statistics.nvme_read_bytes > 0
     assert statistics.resident_peak_bytes < statistics.baseline_peak_bytes
     assert statistics.live_records == 0
-    assert ours["debug"] == ("override" not in offloaded), "a variable that has the name of a flag of torchtitan's"
+    assert ours["debug"] == ("override" not in offloaded), "torchtitan has a flag of this variable's name"
 
 
 @pytest.mark.slow
-def test_what_is_on_is_said_once_and_the_report_is_logged(found: Found) -> None:
+def test_each_run_announces_once_and_logs_its_report(found: Found) -> None:
     assert found["said"].count("actoffload: target nvme") == len(PAIRS)
-    assert found["said"].count("  storage engine ") == len(PAIRS) - 1, "all but the override's, which nothing reports"
+    assert found["said"].count("  storage engine ") == len(PAIRS) - 1, "one report for each run but the override's"
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_what_is_on_is_said_once_and_the_report_is_logged(found: Found) -> None:
         ("unknown variable", "ACTOFFLOAD_BUDGET='1GiB'"),
     ],
 )
-def test_what_cannot_work_is_refused_by_its_flag_before_training(found: Found, case: str, words: str) -> None:
+def test_a_bad_option_is_refused_by_its_flag_before_training(found: Found, case: str, words: str) -> None:
     assert words in found["refused"][case]
 
 
@@ -85,7 +85,7 @@ def test_a_missing_torchtitan_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_missing_triton_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Torchtitan imports it without requiring it."""
+    """torchtitan imports Triton, but does not depend on it."""
     pytest.importorskip("tyro")
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchtitan"]:
         monkeypatch.delitem(sys.modules, name)

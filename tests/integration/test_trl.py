@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:trl.*", "ignore::Fu
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model on disk: TRL loads reference models from where the model came from."""
+    """A model on disk, because TRL loads the reference model from the model's path."""
     path = tmp_path_factory.mktemp("model")
     llama(dropout=0.1).save_pretrained(path)
     return str(path)
@@ -52,7 +52,7 @@ def lora(kind: str) -> Any:
 
 
 def make(trainer: Any, model: str, config: Any, data: Dataset, kind: str, **more: Any) -> Any:
-    """A trainer; the kind says whether it has adapters."""
+    """A trainer; with adapters if ``kind`` is "lora"."""
     return trainer(model, args=config, train_dataset=data, processing_class=tokenizer(), peft_config=lora(kind), **more)
 
 
@@ -63,12 +63,12 @@ def sft(model: str, out: Path, kind: str, **options: Any) -> Any:
 
 
 def prompts() -> Dataset:
-    """What completions are generated for."""
+    """Prompts for which completions are generated."""
     return Dataset.from_dict({"prompt": [sentence(seed, 6) for seed in range(16)]})
 
 
 def preferences() -> Dataset:
-    """A prompt, and an answer that is better than another."""
+    """Prompts, each with a chosen and a rejected answer."""
     return Dataset.from_dict(
         {
             "prompt": [sentence(seed, 8) for seed in range(16)],
@@ -96,7 +96,7 @@ def rewarding(model: str, out: Path, kind: str) -> Any:
 
 
 def reward(completions: list[str], **_: Any) -> list[float | None]:
-    """Likes words that end in 3."""
+    """Prefers words that contain a 3."""
     return [float(text.count("3")) + 0.01 * len(text) for text in completions]
 
 
@@ -112,7 +112,7 @@ def rloo(model: str, out: Path, kind: str) -> Any:
 
 
 def online_dpo(model: str, out: Path, kind: str) -> Any:
-    """Its ``training_step`` does all by itself, also the forward."""
+    """Its ``training_step`` computes all by itself, without ``compute_loss``."""
     config = OnlineDPOConfig(str(out), max_new_tokens=8, **QUIET)
     return make(OnlineDPOTrainer, model, config, prompts(), kind, reward_funcs=reward)
 
@@ -134,7 +134,7 @@ def test_a_trainer_computes_the_same_bits(trainer: Any, kind: str, model_path: s
 def test_its_own_flag_is_taken_over(
     kind: Any, model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # TRL's context cannot be made without an accelerator ('NoneType' object has no attribute 'type'); this one can.
+    # TRL's own context raises without an accelerator, so that NoOpManager stands for it.
     theirs: Any = NoOpManager()
     for module in ("sft", "dpo"):
         monkeypatch.setattr(f"trl.trainer.{module}_trainer.get_act_offloading_ctx_manager", lambda model: theirs)
@@ -146,13 +146,13 @@ def test_its_own_flag_is_taken_over(
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator has what both ask for")
 def test_without_us_a_target_means_true_and_fails_on_a_cpu(model_path: str, tmp_path: Path) -> None:
-    """As docs/integrations.md says; test_switch.py has the same flags with the switch."""
-    # TRL asks for the accelerator's streams: of none, or of CUDA where PyTorch was built for it.
+    """docs/integrations.md describes this; test_switch.py has the same flags with the switch."""
+    # TRL asks for an accelerator's streams; PyTorch has no accelerator, or CUDA without a GPU.
     with pytest.raises((AttributeError, RuntimeError), match=r"'NoneType' object has no attribute 'type'|CUDA"):
         sft(model_path, tmp_path / "out", "plain", activation_offloading="nvme")
     chosen = {"use_reentrant": False, "offload": "nvme"}
     trainer = make_trainer(tmp_path, activation_checkpointing=True, activation_checkpointing_kwargs=chosen)
-    # PyTorch built for CUDA pins no memory where there is no GPU, and goes on.
+    # Without a GPU, PyTorch built for CUDA goes on with unpinned memory.
     built = torch.backends.cuda.is_built()
     with nullcontext() if built else pytest.raises(RuntimeError, match="pin_memory=True requires"):
         trainer.train()

@@ -13,13 +13,13 @@ from tests.integration.processes import ROOT, launch
 
 NOTES = {file.stem: file.read_text(encoding="utf-8") for file in (ROOT / "docs/upstream").glob("*.md")}
 RUN = ("deepspeed", "transformers", "trl")
-"""test_torchtitan.py runs the other one."""
+"""Notes with code that this file runs; test_torchtitan.py runs the code of its note."""
 BLOCKS = [name for name in pages.BLOCKS if re.match(r"docs/(frameworks/(?!megatron|recipes)|remat)", name)]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one process found that ran the code of every note."""
+    """The results of one process that ran the code of every note."""
     for package in (*RUN, "torch_remat"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
