@@ -1,4 +1,4 @@
-"""Checkpointed blocks that communicate, on ranks that would run others of them once, before and after they agree."""
+"""Checkpointed blocks that communicate, on two ranks that plan to run different blocks once, and `agree`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ WANTED = {0, 2}, {1}
 
 
 class _Picky:
-    """Runs other regions once on each rank, of those that it may."""
+    """A planner that proposes other regions on each rank, as far as the limits allow."""
 
     def plan(self, profile: Profile, limits: Limits) -> Plan:
         storages = (s for s in profile.storages if s.index is not None and s.tape == 0)
         entries = tuple(PlanEntry(index=s.index or 0, nbytes=s.nbytes, action="offload") for s in storages)
-        shorter_s = profile.step_s / (1 + len(profile.once))  # a choice counts while it is said to be shorter
+        shorter_s = profile.step_s / (
+            1 + len(profile.once)
+        )  # a proposal is followed only if its plan predicts a shorter step
         return Plan(entries, predicted_step_s=shorter_s)
 
     def propose(self, base: Profile, limits: Limits) -> Proposal:
@@ -89,7 +91,7 @@ def _once(offloader: Offloader) -> list[int]:
 
 
 def _in_a_step(offloader: Offloader) -> str:
-    """What `agree` says while the second rank has something alive."""
+    """The error of `agree` while a forward's tensors are alive on the second rank."""
     held = None
     if dist.get_rank() == 1:
         with offloader:
@@ -100,7 +102,7 @@ def _in_a_step(offloader: Offloader) -> str:
 
 
 def _said(offloader: Offloader) -> str:
-    """What `agree` raises."""
+    """The text of the error that `agree` raises, or none."""
     try:
         offloader.agree()
     except StateError as error:
@@ -115,10 +117,10 @@ def _step(offloader: Offloader, model: nn.Module, batch: int) -> None:
 
 
 def _later(offloader: Offloader, model: nn.Module) -> dict[str, Any]:
-    """Forwards of any other shape run the same regions once, so that they are the same on all ranks."""
+    """Forwards of any other shape run the agreed regions once, on all ranks."""
     _step(offloader, model, 256)
     first = offloader.agree()
-    wide = _Model(width=64, depth=2)  # another forward, the same on both ranks, as its blocks communicate
+    wide = _Model(width=64, depth=2)  # another shape; both ranks run it, as its blocks communicate
     for _ in range(2):
         _step(offloader, wide, 512)
     still = _once(offloader)
@@ -126,7 +128,7 @@ def _later(offloader: Offloader, model: nn.Module) -> dict[str, Any]:
 
 
 def _problems(model: nn.Module) -> dict[str, Any]:
-    """A rank that does not plan, one that was closed, and one that leaves checkpoints alone."""
+    """Errors with a rank that does not plan or is closed, and the result with one that leaves checkpoints alone."""
     rank = dist.get_rank()
     other = _offloader(model, policy="greedy" if rank == 1 else "auto")
     told = [_said(other)]
@@ -146,7 +148,7 @@ def _problems(model: nn.Module) -> dict[str, Any]:
 
 
 def _unequal() -> dict[str, Any]:
-    """Ranks whose batches differ; nothing communicates."""
+    """Ranks with batches of different sizes, in a model without collectives."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
     offloader = _offloader(model, recompute=True)
     with warnings.catch_warnings(record=True) as told:
@@ -162,7 +164,7 @@ def _unequal() -> dict[str, Any]:
 
 
 def run() -> dict[str, Any]:
-    """The gradients' bits against those without offloading, and what each rank planned."""
+    """Whether gradients have the bits of a run without offloading, and the regions that each rank ran once."""
     torch.manual_seed(0)
     model = _Model()
     expected = _train(None, model, PLANNED_STEPS), _train(None, model, STEPS)

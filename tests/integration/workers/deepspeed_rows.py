@@ -26,7 +26,7 @@ from tests.integration.processes import main, scratch
 
 WIDTH = 64
 STEPS = 2
-"""The second one fetches in the order that the first one has shown."""
+"""The second step prefetches in the order of the first."""
 LINES: list[str] = []
 
 ZERO3 = {
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class DetachedWeight(torch.autograd.Function):
-    """Saves a weight behind ``detach()``, as fused kernels do: neither a leaf nor a view that autograd knows."""
+    """Saves a detached weight, as fused kernels do: neither a leaf nor a view that autograd knows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class Model(nn.Module):
     """Embedding, blocks, a head tied to the embedding, and a loss.
 
     Args:
-        checkpoint: runs each block, if given.
+        checkpoint: the checkpoint function that runs each block, or None.
         frozen: freeze every second block, and tie the head by using the embedding's weight outside its module.
     """
 
@@ -189,7 +189,7 @@ def config_of(row: Row, offloaded: bool) -> dict[str, Any]:
 
 
 def recorded(optimizer: torch.optim.Optimizer, run: Run) -> None:
-    """Keep every gradient that the optimizer is handed (a rank's own part of it, where ZeRO divides them)."""
+    """Copy every gradient before the optimizer's step (where ZeRO partitions gradients, this rank's part)."""
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
@@ -207,7 +207,7 @@ def final_weights(module: nn.Module, run: Run) -> None:
 
 
 def train(row: Row, offloaded: bool) -> Run:
-    """Train a few steps; the same bits with and without offloading."""
+    """Train a few steps from fixed seeds."""
     run = Run()
     torch.manual_seed(3)
     deepspeed.checkpointing.configure(None, **row.checkpointing)
@@ -287,7 +287,7 @@ def train_pipeline(kind: type[nn.Module], checkpoint: int, offloaded: bool) -> R
 
 @contextlib.contextmanager
 def told_stages() -> Iterator[list[str]]:
-    """What offloaders are told of a pipeline's phases, as text such as ``F0>B0``."""
+    """Record the calls of `Offloader.stage`, as text such as ``F0>B0``."""
     told: list[str] = []
     stage = Offloader.stage
 
@@ -314,10 +314,10 @@ PIPELINES = {
 
 
 def announced() -> str:
-    """What the process prints in its first step when nobody says where announcements go."""
+    """The output of the first steps without an ``announce`` option."""
     row = ROWS["optimizer_cpu"]
     config = config_of(row, offloaded=True)
-    del config["actoffload"]["announce"], config["actoffload"]["trace"]  # another row writes it
+    del config["actoffload"]["announce"], config["actoffload"]["trace"]  # another row writes the same trace
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with contextlib.redirect_stdout(io.StringIO()) as said:
@@ -331,7 +331,7 @@ def announced() -> str:
 
 
 def forms() -> dict[str, Any]:
-    """Every way to hand a configuration in: which of them offload, and what is left of what was handed in."""
+    """The bytes written with each form of a configuration; fails if the configuration is changed."""
     config = config_of(Row(zero={"stage": 1}), offloaded=True)
     config["actoffload"]["announce"] = "none"
     file = scratch() / f"config{torch.distributed.get_rank()}.json"
@@ -359,17 +359,17 @@ def forms() -> dict[str, Any]:
             attachment.detach()
             packed = attachment.offloader.statistics().packed_tensors
             engine.backward(engine(torch.zeros(4, 64, dtype=torch.long)))
-            assert attachment.offloader.statistics().packed_tensors == packed, "detached, and still at work"
+            assert attachment.offloader.statistics().packed_tensors == packed, "hooks run after detach()"
             attachment.offloader.close()
         assert "actoffload" not in engine._config._param_dict, "DeepSpeed saw the section"
         engine.destroy()
-    assert (config, off) == before, "what was handed in was changed"
+    assert (config, off) == before, "the caller's configuration was changed"
     assert (namespace.deepspeed_config, by_dict.deepspeed_config) == (str(file), config)
     return found
 
 
 def work() -> dict[str, Any]:
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo does; this would be compiled for a minute
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo suffices; compiling it takes a minute
     deepspeed.init_distributed(dist_backend="gloo")
     found: dict[str, Any] = {}
     for name in sys.argv[1:]:

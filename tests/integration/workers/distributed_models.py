@@ -31,7 +31,7 @@ WIDTH = 64
 ROWS_OF_BATCH = 512
 DEPTH = 4
 CHECKPOINTS = {"device_budget": "256KiB"}
-"""Options where only the inputs of the blocks are saved."""
+"""Options for models that save only the inputs of their blocks."""
 
 
 class Block(nn.Module):
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks and a head; `recompute` checkpoints each block, `unused` has a part that only odd steps use."""
+    """Blocks and a head; `recompute` checkpoints each block, `unused` adds a layer that only odd steps use."""
 
     def __init__(
         self, *, recompute: bool = False, unused: bool = False, block: Callable[[], nn.Module] = Block
@@ -82,7 +82,7 @@ def batch(step: int, rank: int, microbatch: int = 0) -> Tensor:
 
 
 def data_parallel_step(model: nn.Module) -> Callable[[int], list[Tensor]]:
-    """Forward and backward of a batch of this rank's own."""
+    """Forward and backward of this rank's batch."""
 
     def step(index: int) -> list[Tensor]:
         loss = model(batch(index, dist.get_rank())).float().square().mean()
@@ -103,7 +103,7 @@ def ddp(*, recompute: bool = False, **options: Any) -> Setting:
 
 
 def ddp_accumulate() -> Setting:
-    """Three micro-batches, synchronised with the last."""
+    """Three micro-batches; gradients are reduced with the last."""
     model = DistributedDataParallel(Net(), gradient_as_bucket_view=True)
 
     def step(index: int) -> list[Tensor]:
@@ -118,7 +118,7 @@ def ddp_accumulate() -> Setting:
 
 
 def ddp_static() -> Setting:
-    """A static graph, with checkpoints in it."""
+    """DDP with a static graph and checkpoints."""
     model = DistributedDataParallel(Net(recompute=True), static_graph=True)
     return Setting(model, data_parallel_step(model), options=CHECKPOINTS)
 
@@ -127,7 +127,7 @@ def ddp_static() -> Setting:
 
 
 def shard(model: Net, **options: Any) -> Net:
-    """Shard each block, and the rest."""
+    """Shard each block, and then the model."""
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
@@ -163,7 +163,7 @@ def fsdp_accumulate() -> Setting:
 
 
 def fsdp_blocks() -> Setting:
-    """As `fsdp`, and each block runs inside a context of its own."""
+    """As `fsdp`, with a context around each block."""
     setting = fsdp(reshard_after_forward=True)
     assert isinstance(setting.model, Net)
     setting.attached = list(setting.model.blocks)
@@ -186,7 +186,7 @@ def fsdp_prefetch() -> Setting:
 
 
 def fsdp_tensor() -> Setting:
-    """Tensor parallel (of one rank) inside ``fully_shard``: what is gathered are DTensors."""
+    """Tensor parallel (of one rank) inside ``fully_shard``, which then gathers DTensors."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
     model = Net(block=FrozenFirst)
     for block in model.blocks:
@@ -196,14 +196,14 @@ def fsdp_tensor() -> Setting:
 
 
 class Detached(nn.Linear):
-    """Saves its weight as a tensor that autograd does not know to be a view of a parameter."""
+    """Saves its weight detached, so that autograd does not know it for a view of a parameter."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.detach(), self.bias)
 
 
 class FrozenFirst(Block):
-    """A block whose first linear is one with a detached weight, so that this is what autograd saves first of it."""
+    """A block whose first saved tensor is a detached weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class FrozenFirst(Block):
 
 
 def fsdp_detached() -> Setting:
-    """Weights that are saved detached: only their storage says that they are gathered parameters."""
+    """Detached weights, which only their storage identifies as gathered parameters."""
     model = Net(block=FrozenFirst)
     model.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), block) for block in model.blocks))
     shard(model, reshard_after_forward=True)
@@ -243,7 +243,7 @@ def once(setting: Setting) -> Setting:
 
 
 def fsdp_one_checkpointed() -> Setting:
-    """Checkpoints inside of FSDP's units, as Accelerate and Lightning put them."""
+    """Checkpoints inside FSDP's units, as Accelerate and Lightning set them up."""
     setting = fsdp_one(use_orig_params=True)
     apply_activation_checkpointing(setting.model, check_fn=lambda module: isinstance(module, Block))
     return setting
@@ -275,7 +275,7 @@ def tensor_parallel() -> Setting:
 
 
 def sequence_parallel() -> Setting:
-    """As `tensor_parallel`, with norms, dropout and residuals on a part of the rows: most of it saves DTensors."""
+    """As `tensor_parallel`, with norms, dropout and residuals on sharded rows: most saved tensors are DTensors."""
     from torch.distributed.tensor import Replicate, Shard
 
     model = Net()
@@ -320,7 +320,7 @@ class Attention(nn.Module):
 
 
 def sequence_cut() -> Setting:
-    """The sequence is cut in two; attention gathers. The CPU has only the plain kernel for it, without a mask."""
+    """The sequence is sharded in two; attention gathers. The CPU has only the math kernel for it, without a mask."""
     from torch.distributed.tensor.experimental import context_parallel
 
     mesh = _mesh()

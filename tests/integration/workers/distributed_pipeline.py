@@ -1,4 +1,4 @@
-"""The settings of torch.distributed.pipelining: every schedule, two ranks, one to two stages on each."""
+"""The settings of torch.distributed.pipelining: every schedule, on two ranks of one or two stages."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ OPTIONS = {"device_budget": "512KiB"}
 
 
 def pipeline(schedule_class: Any, stages_per_rank: int, *, v_shaped: bool = False) -> Setting:
-    """A model of ``2 * stages_per_rank`` stages with two blocks each, cut over two ranks.
+    """A model of ``2 * stages_per_rank`` stages with two blocks each, split over two ranks.
 
     Args:
-        schedule_class: of torch.distributed.pipelining.
+        schedule_class: a schedule of torch.distributed.pipelining.
         stages_per_rank: 1, or 2 for a schedule with virtual stages.
         v_shaped: the first rank has the first and the last stage.
     """
@@ -66,7 +66,7 @@ def pipeline(schedule_class: Any, stages_per_rank: int, *, v_shaped: bool = Fals
 
 
 def checkpointed(setting: Setting) -> Setting:
-    """Both blocks of a stage are checkpointed, and the second runs once; several forwards wait for backward."""
+    """Both blocks of a stage are checkpointed, and the second runs once, with several forwards in flight."""
     for chunk in setting.attached:
         apply_activation_checkpointing(chunk, check_fn=lambda module: isinstance(module, Block))
     setting.options = {"policy": Plan((), once=(1,), regions=2), "device_budget": "256KiB"}

@@ -1,7 +1,8 @@
 """Rows of torch.distributed, each trained without and with offloading: data, tensor, context and pipeline parallel.
 
-``python -m tests.integration.workers.distributed_rows ROW ...`` in each rank; a row is ``name/where``. ``where`` says
-what runs inside the offloading context: ``outer`` (the wrapped module), ``inner`` (a module inside) or ``context``.
+``python -m tests.integration.workers.distributed_rows ROW ...`` in each rank; a row is ``name/where``. ``where``
+is the place of the offloading: ``outer`` (`attach` to the wrapped module), ``inner`` (to a module inside it) or
+``context`` (around the step).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ ROWS = {**distributed_models.ROWS, **distributed_pipeline.ROWS}
 
 
 def work() -> dict[str, Any]:
-    """Each row's two runs."""
+    """The two runs of each row."""
     return {row: compare(ROWS[row.partition("/")[0]], row.partition("/")[2]) for row in sys.argv[1:]}
 
 

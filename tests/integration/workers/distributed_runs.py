@@ -1,4 +1,4 @@
-"""Train one distributed setting twice, without and with offloading, and take down what each run shows."""
+"""Train one distributed setting twice, without and with offloading, and record both runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.integration.evidence import Run, counting_owners
 from tests.integration.processes import scratch
 
 STEPS = 2
-"""The second one fetches in the order that the first one has shown."""
+"""The second step prefetches in the order of the first."""
 OPTIONS: dict[str, Any] = {"target": "nvme", "min_bytes": 1024, "device_budget": "1MiB", "policy": "greedy"}
 
 Step = Callable[[int], list[Tensor]]
@@ -29,10 +29,10 @@ class Setting:
     """A model that is set up for one kind of parallelism.
 
     Attributes:
-        model: owns all parameters of this rank; what ``outer`` attaches to.
+        model: owns all parameters of this rank; ``outer`` attaches to it.
         step: runs forward and backward of one step and returns its losses.
-        inner: what ``inner`` attaches to; default: the model's first child.
-        attached: what ``outer`` attaches to, where that is not the model.
+        inner: the module that ``inner`` attaches to; default: the model's first child.
+        attached: the module that ``outer`` attaches to, if not the model.
         options: options of the offloader beside the usual ones.
         optimizer: makes the optimizer.
     """
@@ -46,14 +46,14 @@ class Setting:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
+    """This rank's part of a tensor."""
     found: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     plain: Tensor = getattr(found, "elem", found)
     return plain.detach()
 
 
 def owned(model: nn.Module) -> Iterable[Tensor]:
-    """Every tensor in whose storage a parameter lies at this moment: whole, sharded or gathered."""
+    """Each tensor whose storage holds a parameter at this moment: whole, sharded or gathered."""
     for module in model.modules():
         for parameter in [*module._parameters.values(), *module._buffers.values()]:
             if parameter is not None:
@@ -72,7 +72,7 @@ def train(make: Callable[[], Setting], where: str) -> Run:
 
     Args:
         make: makes the model, the same every time.
-        where: ``""`` for the run without offloading, or what to offload.
+        where: ``""`` for the run without offloading, or the place of the offloading.
     """
     torch.manual_seed(0)
     setting = make()
@@ -125,7 +125,7 @@ def offloading(setting: Setting, where: str) -> Iterator[Offloader | None]:
 
 
 def compare(make: Callable[[], Setting], where: str) -> Any:
-    """The run without and the run with offloading, or the text of what went wrong."""
+    """The run without and the run with offloading, or the text of an error."""
     try:
         return train(make, ""), train(make, where)
     except Exception:

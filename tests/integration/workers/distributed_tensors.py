@@ -1,4 +1,4 @@
-"""What two ranks see of single tensors: DTensors, changes of them in place, collectives under way."""
+"""Single tensors on two ranks: DTensors, changes of them in place, collectives under way."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ SIZE = 128
 
 
 seen: list[Tensor] = []
-"""What backward was handed."""
+"""Tensors that backward unpacked."""
 
 
 def save(x: Tensor, saved: Tensor) -> Tensor:
-    """Save a tensor, which is ``seen`` again in backward."""
+    """Save a tensor; backward appends the unpacked one to ``seen``."""
     return Save.apply(x, saved, seen.append)  # type: ignore[no-any-return]
 
 
@@ -38,29 +38,29 @@ def offloader(**options: Any) -> Offloader:
 
 
 def mesh() -> DeviceMesh:
-    """Both ranks."""
+    """A mesh of both ranks."""
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 def whole(rows: int = 2 * SIZE, seed: int = 0) -> Tensor:
-    """The same on both ranks."""
+    """A tensor with the same bytes on both ranks."""
     return torch.randn(rows, SIZE, generator=torch.Generator().manual_seed(seed))
 
 
 def distributed(*, requires_grad: bool = False) -> DTensor:
-    """A DTensor that is cut by rows: each rank has other bytes."""
+    """A DTensor that is sharded by rows."""
     found: DTensor = distribute_tensor(whole(), mesh(), [Shard(0)])
     found.requires_grad_(requires_grad)
     return found
 
 
 def mine() -> Tensor:
-    """What this rank has of `distributed`."""
+    """This rank's shard of `distributed`."""
     return whole()[dist.get_rank() * SIZE :][:SIZE]
 
 
 def round_trips() -> dict[str, Any]:
-    """Of what was saved: facts before and after, bytes that are right and that came back, bytes left and written."""
+    """For each kind of tensor: facts before and after, right and unpacked values, resident and written bytes."""
     kinds: dict[str, tuple[Callable[[], Tensor], Tensor]] = {
         "sharded": (distributed, mine()),
         "transposed": (lambda: distributed().t(), mine().t()),
@@ -77,7 +77,7 @@ def round_trips() -> dict[str, Any]:
         core = offloader()
         with core:
             out = save(torch.ones(1, requires_grad=True), saved)
-        del saved  # as after a forward: what is alive counts as on the device
+        del saved  # as after a forward: a live tensor counts as resident
         core.synchronize()
         resident = core.store.shared.accounts.resident_bytes
         out.backward()
@@ -89,13 +89,13 @@ def round_trips() -> dict[str, Any]:
 
 
 def from_local() -> Tensor:
-    """As the input of a tensor parallel layer: the tensor inside claims to be a leaf that wants a gradient."""
+    """As the input of a tensor parallel layer: its local tensor looks like a leaf that requires a gradient."""
     activation = mine().requires_grad_() * 2
     return DTensor.from_local(activation, mesh(), [Shard(0)])
 
 
 def collective() -> Tensor:
-    """The result of an all-gather that nobody has waited for."""
+    """The result of an all-gather before any wait."""
     found = all_gather_single(mine(), 0, mesh())
     assert isinstance(found, AsyncCollectiveTensor)
     assert not found.completed
@@ -144,7 +144,7 @@ def stale_twin(core: Offloader | None) -> str:
 
 
 def stale_view(core: Offloader | None, *, with_gradient: bool = True) -> str:
-    """As `stale_twin`, with views of the local tensors, which know nothing of the DTensor."""
+    """As `stale_twin`, with views of the local tensors, which have no reference to the DTensor."""
     x: Any = distributed(requires_grad=with_gradient)
     weight = torch.ones(x.to_local().numel(), requires_grad=True)
     with core or contextlib.nullcontext():
@@ -163,7 +163,7 @@ def stale_view(core: Offloader | None, *, with_gradient: bool = True) -> str:
 
 
 def stale_local(core: Offloader | None) -> str:
-    """The same with a DTensor made of an activation, whose local tensor is a view of that."""
+    """As `stale_view`, with a DTensor whose local tensor is a view of an activation."""
     mesh = distributed().device_mesh
     x = torch.ones(SIZE, SIZE, requires_grad=True) * 2
     weights = [torch.ones(SIZE * SIZE, requires_grad=True) for _ in range(2)]
@@ -181,7 +181,7 @@ def stale_local(core: Offloader | None) -> str:
 
 
 def stale_view_of_data(core: Offloader | None) -> str:
-    """The same where the DTensor wants no gradient."""
+    """As `stale_view`, with a DTensor that requires no gradient."""
     return stale_view(core, with_gradient=False)
 
 
@@ -196,7 +196,7 @@ def twice_differentiated(core: Offloader | None) -> str:
 
 
 def changed_after_unpack(core: Offloader | None) -> str:
-    """What backward is handed is changed in place: the second backward of a retained graph sees that."""
+    """Backward changes its unpacked tensor in place, and the second backward of the retained graph raises."""
     x = torch.ones(1, requires_grad=True)
     with core or contextlib.nullcontext():
         out = save(x, distributed())
@@ -241,7 +241,7 @@ PROGRAMS = (
 
 
 def programs() -> dict[str, tuple[str, str]]:
-    """What each program says without and with offloading."""
+    """The gradient or error of each program, without and with offloading."""
     found = {}
     for program in PROGRAMS:
         core = offloader()
@@ -252,7 +252,7 @@ def programs() -> dict[str, tuple[str, str]]:
 
 
 def waits_unlocked() -> list[bool]:
-    """Whether the offloader's lock was free, and another thread could save, while pack waited for a collective."""
+    """Whether the offloader's lock is free, and another thread can save, while pack waits for a collective."""
     free = []
     core = offloader()
     wait = AsyncCollectiveTensor.trigger_wait
@@ -286,7 +286,7 @@ def waits_unlocked() -> list[bool]:
 
 
 def work() -> dict[str, Any]:
-    """Everything, in the order in which collectives need it on both ranks."""
+    """All parts in a fixed order, because both ranks must issue the same collectives."""
     return {"round trips": round_trips(), "programs": programs(), "unlocked": waits_unlocked()}
 
 

@@ -1,7 +1,7 @@
 """Programs that ``accelerate launch`` starts: a Trainer and a loop of Accelerate's, on FSDP2 and on ZeRO 1 to 3.
 
-This process imports the frameworks once. For each rank that the launcher starts, it makes a child with the variables
-that the launcher has set, and the child runs all programs for the configuration file of that launch.
+This process imports the frameworks once. For each rank that the launcher starts, it forks a child with the
+launcher's environment. The child runs all programs for the configuration file of that launch.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from tests.integration.processes import prepare_to_fork, scratch
 
 SETUPS = ("FSDP2", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 RUNS = ((False, "none"), (False, "env"), (True, "env"))
-"""With the framework's checkpoints or without, and how it is offloaded. All have the bits of the first."""
+"""(with the framework's checkpoints, way to offload); all have the bits of the first."""
 
 
 @contextlib.contextmanager
 def as_launched() -> Iterator[None]:
-    """The variables as the launcher set them, and no state of a program that ran before in this process."""
+    """The state of a fresh process: no state of a program that ran before, and gloo on the CPU."""
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
     transformers.integrations.deepspeed.unset_hf_deepspeed_config()
@@ -52,15 +52,15 @@ def as_launched() -> Iterator[None]:
 
 
 class Program:
-    """A program of a user's: what it found, and the model that it trains."""
+    """A user's program: the run that it records, and the models that it trains."""
 
     def __init__(self, setup: str, checkpointed: bool, way: str) -> None:
         self.folder = scratch() / "-".join((type(self).__name__, setup, str(checkpointed), way))
-        self.by_hand = checkpointed and setup != "FSDP2"  # for FSDP2 the file says it
+        self.by_hand = checkpointed and setup != "FSDP2"  # for FSDP2 the configuration file switches checkpoints on
         self.way, self.found, self.models = way, Run(), list[nn.Module]()
 
     def finish(self) -> None:
-        """Keep this rank's part of the weights, and what was saved of them."""
+        """Record this rank's part of the weights, and the saved weights."""
         dist.barrier()
         for name, parameter in self.models[-1].named_parameters():
             part: Any = getattr(parameter, "ds_tensor", parameter.detach())
@@ -70,13 +70,13 @@ class Program:
             self.found.tensors |= {f"saved {name}": tensor for name, tensor in load_file(file).items()}
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """This rank's part of those of all models, or all of one that is gathered at this moment."""
+        """The parameters of all models: this rank's part, or the whole if it is gathered at this moment."""
         for parameter in (each for model in self.models for each in model.parameters()):
             yield parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 class Trained(Program):
-    """A Trainer that saves a checkpoint, another that resumes there, and ``save_model``."""
+    """A Trainer that saves a checkpoint, another that resumes from it, and ``save_model``."""
 
     def run(self) -> None:
         """Train, with an evaluation after each step."""
@@ -97,7 +97,7 @@ class Trained(Program):
 
 
 class Looped(Program):
-    """A loop as Accelerate's guide writes it, which saves its state after a step, and goes back to it after two."""
+    """A loop as Accelerate's guide writes it. It saves its state after one step, and loads it again after two."""
 
     def run(self) -> None:
         """Train."""
@@ -125,20 +125,20 @@ class Looped(Program):
 
 
 def run(kind: Callable[..., Any], setup: str, checkpointed: bool, way: str) -> Run:
-    """What one program found, and what was moved meanwhile."""
+    """The run of one program, with the statistics of its offloader."""
     made: list[Any] = []
     build: Any = actoffload.Offloader.__init__
 
     def noted(self: Any, *args: Any, **more: Any) -> None:
         build(self, *args, **more)
-        made.append(self)  # else it goes with its model
+        made.append(self)  # otherwise it dies with its model
 
     program = kind(setup, checkpointed, way)
     with contextlib.ExitStack() as stack:
         stack.enter_context(as_launched())
         stack.enter_context(patch.object(actoffload.Offloader, "__init__", noted))
         meter = stack.enter_context(counting_owners(program.parameters))
-        if way != "env":  # as without the variable
+        if way != "env":  # undo the patches of ``ACTOFFLOAD``
             for place, name in SEAMS:
                 stack.enter_context(patch.object(place, name, getattr(place, name).__wrapped__))
         program.run()
@@ -158,7 +158,7 @@ SEAMS: list[tuple[Any, str]] = [
     (accelerate.Accelerator, "prepare"),
     (deepspeed, "initialize"),
 ]
-"""What ``ACTOFFLOAD`` has patched."""
+"""The functions that ``ACTOFFLOAD`` patches."""
 
 
 ROWS: list[tuple[type[Program], str, bool, str]] = [
@@ -168,7 +168,7 @@ ROWS: list[tuple[type[Program], str, bool, str]] = [
 
 
 def serve(variables: dict[str, str], file: str) -> None:
-    """One rank of one launch: each row whose configuration is in this file."""
+    """Run each row of one configuration file in one rank."""
     os.environ.clear()
     os.environ.update(variables)
     rows = [row for row in ROWS if file == (f"{row[1]}-{row[2]}" if row[1] == "FSDP2" else row[1])]
@@ -181,7 +181,7 @@ def serve(variables: dict[str, str], file: str) -> None:
 def main() -> None:
     """Serve each rank in a child, until the test ends this process."""
     torch.set_num_threads(1)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo does; this would be compiled for a minute
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo suffices; compiling it takes a minute
     prepare_to_fork()
     with Listener(str(scratch() / "socket")) as ranks:
         while True:

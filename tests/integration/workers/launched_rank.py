@@ -1,6 +1,6 @@
-"""A rank as ``accelerate launch`` starts it: it passes its variables to `launched`, and ends as the program there does.
+"""A rank as ``accelerate launch`` starts it: it sends its environment to `launched`, and ends with the status there.
 
-That process has imported the frameworks once, for the ranks of all launches.
+That process imports the frameworks once, for the ranks of all launches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def connected() -> Connection:
         try:
             return Client(os.path.join(os.environ["RANKS_DIRECTORY"], "socket"))
         except (FileNotFoundError, ConnectionRefusedError):
-            time.sleep(0.1)  # it still imports
+            time.sleep(0.1)  # `launched` listens after its imports
 
 
 with connected() as warm:

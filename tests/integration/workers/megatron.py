@@ -44,15 +44,15 @@ class Row:
     """One configuration.
 
     Attributes:
-        flags: of the example's command line.
+        flags: flags of the example's command line.
         config: more fields of Megatron's configuration.
         offload: more flags of actoffload's.
-        calculator: whether Megatron's calculator of micro-batches is there.
-        distributed_optimizer: train with Megatron's own, over the ranks.
+        calculator: whether Megatron's calculator of micro-batches is set up.
+        distributed_optimizer: train with Megatron's distributed optimizer.
         half: wrap the model in Megatron's ``Float16Module``.
         evaluate: a forward-only pass before the second step.
         steps: training steps.
-        forward_step: what the user gives.
+        forward_step: the user's forward step.
     """
 
     flags: str = ""
@@ -67,24 +67,24 @@ class Row:
 
 
 def three_arguments(data: Any, model: Any, checkpoint_activations_microbatch: bool) -> tuple[Tensor, Any]:
-    """A forward step that recomputes where the schedule says so."""
+    """A forward step with the schedule's third argument, which switches recomputation on."""
     model.config.recompute_granularity = "full" if checkpoint_activations_microbatch else None
     result: tuple[Tensor, Any] = forward_step(data, model)
     return result
 
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-# Without biases: recomputing "mlp" returns a bias from an autograd function, which has Megatron's backward call itself.
+# Without biases: with one, recomputing "mlp" returns it from an autograd function, and Megatron's backward recurses.
 DISCARD = {"recompute_modules": ["core_attn", "layernorm", "mlp"], "add_bias_linear": False}
 EXPERTS = {
     "num_moe_experts": 4,
     "moe_token_dispatcher_type": "alltoall",
     "moe_router_load_balancing_type": "none",
     "moe_shared_expert_intermediate_size": 64,
-    "add_bias_linear": False,  # shared experts have none
-    "moe_shared_expert_overlap": True,  # the all-to-all is awaited when they are done
+    "add_bias_linear": False,  # shared experts have no biases
+    "moe_shared_expert_overlap": True,  # the wait for the all-to-all follows them
 }
-TIGHT = "--actoffload-device-budget 160KiB"  # layer inputs are all that full recompute saves
+TIGHT = "--actoffload-device-budget 160KiB"  # full recompute saves only layer inputs
 ROWS = {
     "no pipeline": Row("--microbatches 3", DROPOUT, evaluate=True),
     "1f1b": Row("--layers 4 --pp 2 --microbatches 6", DROPOUT, evaluate=True),
@@ -121,7 +121,7 @@ ROWS = {
 
 
 class CudaTypes(TorchFunctionMode):
-    """Says "torch.cuda.FloatTensor" where Megatron's distributed optimizer asks a parameter for its type."""
+    """Parameters report the type "torch.cuda.FloatTensor", which Megatron's distributed optimizer requires."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -132,7 +132,7 @@ class CudaTypes(TorchFunctionMode):
 
 @contextlib.contextmanager
 def without_fp8() -> Iterator[None]:
-    """Three names that Megatron's `CheckpointWithoutOutput` takes from TransformerEngine even where nothing is FP8."""
+    """Three names of TransformerEngine that Megatron's `CheckpointWithoutOutput` imports even without FP8."""
     manager = SimpleNamespace(is_fp8_enabled=lambda: False, get_fp8_recipe=lambda: None)
     stand_ins: dict[str, Any] = {
         "FP8GlobalStateManager": manager,
@@ -159,7 +159,7 @@ class NoStream:
 
 @contextlib.contextmanager
 def without_streams() -> Iterator[None]:
-    """What Megatron's experts need where there is neither CUDA nor TransformerEngine: streams, numbers, and a name."""
+    """Stand-ins for Megatron's experts without CUDA and TransformerEngine: streams, numbers, and a name."""
     cuda: dict[str, Any] = {
         "Stream": NoStream,
         "current_stream": NoStream,
@@ -177,7 +177,7 @@ def without_streams() -> Iterator[None]:
 
 
 def as_moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """A tensor as it is once it has been moved to the CPU, where it is."""
+    """The tensor itself, as a move to the CPU returns it there."""
     return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
 
@@ -219,7 +219,7 @@ def build(row: Row, args: Any) -> tuple[Any, list[Any]]:
 
 
 def train(row: Row, arguments: list[str], hints: list[Hint]) -> tuple[Run, Any, int]:
-    """All steps of one run; also its forward step, and what evaluation packed."""
+    """All steps of one run; returns also its forward step, and the number of tensors that evaluation packed."""
     args = parse(arguments)
     set_up(args)
     if not row.calculator:
@@ -253,7 +253,7 @@ def train(row: Row, arguments: list[str], hints: list[Hint]) -> tuple[Run, Any, 
 
 
 def watch_hints(step: Any, hints: list[Hint]) -> None:
-    """Note every hint that the adapter gives."""
+    """Record every hint of the adapter."""
     if step.offloader is None:
         return
     stage = step.offloader.stage
@@ -281,7 +281,7 @@ def run(args: Any, step: Any, data: list[Any], chunks: list[Any], *, forward_onl
 
 
 def evaluate(args: Any, step: Any, data: list[Any], chunks: list[Any]) -> int:
-    """A forward-only pass; returns how many tensors it packed."""
+    """A forward-only pass; returns the number of tensors that it packed."""
     before = step.offloader.statistics().packed_tensors if step.offloader is not None else 0
     for chunk in chunks:
         chunk.eval()
@@ -293,7 +293,7 @@ def evaluate(args: Any, step: Any, data: list[Any], chunks: list[Any]) -> int:
 
 
 def remember(found: Run, prefix: str, chunks: list[Any], *, gradients: bool) -> None:
-    """Copy the gradients, or the weights, into what was found."""
+    """Copy the gradients, or the weights, into a run."""
     for index, chunk in enumerate(chunks):
         for name, parameter in chunk.named_parameters():
             tensor = parameter.main_grad if gradients else parameter
@@ -326,7 +326,7 @@ NAMED = [
 
 
 def entries(names: str, flags: str, config: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Of each storage that one forward saved: the module, what was decided, and why."""
+    """For each storage that one forward saved: its module, the decision, and the reason."""
     offload = [*OFFLOAD.split(), "--actoffload-modules", *names.split(), "--actoffload-path", str(scratch())]
     args = parse([*SIZES.split(), "--microbatches", "1", *flags.split(), *offload])
     set_up(args)
@@ -343,7 +343,7 @@ def entries(names: str, flags: str, config: dict[str, Any]) -> list[tuple[str, s
 
 
 def all_rows() -> dict[str, Any]:
-    """Every row, in each rank; and what names of modules choose."""
+    """The results of every row in this rank, and the storages that names of modules choose."""
     found: dict[str, Any] = dict(each_row())
     with cpu_stands_in_for_cuda(), without_streams():
         found["named"] = {(names, flags): entries(names, flags, config) for names, flags, config in NAMED}
@@ -351,7 +351,7 @@ def all_rows() -> dict[str, Any]:
 
 
 def each_row() -> Iterator[tuple[str, Found]]:
-    """Row by row; all ranks together."""
+    """Run the rows in order, because ranks communicate in each."""
     with cpu_stands_in_for_cuda(), without_fp8(), without_streams():
         for name, row in ROWS.items():
             yield name, compare(name, row)

@@ -1,4 +1,4 @@
-"""The example as Megatron trains by default where APEX's kernels are: fused gradients of weights, reduced early.
+"""The example as Megatron trains with APEX's kernels: weight gradients fused, and reduced during backward.
 
 ``python -m ... FLAG ... -- FLAG ...`` runs it twice in one process: with the flags before ``--``, and with all flags.
 """
@@ -16,7 +16,7 @@ from tests.integration.workers.twice import SECOND, keep_group
 
 
 def _accumulate(x: Tensor, gradient: Tensor, main_grad: Tensor) -> None:
-    """As APEX's kernel."""
+    """Add to the main gradient, as APEX's kernel does."""
     main_grad.addmm_(gradient.reshape(-1, gradient.shape[-1]).t(), x.reshape(-1, x.shape[-1]))
 
 

@@ -19,11 +19,11 @@ from tests.integration.processes import main
 from tests.integration.workers import megatron
 
 PATTERN = "*-*-"
-"""Layers of attention and of MLPs in turn. Mamba's and the gated ones need a GPU."""
+"""Attention and MLP layers in turn. Mamba layers and gated ones need a GPU."""
 
 
 def make_chunks(config: Any, seq: int, **_: Any) -> list[DistributedDataParallel]:
-    """As the example's, of layers that are either attention or an MLP."""
+    """Chunks like the example's, of layers that are either attention or an MLP."""
     parts = get_gpt_layer_local_spec().submodules
     parts.self_attention.submodules.core_attention = CausalAttention
     attention = TransformerLayerSubmodules(

@@ -1,4 +1,4 @@
-"""Layer-major steps with FSDP2 on two ranks: collectives counted, gradients beside a loop's, failures."""
+"""Layer-major steps with FSDP2 on two ranks: counts of collectives, gradients beside a loop's, failures."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Head(nn.Module):
 
 
 class Model(nn.Module):
-    """Every part of it is sharded by itself, so each is the outermost module of its forwards."""
+    """Each part is sharded by itself, so each is the root of its forwards."""
 
     def __init__(self, form: str = "eager") -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Model(nn.Module):
         total.backward()
 
     def gradients(self) -> list[Tensor | None]:
-        """This rank's; they are cleared. PyTorch has them at the sharded parameters, which a module may lack now."""
+        """This rank's gradients, cleared. They are at the sharded parameters, which a gathered module lacks."""
         for part in self.parts:
             part.reshard()
         found = [None if one.grad is None else local(one.grad).clone() for one in self.parameters()]
@@ -92,7 +92,7 @@ class Model(nn.Module):
         return found
 
     def settings(self) -> list[Any]:
-        """All that the setters set, and whether a module is sharded, by PyTorch's own names."""
+        """The values of the setters, and whether each module is sharded, by PyTorch's own names."""
         states = [part._get_fsdp_state() for part in self.parts]
         groups = [group for state in states for group in state._fsdp_param_groups]
         return [
@@ -109,7 +109,7 @@ def batches(count: int) -> list[Tensor]:
 
 
 class _Collectives(TorchDispatchMode):
-    """Counts collectives by their names."""
+    """Counts collectives by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class _Collectives(TorchDispatchMode):
 
 
 def counted(work: Callable[[], object]) -> tuple[int, int]:
-    """How many times parameters were gathered and gradients reduced."""
+    """The number of gathers of parameters, and of reductions of gradients."""
     with _Collectives() as mode:
         work()
     gathers = sum(count for name, count in mode.counts.items() if "gather" in name)
@@ -143,7 +143,7 @@ def compared(count: int, form: str = "eager", **options: Any) -> dict[str, Any]:
         offloader = Offloader(config)
         with offloader:
             losses: Any = sum(model.losses(inputs))
-        offloader.synchronize()  # on a busy disk no write would have begun as backward asks for its tensor
+        offloader.synchronize()  # on a busy disk, backward could need a tensor before its write has begun
         losses.backward()
         statistics = offloader.statistics()
         found["moved"], found["share"] = statistics.moved_bytes, statistics.moved_share
@@ -165,7 +165,7 @@ class _Fails(torch.autograd.Function):
 
 
 def failing(in_backward: bool) -> dict[str, Any]:
-    """A failure at the third micro-batch of a block's, the settings before and after it, and the step tried again."""
+    """A block fails at its third micro-batch: the settings before and after it, and the gradients of another try."""
     inputs, loop, model = batches(4), Model(), Model()
     loop.loop(inputs)
     model.blocks[0].set_requires_gradient_sync(False)
@@ -203,7 +203,7 @@ def failing(in_backward: bool) -> dict[str, Any]:
 
 
 def chosen() -> tuple[tuple[int, int], tuple[int, int]]:
-    """The counts where the program lets one module keep its parameters, and where it reduces later."""
+    """The counts if one module does not reshard after forward, and if a later step reduces."""
     inputs, model = batches(4), Model()
     model.blocks[0].set_reshard_after_forward(False)
     kept = counted(lambda: model.step(inputs))
@@ -213,7 +213,7 @@ def chosen() -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def partial() -> tuple[str, Any, Any]:
-    """The error of a backward that leaves the last micro-batch out."""
+    """The error of a backward without the last micro-batch."""
     model = Model()
     before = model.settings()
     losses = model.losses(batches(3))
@@ -225,7 +225,7 @@ def partial() -> tuple[str, Any, Any]:
 
 
 def unneeded_inputs() -> dict[str, Any]:
-    """Inputs that need no gradient and go to the first block: only the end of backward reduces its gradients."""
+    """The first block's inputs need no gradient, so only the end of backward reduces its gradients."""
     inputs = [x[..., None].expand(*x.shape, WIDTH).float() / WORDS for x in batches(4)]
     loop, model = Model(), Model()
     loop.parts, model.parts = loop.parts[1:], model.parts[1:]

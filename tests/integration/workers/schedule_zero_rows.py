@@ -1,4 +1,4 @@
-"""Layer-major steps with DeepSpeed's ZeRO-3 on two ranks: collectives counted, and weights beside a loop's."""
+"""Layer-major steps with DeepSpeed's ZeRO-3 on two ranks: counts of collectives, and weights beside a loop's."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ ZERO3 = {
     "stage": 3,
     "stage3_param_persistence_threshold": 0,
     "stage3_prefetch_bucket_size": 0,
-    # As much as a large model leaves: a block stays gathered while micro-batches follow each other in it.
+    # As in a large model: one block stays gathered while all micro-batches pass through it.
     "stage3_max_live_parameters": 2 * BLOCK,
     "stage3_max_reuse_distance": BLOCK,
 }
 
 
 class Model(nn.Module):
-    """Its forward takes micro-batches."""
+    """A model whose forward takes a list of micro-batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Model(nn.Module):
         if layer_major:
             return sum(schedules.layer_major(self.blocks, inputs, before=self.embed, after=self.head))
         losses: Any = 0
-        for x in reversed(inputs):  # so that one backward adds gradients up in ascending order
+        for x in reversed(inputs):  # so that one backward sums gradients in ascending order
             x = self.embed(x)
             for block in self.blocks:
                 x = block(x)
@@ -52,7 +52,7 @@ def step(count: int, how: str, offloader: Offloader | None = None) -> tuple[tupl
     """The counts of a second step, and the weights after it.
 
     Args:
-        count: of micro-batches.
+        count: number of micro-batches.
         how: ``"layer major"``; ``"loop"`` with a backward for each micro-batch, or ``"one backward"`` for all.
         offloader: the forward runs in its context.
     """
@@ -78,7 +78,7 @@ def step(count: int, how: str, offloader: Offloader | None = None) -> tuple[tupl
 
 
 def work() -> dict[str, Any]:
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo does; this would be compiled for a minute
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo suffices; compiling it takes a minute
     deepspeed.init_distributed(dist_backend="gloo")
     found: dict[str, Any] = {}
     for count in COUNTS:

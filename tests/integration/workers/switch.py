@@ -1,7 +1,7 @@
-"""Programs that train with transformers, TRL, Accelerate and DeepSpeed: as they are, and offloaded in three ways.
+"""Programs that train with transformers, TRL, Accelerate and DeepSpeed: alone, and offloaded in three ways.
 
-``env``: nothing in them is changed, and ``ACTOFFLOAD`` is set; ``flag``: by what is read from a command line or a
-configuration; ``code``: by `attach`. Each does four steps of two micro-batches, with an evaluation in between.
+``env``: the program is not changed, and ``ACTOFFLOAD`` is set; ``flag``: by the framework's command line or
+configuration; ``code``: by `attach`. Each takes four steps of two micro-batches, with an evaluation between them.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ STEPS: dict[str, Any] = {
 }
 Found = dict[str, Any]
 _sizes = count(1024)
-"""A ``min_bytes`` for each program, so that each has an offloader of its own, and says its own line."""
+"""A ``min_bytes`` for each program, so that each has an offloader of its own, which announces itself."""
 
 
 def options() -> dict[str, Any]:
-    """What ``ACTOFFLOAD`` and its variables say, for the ways that are not asked for by them."""
+    """The values of ``ACTOFFLOAD`` and its variables, as options for the ways ``flag`` and ``code``."""
     return {"target": "nvme", "path": str(scratch()), "min_bytes": next(_sizes)}
 
 
 class Collector(transformers.TrainerCallback):
-    """Stands for what reports logs."""
+    """Stands for a reporter such as TensorBoard's."""
 
     def __init__(self) -> None:
         self.logs: list[dict[str, Any]] = []
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Keep what is logged."""
+        """Record the log."""
         self.logs.append(dict(logs))
 
 
@@ -89,7 +89,7 @@ def train(trainer: Any, way: str) -> Found:
 
 
 def trainer(checkpointed: bool, way: str) -> Found:
-    """transformers' Trainer; its own flag for offloading is taken over, and two programs are sent its logs."""
+    """transformers' Trainer, with its own flag for offloading, which is taken over, and two reporters."""
     chosen: dict[str, Any] = {}
     if checkpointed:
         offload = {"offload": "nvme"} if way == "env" else {}
@@ -106,7 +106,7 @@ def trainer(checkpointed: bool, way: str) -> Found:
 
 
 def sft(checkpointed: bool, way: str) -> Found:
-    """TRL's trainer; its own flag for offloading, which names a target, is taken over."""
+    """TRL's trainer, with its own flag for offloading, which names a target and is taken over."""
     flag: Any = "nvme" if way == "env" else False
     data = datasets.Dataset.from_dict({"text": [sentence(seed) for seed in range(16)]})
     config = SFTConfig(
@@ -127,7 +127,7 @@ def batches(number: int) -> list[dict[str, Any]]:
 
 
 def evaluated(model: Any) -> float:
-    """A loss that nothing is trained by."""
+    """The loss of an evaluation."""
     model.eval()
     with torch.no_grad():
         loss: float = model(**batches(1)[0]).loss.item()
@@ -158,8 +158,8 @@ def loop(checkpointed: bool, way: str) -> Found:
 
 
 def engine(checkpointed: bool, way: str) -> Found:
-    """A loop of DeepSpeed's, with a device for its checkpoints in the configuration where that is asked for."""
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo does; this would be compiled for a minute
+    """A loop of DeepSpeed's; with ``ACTOFFLOAD`` and checkpoints, its configuration has a device for them."""
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo suffices; compiling it takes a minute
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 2,
@@ -192,7 +192,7 @@ def engine(checkpointed: bool, way: str) -> Found:
 
 
 def checkpointed_forward(forward: Any, hidden: torch.Tensor, **named: Any) -> Any:
-    """A layer by DeepSpeed's own checkpoint, which takes no names."""
+    """A layer in DeepSpeed's own checkpoint, which takes no keyword arguments."""
     return (
         checkpoint(functools.partial(forward, **named), hidden) if torch.is_grad_enabled() else forward(hidden, **named)
     )
@@ -202,13 +202,13 @@ PROGRAMS: dict[str, Callable[[bool, str], Found]] = {"trainer": trainer, "sft": 
 
 
 def run(program: Callable[[bool, str], Found], checkpointed: bool, way: str) -> Found:
-    """What came of a program, what it printed, and what was moved meanwhile."""
+    """The results of a program, its announcements, and the bytes that it moved."""
     kind, made = sys.modules["actoffload"].Offloader, []
     build = kind.__init__
 
     def noted(self: Any, *args: Any, **options: Any) -> None:
         build(self, *args, **options)
-        made.append(self)  # else it goes with its model
+        made.append(self)  # otherwise it dies with its model
 
     if way == "env":
         os.environ["ACTOFFLOAD_MIN_BYTES"] = str(next(_sizes))
@@ -227,12 +227,12 @@ def run(program: Callable[[bool, str], Found], checkpointed: bool, way: str) -> 
 
 
 def work() -> dict[tuple[str, bool, str], Found]:
-    """What came of each program in each way: (program, with checkpoints, way)."""
+    """The results of each (program, with checkpoints, way)."""
     found = {}
     for way in sys.argv[1:]:
         for name, program in PROGRAMS.items():
             for checkpointed in (False, True):
-                if not (name == "loop" and way == "flag"):  # has no flag of its own
+                if not (name == "loop" and way == "flag"):  # Accelerate has no flag for offloading
                     found[name, checkpointed, way] = run(program, checkpointed, way)
     return found
 

@@ -1,6 +1,6 @@
-"""torchtitan's llama3 debug model on the CPU: each row is one command line, run as a user would.
+"""torchtitan's llama3 debug model on the CPU: each row runs a user's command line.
 
-What torchtitan 0.3.0 needs and a CPU lacks has a stand-in: Triton, the memory statistics, and compiled FlexAttention.
+Stand-ins replace the parts of torchtitan 0.3.0 that need a GPU: Triton, memory statistics, compiled FlexAttention.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.integration.processes import main, scratch
 from tests.integration.workers.upstream import python_of
 
 torch._utils._get_available_device_type = lambda: "cpu"
-sys.modules["torchtitan.distributed.minimal_async_ep.kernels"] = MagicMock()  # Triton's
+sys.modules["torchtitan.distributed.minimal_async_ep.kernels"] = MagicMock()  # needs Triton
 
 from torchtitan.components import metrics  # noqa: E402
 from torchtitan.distributed import utils  # noqa: E402
@@ -68,7 +68,7 @@ REFUSED = {
 def attend(
     query: Tensor, key: Tensor, value: Tensor, *, block_mask: Any, scale: Any, enable_gqa: bool, **_: Any
 ) -> Any:
-    """FlexAttention, which has no backward on the CPU."""
+    """Plain attention in place of FlexAttention, which has no backward on the CPU."""
     rows, columns = torch.arange(query.shape[-2])[:, None], torch.arange(key.shape[-2])[None]
     masks = [block_mask.mask_mod(torch.tensor(each), torch.tensor(0), rows, columns) for each in range(len(query))]
     mask = torch.stack(masks)[:, None]
@@ -76,7 +76,7 @@ def attend(
 
 
 def stand_in() -> None:
-    """Replace what needs a GPU."""
+    """Replace the parts that need a GPU."""
     attention.FlexAttention._compiled_flex_attn = staticmethod(attend)
     attention._compiled_create_block_mask = attention.create_block_mask
     monitor = SimpleNamespace(
@@ -89,7 +89,7 @@ def stand_in() -> None:
 
 
 def write_assets() -> None:
-    """A tokenizer of bytes, and a text, where the debug model looks for them."""
+    """Write a tokenizer of bytes and a text to the debug model's paths."""
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "</s>"]
     tokenizer = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -107,13 +107,13 @@ def write_assets() -> None:
 
 
 def command(arguments: str) -> None:
-    """``python -m actoffload.integrations.torchtitan`` with these arguments; the process group stays."""
+    """Run ``python -m actoffload.integrations.torchtitan`` with these arguments; the process group stays."""
     with patch.object(sys, "argv", ["train", *arguments.split()]), patch.object(dist, "destroy_process_group"):
         runpy.run_module("actoffload.integrations.torchtitan", run_name="__main__")
 
 
 def train(arguments: str, variable: str) -> dict[str, Any]:
-    """Losses, a hash of the weights and what was moved."""
+    """Losses, a hash of the weights, and statistics."""
     found: dict[str, Any] = {"losses": []}
     close = Trainer.close
 

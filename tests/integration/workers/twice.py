@@ -1,4 +1,4 @@
-"""Run a module twice in one process, which starts once, as ``python -m`` would: ``MODULE [FLAG ...] -- [FLAG ...]``.
+"""Run a module twice in one process, to start only once, as ``python -m``: ``MODULE [FLAG ...] -- [FLAG ...]``.
 
 The first run has the flags before ``--`` and ``--target none``, the second all flags and ``--target nvme``.
 """
@@ -19,7 +19,7 @@ SECOND = "===== the second run"
 
 
 def define_operators() -> None:
-    """Where torchvision is a build for another PyTorch (CUDA's beside the CPU's), so that it can be imported."""
+    """Make torchvision importable if its build is for another PyTorch (for CUDA beside one for the CPU)."""
     found = importlib.util.find_spec("torchvision")
     if found is None or found.origin is None:
         return
@@ -31,7 +31,7 @@ def define_operators() -> None:
 
 
 def keep_group() -> Callable[[], None]:
-    """Have the process group outlive the first run: ranks that make it anew over one store may wait for ever."""
+    """Keep the process group for the second run, because ranks that initialize it again over one store may hang."""
     distributed: Any = torch.distributed
     make, end = distributed.init_process_group, distributed.destroy_process_group
 

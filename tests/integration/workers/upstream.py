@@ -1,4 +1,4 @@
-"""The blocks of Python about frameworks: those of docs/upstream beside the same program without, others once."""
+"""Runs the blocks of Python about frameworks: each of docs/upstream beside a program without it, the rest once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests import pages
 from tests.integration.processes import ROOT, main, scratch
 
 Result = tuple[list[float], Any]
-"""Losses, and the offloader where there is one."""
+"""Losses, and the offloader or None."""
 
 
 def python_of(note: str) -> str:
@@ -26,14 +26,14 @@ def python_of(note: str) -> str:
 
 
 def names_of(note: str) -> dict[str, Any]:
-    """What the block of Python in a note defines."""
+    """The names that the block of Python in a note defines."""
     names: dict[str, Any] = {"__name__": note}
     exec(compile(python_of(note), f"{note}.md", "exec"), names)
     return names
 
 
 def losses_of(trainer: Any) -> list[float]:
-    """Train."""
+    """The logged losses of a training."""
     trainer.train()
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
@@ -101,7 +101,7 @@ def step(model: Any) -> None:
 
 
 def given() -> dict[str, dict[str, Any]]:
-    """By its page and heading, the names that a block takes for granted."""
+    """For each block, by page and heading: the names that it uses without defining them."""
     import torch_remat
     from torch.distributed.fsdp import fully_shard
 
@@ -130,12 +130,12 @@ def given() -> dict[str, dict[str, Any]]:
 
 
 def saved_bytes() -> int:
-    """What all offloaders were given."""
+    """The packed bytes of all offloaders."""
     return sum(each.statistics().packed_bytes for each in gc.get_objects() if type(each) is actoffload.Offloader)
 
 
 def run_block(name: str, names: dict[str, Any]) -> int:
-    """What autograd saved in a block, and in a step afterwards, where the library saw it."""
+    """The bytes that offloaders packed in a block, and in a step after it."""
     before, names["actoffload"] = saved_bytes(), actoffload
     exec(compile(pages.BLOCKS[name].replace("/mnt/nvme0", str(scratch())), name, "exec"), names)
     if model := names.get("engine", names.get("model")):
@@ -144,10 +144,10 @@ def run_block(name: str, names: dict[str, Any]) -> int:
 
 
 def work() -> dict[str, Any]:
-    """For each note the losses with its shim and without, and what was moved; for each other block what was saved."""
+    """For each note, the losses with and without its shim and the moved bytes; for any other block, packed bytes."""
     import deepspeed
 
-    # gloo does; this would be compiled for a minute, by the first block about DeepSpeed
+    # gloo suffices; compiling it takes a minute, in the first block about DeepSpeed
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     found: dict[str, Any] = {name: run_block(name, names) for name, names in given().items()}
     for note, program in PROGRAMS.items():
