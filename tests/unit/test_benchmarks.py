@@ -1,4 +1,4 @@
-"""The benchmarks: what decides is right (bits, turns, bounds), and each of them runs, with tiny sizes."""
+"""The benchmarks: their verdicts (bits, turns, bounds) are right, and each benchmark runs with tiny sizes."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ def test_the_checksum_sees_one_bit_and_an_exchange(dtype: torch.dtype, monkeypat
     bits[0, 0] ^= 1
     assert worker.gradients_checksum(model) != before
     bits[0, 0] ^= 1
-    first[0], first[1] = first[1].clone(), first[0].clone()  # the plain sum stays, the weighted one does not
+    first[0], first[1] = first[1].clone(), first[0].clone()  # the plain sum is the same, the weighted one differs
     assert worker.gradients_checksum(model) != before
     first[0], first[1] = first[1].clone(), first[0].clone()
     monkeypatch.setattr(worker, "CHECK_CHUNK", 4)
-    assert worker.gradients_checksum(model) == before, "whatever the chunks"
+    assert worker.gradients_checksum(model) == before, "the size of the chunks changes nothing"
 
 
 @pytest.mark.parametrize("name", ["recompute", "nvme, all", "keep, same memory", "save_on_cpu", "torch.save"])
@@ -118,7 +118,7 @@ def test_one_bit_in_a_later_step_makes_a_difference(monkeypatch: pytest.MonkeyPa
     assert steps == 5
     wrong = 6  # the first of the next mode
     assert series.mode("recompute")["identical"] is False
-    wrong = 9  # the last of the one after it
+    wrong = 9  # the last step of the mode after that
     assert series.mode("recompute")["identical"] is False
 
 
@@ -151,7 +151,7 @@ def test_one_bit_makes_a_difference(key: str) -> None:
 
 
 def test_a_ratio_is_taken_within_each_turn() -> None:
-    # The machine becomes three times slower after the first turn: medians of all steps would give 1.2 and 1.5.
+    # The machine becomes three times slower after the first turn, so medians of all steps would give 1.2 and 1.5.
     keep = [_sample(0.0, step_s=[2.0, 6.0, 6.0])]
     ours = [_sample(0.0, step_s=[2.4, 7.2, 6.6])]
     assert harness.ratios([*ours, _sample(9.0)], [*keep, _sample(6.0)]) == [pytest.approx(1.2), pytest.approx(1.5)]
@@ -180,11 +180,11 @@ for _ in sys.stdin:
     print(json.dumps({"turn": len(step_s)}), flush=True)
 print(json.dumps({"step_s": step_s, "median_step_s": 1.5, "peak_rss_bytes": 1 << 20}))
 """
-"""A worker that notes when its steps begin and end."""
+"""A worker that logs the begin and end of each of its steps."""
 
 
 def test_workers_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step of one ends before the next begins; a worker that fails, or is not to be had, holds nobody up."""
+    """Each worker's step ends before the next worker's begins. A worker that fails or is unavailable delays none."""
     (tmp_path / "turning.py").write_text(TURNING, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(harness.ROOT)]))
     monkeypatch.setattr(harness, "WORKER", "turning")
@@ -210,7 +210,7 @@ def test_the_bounds_of_e2e() -> None:
     assert {bound.what: (round(bound.measured or 0, 6), bound.holds) for bound in bounds} == {
         "gpt: saved bytes gone from peak RSS": (0.7, True),
         "gpt: step time / keep's": (1.05, True),
-        "gpt, layers × 2: change of the step time / keep's": (0.15, False),  # smaller is a change as well
+        "gpt, layers × 2: change of the step time / keep's": (0.15, False),  # a smaller ratio is a change, too
         "gpt: step time / keep's in the same memory": (1.2, False),
         "gpt, layers × 2: change of the step time / keep's in the same memory": (0.02, True),
     }
@@ -243,7 +243,7 @@ def test_the_goals_of_the_gpu_suite() -> None:
     assert gpu_report.verdicts(points(results)) == [f"s: at this peak (5.00 GiB), {verdict}."]
     results["selective"]["activation_peak_bytes"] = 5 * GIB
     assert "(selective) by 1.188 ×" in gpu_report.verdicts(points(results))[0]
-    # Measured on another machine, where all steps are half as long: only ratios to the steps beside it say anything.
+    # From another machine, on which all steps take half the time, so that only the ratios compare.
     results[gpu_report.CHECKPOINTED] = _result(1.2, 5.2 * GIB) | {"median_step_s": 0.6}
     goals = {goal.what: goal for goal in gpu_report.goals(points(results))}
     assert goals["s, checkpointed: step time / alone"].measured == pytest.approx(1.2 / 1.3)
@@ -292,13 +292,13 @@ def test_a_budget_may_be_the_peak_of_another_mode() -> None:
     with pytest.raises(Unavailable, match="the peak of recompute is not known"):
         series._budget("recompute's peak")
     series.peaks["recompute"] = 40
-    assert series._budget("recompute's peak") == {"device_budget": 30}, "10 are needed beside what is saved"
+    assert series._budget("recompute's peak") == {"device_budget": 30}, "the step needs 10 bytes beside saved tensors"
     assert series._budget("budget 35 %") == {"device_budget": 31}
     series.peaks["recompute"] = 10
     with pytest.raises(Unavailable, match="no room"):
         series._budget("recompute's peak")
     series.run = SimpleNamespace(static_bytes=500)  # type: ignore[assignment]
-    assert series._budget(gpu_report.CHECKPOINTED) == {"device_memory": 510}, "everything is counted"
+    assert series._budget(gpu_report.CHECKPOINTED) == {"device_memory": 510}, "`device_memory` counts all memory"
 
 
 @pytest.mark.parametrize("tiny", [True, False])
@@ -309,16 +309,18 @@ def test_every_case_names_modes_that_there_are(tiny: bool) -> None:
         assert {case.reference, *case.modes} <= set(MODES)
         budgets = [i for i, mode in enumerate(case.modes) if "device_budget" in MODES[mode].options]
         ours = [i for i, mode in enumerate(case.modes) if MODES[mode].ours and i not in budgets]
-        assert not budgets or min(ours) < min(budgets), "a share of what is saved is known once it was counted"
+        assert not budgets or min(ours) < min(budgets), (
+            "a share of the saved bytes needs a mode before it that counts them"
+        )
         for i in budgets:
             of = MODES[case.modes[i]].options["device_budget"]
-            assert not isinstance(of, str) or of in case.modes[:i], "so is another mode's peak"
+            assert not isinstance(of, str) or of in case.modes[:i], "another mode's peak needs that mode before it"
 
 
 def _run_case(
     monkeypatch: pytest.MonkeyPatch, folder: Path, *processes: list[dict[str, Any]], arguments: tuple[str, ...] = ()
 ) -> tuple[gpu.Suite, list[list[str]]]:
-    """A case whose processes say what is listed; the suite, and the modes that each process was asked for."""
+    """Run a case with these results of its processes; returns the suite and the modes that each process had to run."""
     monkeypatch.setenv("OUT", str(folder))
     suite, said, asked = gpu.Suite(gpu.parse(["--tiny", *arguments]), []), list(processes), []
 
@@ -340,10 +342,10 @@ def test_after_a_failure_the_next_process_takes_the_rest(tmp_path: Path, monkeyp
     assert asked == [["host", "TRL", "nvme"], ["nvme"]]
     assert [point["mode"] for point in suite.points] == ["keep", "host", "TRL", "nvme"]
     assert suite.points[2]["result"]["error"] == crash["error"]
-    assert suite.finish() == 0, "a peer that fails is no failure of ours"
+    assert suite.finish() == 0, "only our own failures count"
     suite.points[1]["result"]["identical"] = False
     assert suite.finish() == 1
-    # What the file has is not measured again; what was left out is.
+    # A resumed suite measures only points that were left out.
     suite.points[1]["result"] = {"left_out": "no time was left"}
     suite.write()
     arguments = ("--resume", str(suite.results.file))
@@ -390,7 +392,7 @@ def test_the_suite_on_the_simulated_device(
 ) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setenv("OUT", str(tmp_path))
-    budgets = ("recompute's peak",)  # in small, what one block holds as it runs again is above 35 %
+    budgets = ("recompute's peak",)  # in a tiny model, the recomputation of one block needs more than 35 %
     modes = ("recompute", "default", "TRL", *budgets, "transformers offload", "host, all")
     gpt = next(case for case in cases(True) if case.name.startswith("gpt2"))
     case = replace(gpt, modes=modes, optimizer=True)
@@ -408,11 +410,11 @@ def test_the_suite_on_the_simulated_device(
         assert result["plans_while_timed"] == 0
         assert (result["plans"] > 0) == (mode in ("default", *budgets)), mode
         assert 0 <= result["held_bytes"] <= result["optimizer_peak_bytes"], mode
-        # In small nothing moves but by force: the window of copies under way is larger than the model.
+        # A tiny model moves only if forced to, because the window of copies under way is larger than the model.
         assert MODES[mode].ours >= (result.get("written_bytes_per_step", 0) > 0) >= (mode == "host, all"), mode
     keep = results["keep"]
     assert keep["hides_bytes"] == pytest.approx(keep["forward_s"] * keep["link_bytes_per_s"])
-    assert keep["held_bytes"] < 4096, "the loss alone"
+    assert keep["held_bytes"] < 4096, "only the loss is held"
     for mode in ("recompute", *budgets):
         assert results[mode]["activation_peak_bytes"] < keep["activation_peak_bytes"], mode
     out = capsys.readouterr().out
@@ -442,7 +444,7 @@ def test_the_cpu_benchmarks_run(
 
 
 def test_micro_without_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each sample in this process: only their times need one of their own."""
+    """Samples run in this process, because only right times need a process for each."""
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
     monkeypatch.setattr(harness, "run_sample", lambda module, spec, **_: micro_hooks.measure(spec))
     monkeypatch.setattr("benchmarks.micro_spool.shutil.which", lambda name: None)
@@ -459,7 +461,7 @@ def test_micro_without_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
-def test_the_null_device_is_asked_for_nothing_that_it_has_not() -> None:
-    """It stands in for an `Accelerator`; ``on_device`` and ``is_capturing`` are what that uses itself."""
+def test_the_null_device_has_the_public_names_of_an_accelerator() -> None:
+    """It stands in for an `Accelerator`, which itself calls ``on_device`` and ``is_capturing``."""
     public = {name for name in vars(Accelerator) if not name.startswith("_")} - {"on_device", "is_capturing"}
     assert public <= set(dir(micro_hooks.NullDevice))

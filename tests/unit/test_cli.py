@@ -1,4 +1,4 @@
-"""``actoffload demo`` and ``doctor``: exit statuses, JSON and nothing else, and a demo that compares what it should."""
+"""``actoffload demo`` and ``doctor``: exit statuses, JSON without other output, and the demo's comparison."""
 
 from __future__ import annotations
 
@@ -99,14 +99,14 @@ REFUSED = ["benhc", "estimate --gpu abacus", "plan /no/such/file", "bench --engi
 
 
 def test_a_command_has_read_its_options_before_it_imports_torch() -> None:
-    """Torch takes seconds, which nobody waits for who mistyped an option."""
+    """Torch takes seconds to import, so a mistyped option has to fail before it."""
     command = [sys.executable, "-c", WITHOUT_TORCH.format(names=HEAVY, lines=[*STARTS, *REFUSED])]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == dict.fromkeys(STARTS, 0) | dict.fromkeys(REFUSED, 2), done.stderr
 
 
-def test_an_error_of_the_system_is_said_in_words(tmp_path: Path) -> None:
+def test_an_error_of_the_system_is_reported_in_words(tmp_path: Path) -> None:
     said = invoke("plan", str(tmp_path), "--plan-out", "/no/such/folder/x", status=2)
     said += invoke("bench", "--path", "/proc", status=1)
     assert "too little room" in said
@@ -214,7 +214,7 @@ def test_one_bit_of_difference_fails_the_demo(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_demo_compares_turn_by_turn_without_the_planning_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The machine becomes three times slower after the fourth step: medians of all steps would differ by more.
+    # The machine becomes three times slower after the fourth step, so medians of all steps would differ by more.
     results = {
         "keep": result((3.0, 2.0), (9.0, 9.0, 9.0, 1.0, 3.0, 3.0)),
         "nvme": result((3.0, 2.0), (1.0, 1.0, 1.0, 1.5, 3.0, 3.6), others=0.4),
@@ -222,12 +222,14 @@ def test_the_demo_compares_turn_by_turn_without_the_planning_steps(monkeypatch: 
     monkeypatch.setattr(demo, "take_turns", lambda *_, **__: results)
     monkeypatch.setattr(demo, "find_device", lambda: "cpu")
     keep, nvme = answer("demo")["modes"]
-    assert (keep["median_step_s"], nvme["median_step_s"]) == pytest.approx((3.0, 3.6)), "as the ratio says"
+    assert (keep["median_step_s"], nvme["median_step_s"]) == pytest.approx((3.0, 3.6)), (
+        "medians that agree with the ratio"
+    )
     assert nvme["ratios_to_keep"] == pytest.approx([1.5, 1.0, 1.2])
     assert nvme["ratio_to_keep"] == pytest.approx(1.2)
     quiet = invoke("demo")
     assert "1.20 (1.10 to 1.35)" in quiet
-    assert "as keep" in quiet, "its own steps differ by more"
+    assert "as keep" in quiet, "keep's own steps differ by more"
     assert (keep["verdict"], nvme["verdict"]) == ("noise", "as keep")
     assert "busy" not in quiet
     results["keep"]["others_cpu_share"] = 0.4

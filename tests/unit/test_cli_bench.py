@@ -1,4 +1,4 @@
-"""``actoffload bench``: what is measured, what is made of it, and that nothing is left on the disk."""
+"""``actoffload bench``: its measurements, the rates from them, and an empty disk afterwards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rates(write: float, read: float, mixed: float, **setting: Any) -> Rates:
     return Rates(**chosen, write=write, read=read, mixed=mixed)
 
 
-# -- what is made of the samples --------------------------------------------------------------------------------------
+# -- from samples to rates --------------------------------------------------------------------------------------------
 
 
 def test_the_slowest_ways_median_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +61,7 @@ def test_half_of_the_step_writes_and_half_reads() -> None:
     assert "A step of 1 s hides 953.7 MiB written and read back" in text  # 1e9 bytes
 
 
-# -- what is measured -------------------------------------------------------------------------------------------------
+# -- measurements -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("engine", ["posix", "aiofiles"])
@@ -74,7 +74,7 @@ def test_both_at_once_moves_as_much_each_way(engine: str, tmp_path: Path) -> Non
         after = rig.spool.statistics()
         written, read = after.written_bytes - before.written_bytes, after.read_bytes - before.read_bytes
     assert min(written, read) > 0
-    assert abs(written - read) <= 4 * 64 * KIB  # a slot each is at most one ahead
+    assert abs(written - read) <= 4 * 64 * KIB  # each slot is at most one transfer ahead
 
 
 def test_a_disk_that_fails_ends_the_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_a_disk_that_fails_ends_the_measurement(tmp_path: Path, monkeypatch: pyt
 
 
 def open_files(folder: Path, pid: int | str = "self") -> list[str]:
-    """What a process holds open in a folder, named or not, and what the folder shows."""
+    """The files that a process has open in a folder, even without a name, and the files that the folder lists."""
     links = []
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -138,7 +138,7 @@ def test_too_little_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "too little room for 100000.0 TiB" in said
     assert str(tmp_path) in said
     assert open_files(tmp_path) == []
-    assert reserved == []  # nor was the disk filled for a moment, which others on it would have seen
+    assert reserved == []  # nor was the disk filled for a moment, at the expense of other processes
 
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``actoffload estimate``: tables for a person, JSON and nothing else, options over presets, errors that say how."""
+"""``actoffload estimate``: tables, JSON without other output, options over presets, errors with a remedy."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_in_host_memory_no_drive_wears_and_the_link_bounds() -> None:
     assert "TBW" not in run(*TWO_LAYERS, "--target", "host")
 
 
-def test_what_hides_costs_no_time_and_the_least_memory_does() -> None:
+def test_hidden_moves_cost_no_time_and_the_least_memory_does() -> None:
     fits = answer("--model", "ssdtrain-8192")["fits"]
     kept, hidden, least = fits["kept"], fits["hidden"], fits["least"]
     assert kept["saved_bytes"] > hidden["saved_bytes"] > least["saved_bytes"] > 0
@@ -110,7 +110,7 @@ def test_adapters_leave_the_states_of_the_rest_out() -> None:
     )
     trained = some["states"]["gradients"] / 2
     linears = 4 * 16384 * 16 + (16384 + 3 * 16384) * 16 + 2 * (16384 + 4 * 16384) * 16 - 2 * 16384 * 16
-    assert trained == pytest.approx(2 * linears, rel=0.2), "two layers; queries, keys and values are one"
+    assert trained == pytest.approx(2 * linears, rel=0.2), "two layers; one adapter for queries, keys and values"
     assert some["states"]["parameters"] == pytest.approx(whole["states"]["parameters"] + 2 * trained, rel=0.001)
     assert some["states"]["optimizer"] == 12 * trained
     for name in ("gradients", "optimizer"):
@@ -128,10 +128,10 @@ def test_adapters_leave_the_states_of_the_rest_out() -> None:
         (("--memory", "24GiB"), "Try --adapters 16; or --zero 3 --data N over N GPUs; or --gpu a100-pcie."),
     ],
 )
-def test_the_first_line_says_what_to_do(options: tuple[str, ...], told: str) -> None:
+def test_the_first_line_has_the_advice(options: tuple[str, ...], told: str) -> None:
     first, second, *_ = run("--model", "ssdtrain-8192", *options).splitlines()
     assert told in first
-    assert second.startswith("WEAR: "), "before the tables"
+    assert second.startswith("WEAR: "), "the warning of wear precedes the tables"
 
 
 def test_presets_are_listed() -> None:
@@ -146,7 +146,7 @@ COUNTED = [name for name, entry in MODELS.items() if entry.kind != BUILT_IN]
 
 @pytest.mark.parametrize("model", COUNTED)
 def test_presets_of_transformers_are_counted(model: str) -> None:
-    """The layers of the real model; a short sequence, so that it is quick."""
+    """With the layers of the real model, and a short sequence, because that is quick."""
     pytest.importorskip("transformers")
     found = answer("--model", model, "--sequence", "128")
     assert len(found["layers_bytes"]) in (32, 48, 80)
@@ -164,7 +164,7 @@ def test_a_config_json_is_counted_with_the_batch_that_is_named(tmp_path: Path) -
 
 
 def documented_model(folder: Path) -> Path:
-    """The file of the page of the commands."""
+    """The file that docs/commands.md shows."""
     page = Path(__file__).parents[2] / "docs" / "commands.md"
     file = folder / "mine.py"
     file.write_text(page.read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0])

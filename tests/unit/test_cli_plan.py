@@ -1,4 +1,4 @@
-"""``actoffload plan``: a recorded step, planned: tables, JSON, and a plan that can be followed."""
+"""``actoffload plan`` for a recorded step: tables, JSON, and a plan that can be followed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_checkpointed_step(file: Path, tmp_path: Path) -> None:
     assert "regions run once" in text
     parts = answer(str(tmp_path / "base.json"))
     assert parts["plan"]["regions"] == 6
-    assert parts["plan"]["once"], "with no budget, what fits in the memory that checkpointing takes"
+    assert parts["plan"]["once"], "without a budget, regions run once within the memory of checkpointing"
     assert parts["prediction"]["peak_bytes"] <= base.baseline_peak_bytes
     assert parts["prediction"]["step_s"] < base.step_s
 
@@ -113,7 +113,7 @@ def test_a_model_of_ones_own_is_recorded_and_its_plan_can_be_followed(tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ["missing", "binary", "other"])
-def test_a_wrong_file_says_what_it_wants_and_what_writes_it(kind: str, tmp_path: Path) -> None:
+def test_a_wrong_file_is_refused_with_the_command_that_writes_one(kind: str, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.json"
     if kind != "missing":
         wrong.write_bytes(b"\x89PNG\xff" if kind == "binary" else b'{"benchmark": "rok", "version": 1}')
@@ -133,5 +133,5 @@ def test_a_model_that_saves_nothing_that_may_move_is_an_error(tmp_path: Path) ->
     assert "--batch 1: nothing that its step saves may move" in invoke(f"{tmp_path}/mine.py:build", status=2)
 
 
-def test_a_budget_below_the_floor_says_the_floor(file: Path) -> None:
+def test_the_error_of_a_budget_below_the_floor_names_the_floor(file: Path) -> None:
     assert "the floor is 409600000 bytes" in invoke(str(file), "--device-budget", "1MiB", status=1)

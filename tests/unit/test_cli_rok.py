@@ -28,7 +28,7 @@ TINY["variants"] = [asdict(variant) for variant in PRESETS["tiny"].variants]
 
 
 class Launcher:
-    """Takes rounds by a table, and notes what was asked for."""
+    """Returns rounds from a table, and records the batch of each case."""
 
     def __init__(self, **errors: dict[str, Any]) -> None:
         self.errors = errors
@@ -66,8 +66,8 @@ def test_a_run_is_resumed_and_only_failures_are_taken_again(tmp_path: Path) -> N
     assert not list(tmp_path.glob("*.partial"))
     second = Launcher(keep={"error": "out of memory", "oom": True}, hybrid={"error": "floor", "oom": True})
     assert len(list(make_run(file, second).run())) == 2
-    assert second.asked == [2, 4], "the failed one again"
-    assert make_run(file, second).missing() == [], "no room, and no room under the budget, are results"
+    assert second.asked == [2, 4], "the first case runs again, because it has a failure"
+    assert make_run(file, second).missing() == [], "out of memory and a budget below the floor are results"
     assert len(load_results(file)["samples"]) == 2 * 6
 
 
@@ -112,11 +112,11 @@ def test_the_worker_measures_the_same_training_in_every_series(tmp_path: Path) -
     assert [s.get("error") for s in found["samples"]] == [None] * 5
     assert all(s["identical"] for s in found["samples"])
     assert keep["flops"] == 3 * 2 * (2 * 128 * (2 * 12 * 128**2 + 128 * 64) + 2 * 2 * 2 * 128 * 128 * 128)
-    assert [len(s["step_s"]) for s in found["samples"]] == [4, 2, 2, 2, 2], "keep twice a turn"
+    assert [len(s["step_s"]) for s in found["samples"]] == [4, 2, 2, 2, 2], "keep runs twice in a turn"
     assert keep["ratios"][0] == pytest.approx(1 / keep["ratios"][1])
     turn = recompute["step_s"][0] * 2 / sum(keep["step_s"][:2])
     assert recompute["ratios"][0] == pytest.approx(turn)
-    block = 2 * 128 * 128 * 4 * 16  # input, norm, q k v, attention, projection's input, norm, 4 + 4 of the MLP
+    block = 2 * 128 * 128 * 4 * 16  # saved: input, norm, q k v, attention, projection's input, norm, 4 + 4 of the MLP
     assert min(keep["peak_bytes"]) > 2 * block
     assert block < max(recompute["peak_bytes"]) < min(keep["peak_bytes"]) - block / 2
     assert max(offload["peak_bytes"]) <= min(keep["peak_bytes"])
@@ -125,7 +125,7 @@ def test_the_worker_measures_the_same_training_in_every_series(tmp_path: Path) -
 
 
 def test_a_step_without_hooks_has_the_peak_of_one_with_all_kept() -> None:
-    """In a short step in which nothing may move, the planner leaves the hooks out, and nothing is counted."""
+    """In a short step in which nothing may move, the planner leaves the hooks out, and no peak is counted."""
     case = asdict(replace(CASE, hidden=64, layers=1, seq=32, batch=1))
     keep, hybrid = rok_worker.measure(worker_spec(Variant(series="keep"), Variant(series="hybrid"), case=case))[
         "samples"
@@ -160,7 +160,7 @@ def test_modes_that_fail_leave_the_others_their_turns(monkeypatch: pytest.Monkey
     assert len(offload["step_s"]) == 2
     assert (offload["ratios"], offload["identical"]) == ([], True)
     assert "the peak for recompute is not known" in unknown["error"]
-    assert half["device_budget"] > 0, "half of what offload would have kept"
+    assert half["device_budget"] > 0, "half of the bytes that offload would have kept"
 
 
 def test_the_worker_turns_failures_into_results(capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,7 +220,7 @@ def no_loss():
 
 @pytest.fixture
 def own(tmp_path: Path) -> str:
-    """A user's file, which imports one beside it."""
+    """A user's file, which imports another file beside it."""
     (tmp_path / "beside.py").write_text("WIDTH = 512\n")
     file = tmp_path / "mine.py"
     file.write_text(OWN)
@@ -267,7 +267,7 @@ def test_ones_own_model_is_on_the_device_that_is_used(own: str) -> None:
         ("no_loss", "model='Linear': must return its loss: a tensor of one element"),
     ],
 )
-def test_what_ones_own_function_must_return_is_said(own: str, function: str, message: str) -> None:
+def test_a_wrong_result_of_ones_own_function_is_an_error(own: str, function: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         rok_worker.measure(worker_spec(Variant(series="keep"), case={"model": f"{own}:{function}", "batch": 1}))
 
@@ -295,7 +295,7 @@ def write(file: Path, samples: Sequence[dict[str, Any]]) -> Path:
     return file
 
 
-def test_redraw_prints_what_dominates_and_draws(tmp_path: Path) -> None:
+def test_redraw_prints_the_dominant_points_and_draws(tmp_path: Path) -> None:
     file = write(tmp_path / "r.json", all_points()[:-1])
     text = invoke("--redraw", str(file))
     for said in ("out of memory", "hybrid ≤ 60% of keep", "slower", "A/A noise", "Losses and gradients are equal"):
@@ -306,7 +306,7 @@ def test_redraw_prints_what_dominates_and_draws(tmp_path: Path) -> None:
     assert [row["verdict"] for row in data["points"]] == ["A/A noise", "slower", "slower", "slower", ""]
 
 
-def test_a_busy_machine_is_said(tmp_path: Path) -> None:
+def test_a_busy_machine_is_reported(tmp_path: Path) -> None:
     file = write(tmp_path / "r.json", [sample("keep"), sample("offload", others_cpu_share=0.41)])
     assert "WARNING: the machine was busy: others took up to 41% of the processors" in invoke("--redraw", str(file))
 

@@ -1,4 +1,4 @@
-"""``actoffload try``: predictions for GPUs, a trial on this machine, and errors that name what to change."""
+"""``actoffload try``: predictions for GPUs, a trial on this machine, and errors with a remedy."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def test_predicted_steps_lie_between_checkpointing_and_keeping_all(own: str) -> 
     assert found["states_bytes"] == weights * 4 * (1 + 1 + 2)  # in float32: weights, gradients, two moments
     for row in found["gpus"]:
         assert row["kept"] <= row["more_memory"] <= row["same_memory"] <= 1
-        assert row["kept"] < 0.9, "a block that does not run again saves a third of its backward"
+        assert row["kept"] < 0.9, "without a second forward, a block's backward is a third shorter"
         assert row["fits"] == {"checkpointed": True, "more_memory": True, "kept": True}
 
 
 def test_a_faster_link_shortens_the_step(own: str) -> None:
-    # In narrow layers even the fastest link takes longer than the recomputation that it spares.
+    # In narrow layers, even over the fastest link a move takes longer than the recomputation that it saves.
     Path(own).write_text(OWN.replace("256", "4096").replace("64", "1024"), encoding="utf-8")
     by_target = {
         target: answer(f"{own}:build", "--no-measure", "--gpu", "gh200", "--target", target)
@@ -89,7 +89,7 @@ def test_the_trial_trains_with_and_without_and_compares_bits(own: str, monkeypat
     assert found["identical"]
     assert found["ratio"] > 0
     theirs, ours = found["peak_bytes"]
-    assert 0 < ours <= 1.02 * theirs, "in the same memory"
+    assert 0 < ours <= 1.02 * theirs, "the comparison needs equal memory"
     trial.show_measured(found)
 
 
@@ -116,7 +116,7 @@ def test_different_bits_are_an_error(own: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(trial, "run_worker", lambda *_, **__: _round({"identical": False}))
     assert "BITS DIFFER" in run(f"{own}:build", "--gpu", "h100-sxm", status=1)
     monkeypatch.setattr(trial, "run_worker", lambda *_, **__: _round({}))
-    assert "1.00 × checkpointing's step" in run(f"{own}:build", "--gpu", "h100-sxm"), "keep may need too much"
+    assert "1.00 × checkpointing's step" in run(f"{own}:build", "--gpu", "h100-sxm"), "keep may run out of memory"
 
 
 @pytest.mark.parametrize("failed", [_round({"error": "no room on disk"}), {"error": "no room on disk"}])
@@ -144,5 +144,5 @@ def test_a_small_model_of_each_type_can_be_built(kind: str) -> None:
         (("{own}:build", "--sequence", "4"), "make_batch(size) says it"),
     ],
 )
-def test_what_cannot_work_is_refused(own: str, arguments: tuple[str, ...], part: str) -> None:
+def test_bad_arguments_are_refused(own: str, arguments: tuple[str, ...], part: str) -> None:
     assert part in run(*(one.replace("{own}", own) for one in arguments), status=2)
