@@ -21,7 +21,7 @@ from tests.integration.compiled import ADVICE, STEPS, WIDTH, Call, Tower, check,
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # Dynamo's
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # by Dynamo
     pytest.mark.filterwarnings(f"ignore:.*{ADVICE}:RuntimeWarning"),  # the advice's own tests below enable it
 ]
 

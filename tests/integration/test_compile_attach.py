@@ -25,7 +25,7 @@ from tests.integration.evidence import assert_evidence
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # Dynamo's
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # by Dynamo
     pytest.mark.filterwarnings(f"ignore:.*{ADVICE}:RuntimeWarning"),  # tested in test_compile.py
 ]
 
@@ -132,7 +132,7 @@ def test_names_with_compiled_blocks(how: str, first: str, make_offloader: Callab
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
-def test_a_model_of_use_inlined_in_a_larger_graph(make_offloader: Callable[..., Offloader]) -> None:
+def test_a_model_with_names_inlined_in_a_larger_graph(make_offloader: Callable[..., Offloader]) -> None:
     """The compiler leaves the hooks for names out of the graph: no break, and no names."""
     model = tower("eager")
     plain = gradients_of(model, torch.compile(model, backend="aot_eager"), tokens(0))

@@ -136,7 +136,7 @@ class InSegments(nn.Module):
 
 
 class Nested(nn.Module):
-    """Checkpoints inside of two others: the outer ones are the regions."""
+    """Checkpoints inside two outer ones, which are the regions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ def of_accelerate(model: nn.Sequential) -> None:
 def of_torchtitan(kind: str) -> Case:
     """``activation-checkpoint:full`` and ``selective``: blocks in ``layers``, without early stop."""
     pytest.importorskip("torchtitan")
-    sys.modules.setdefault("torchtitan.distributed.minimal_async_ep.kernels", MagicMock())  # Triton's
+    sys.modules.setdefault("torchtitan.distributed.minimal_async_ep.kernels", MagicMock())  # needs Triton
     from torchtitan.distributed import activation_checkpoint
 
     model = nn.Module()
@@ -436,7 +436,7 @@ def by_megatron(options: dict[str, str]) -> dict[str, Any] | None:
 
 def by_torchtitan(options: dict[str, str]) -> dict[str, Any] | None:
     pytest.importorskip("torchtitan")
-    sys.modules.setdefault("torchtitan.distributed.minimal_async_ep.kernels", MagicMock())  # Triton's
+    sys.modules.setdefault("torchtitan.distributed.minimal_async_ep.kernels", MagicMock())  # needs Triton
     from actoffload.integrations import torchtitan
 
     found: dict[str, Any] | None = torchtitan._options(torchtitan.OffloadAC.Config(target="nvme", **options))

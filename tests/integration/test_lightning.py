@@ -223,7 +223,7 @@ def compiled_alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return fit(task, tmp_path_factory.mktemp("compiled"), compiled(task))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo's
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # by Dynamo
 @pytest.mark.filterwarnings("ignore:.*saved by one autograd node:RuntimeWarning")  # tested in test_compile.py
 @pytest.mark.parametrize("first", ["attach", "compile"])
 def test_a_compiled_lightning_module(first: str, compiled_alone: Run, tmp_path: Path) -> None:

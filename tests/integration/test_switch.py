@@ -172,7 +172,7 @@ def main():
 
 
 def test_a_run_ends_with_one_line(tmp_path: Path) -> None:
-    """Whether its model has died by then or not. A module that was prepared, but never called, adds no line."""
+    """The model may be dead or alive then. A module that was prepared, but never called, adds no line."""
     script = tmp_path / "train.py"
     options = ("--target", "nvme", "--path", str(tmp_path), "-o", "device_budget=25%")
     for more, call, details in (

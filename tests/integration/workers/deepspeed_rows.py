@@ -117,7 +117,7 @@ class Row:
         checkpoint: the function that runs each block, if any.
         checkpointing: arguments of ``deepspeed.checkpointing.configure``.
         frozen: whether every second block is frozen.
-        budget: ``device_budget``; below what the row's forward saves.
+        budget: ``device_budget``, below the bytes that the row's forward saves.
         traced: whether a trace is written, for the test to read.
         options: options beside the usual ones.
         more: other sections of DeepSpeed's configuration.
@@ -369,7 +369,7 @@ def forms() -> dict[str, Any]:
 
 
 def work() -> dict[str, Any]:
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo suffices; compiling it takes a minute
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo suffices; this op takes a minute to compile
     deepspeed.init_distributed(dist_backend="gloo")
     found: dict[str, Any] = {}
     for name in sys.argv[1:]:

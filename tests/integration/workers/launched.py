@@ -181,7 +181,7 @@ def serve(variables: dict[str, str], file: str) -> None:
 def main() -> None:
     """Serve each rank in a child, until the test ends this process."""
     torch.set_num_threads(1)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo suffices; compiling it takes a minute
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo suffices; this op takes a minute to compile
     prepare_to_fork()
     with Listener(str(scratch() / "socket")) as ranks:
         while True:

@@ -78,7 +78,7 @@ def step(count: int, how: str, offloader: Offloader | None = None) -> tuple[tupl
 
 
 def work() -> dict[str, Any]:
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo suffices; compiling it takes a minute
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo suffices; this op takes a minute to compile
     deepspeed.init_distributed(dist_backend="gloo")
     found: dict[str, Any] = {}
     for count in COUNTS:

@@ -159,7 +159,7 @@ def loop(checkpointed: bool, way: str) -> Found:
 
 def engine(checkpointed: bool, way: str) -> Found:
     """A loop of DeepSpeed's; with ``ACTOFFLOAD`` and checkpoints, its configuration has a device for them."""
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo suffices; compiling it takes a minute
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo suffices; this op takes a minute to compile
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 2,

@@ -147,7 +147,7 @@ def work() -> dict[str, Any]:
     """For each note, the losses with and without its shim and the moved bytes; for any other block, packed bytes."""
     import deepspeed
 
-    # gloo suffices; compiling it takes a minute, in the first block about DeepSpeed
+    # gloo suffices; this op takes a minute to compile, in the first block about DeepSpeed
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     found: dict[str, Any] = {name: run_block(name, names) for name, names in given().items()}
     for note, program in PROGRAMS.items():
