@@ -157,7 +157,6 @@ class HostPool:
         self.peak_bytes = 0
         self.allocated_bytes = 0
         self.mapped_bytes = self.growth_bytes = 0
-        self._budget.join(self)
         self.growing = False
         self.pin_failed = False
         self._slab_bytes = slab_bytes
@@ -174,6 +173,7 @@ class HostPool:
         self._trimmer: threading.Thread | None = None
         self._steps = 0
         self._lock = threading.RLock()  # reentrant: an interrupt may leave it held by the thread that calls `close`
+        self._budget.join(self)  # last: from now on other pools, on other threads, have it unmap idle memory
 
     def acquire(self, nbytes: int, *, force: bool = False) -> Slot | None:
         """Return a slot of at least ``nbytes`` bytes, or None when there is none now; see ``growing``.

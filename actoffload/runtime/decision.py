@@ -165,6 +165,11 @@ class OffloadDecision:
         following = record.index + 1
         return self._plan.entries[following].nbytes if following < len(self._plan.entries) else 0
 
+    def could_move(self, record: Record) -> bool:
+        """Whether the plan keeps a record by choice: the recorded step had no reason, such as another owner."""
+        entry = self._entry(record)
+        return entry is not None and not entry.reason
+
     def _entry(self, record: Record) -> PlanEntry | None:
         """Return the plan's entry for a record, or None."""
         return None if self._plan is None else self._plan.entry(record.index, record.nbytes)

@@ -22,7 +22,7 @@ def optimizer_steps() -> int:
     return _steps[0]
 
 
-watchers: weakref.WeakSet[Any] = weakref.WeakSet()
+watchers: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 """Runs that look at the end of each optimizer's step. Weak: the hook is the process's, and must keep no dropped run."""
 
 
@@ -30,5 +30,7 @@ watchers: weakref.WeakSet[Any] = weakref.WeakSet()
 def _stepped(*_: object) -> None:
     if not torch.compiler.is_compiling():
         _steps[0] += 1
-        for watcher in tuple(watchers):  # a copy: another thread may add one
-            watcher.optimizer_stepped()
+        # Copied by one atomic operation, as another thread may add one; to iterate runs Python code for each.
+        for ref in watchers.keyrefs():
+            if (watcher := ref()) is not None:
+                watcher.optimizer_stepped()

@@ -90,7 +90,7 @@ class RunSoFar:
             self.memory_before = tiers.memory()
             if tiers.shared.config.device_memory is not None:
                 self._tiers = tiers
-                watchers.add(self)
+                watchers[self] = None
         elif self.first_step is None and accounts.packed_tensors and (first or accounts.optimizer_steps):
             self.first_step = now(), copy.copy(accounts)
 

@@ -228,7 +228,7 @@ class ActivationStore:
         else:
             reason = self.decision.why_keep(record, tensor, tape)
             full = reason is KeepReason.LAST and not budget.has_room_early(0)
-            if reason is KeepReason.FITS:  # by a plan that may be wrong about the room
+            if reason is KeepReason.FITS and self.decision.could_move(record):  # a plan may be wrong about the room
                 full = budget.exceeded_by((self.decision.following_bytes(record) or 0) - tier.leaving_bytes)
             # Staying saves time only, and this room is for bytes that the step needs at once.
             reason = None if full else reason

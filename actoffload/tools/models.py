@@ -51,9 +51,13 @@ class Trainee:
         output = call(self.model, batch)
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
         if self.device.type == "meta" and not (isinstance(loss, Tensor) and loss.numel() == 1):
-            loss = sum(leaf.sum() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad)
+            tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+            loss = sum(tensor.sum() for tensor in tensors)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             remedy = "must return its loss: a tensor of one element, or an object or dict that has it as `loss`"
+            raise ConfigError("model", type(self.model).__name__, remedy)
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            remedy = "its loss has no gradient: train some of its parameters, and run its forward with gradients"
             raise ConfigError("model", type(self.model).__name__, remedy)
         return loss
 

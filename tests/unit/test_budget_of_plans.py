@@ -109,6 +109,27 @@ def test_storages_that_a_plan_keeps_leave_if_the_budget_has_no_room_for_them(
     assert statistics.resident_peak_bytes <= half
 
 
+@ON_EACH_DEVICE
+def test_a_storage_that_the_program_holds_stays_though_the_budget_has_no_room(
+    where: str, make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Moving it frees nothing: the recorded step has shown that the program holds it."""
+    held = tuple(replace(entry, reason="held elsewhere") for entry in _plan("k" * LAYERS).entries)
+    keeps = replace(_plan("k" * LAYERS), entries=held, predicted_peak_bytes=0)
+    monkeypatch.setattr(search, "plan", lambda profile, limits: keeps)
+    offloader = make_offloader(policy="auto", device_budget=LAYERS // 2 * RECORD_BYTES)
+    x = torch.linspace(-1, 1, RECORD_BYTES // 4).to(where).requires_grad_()
+    moved = []
+    for _ in range(6):
+        before = offloader.statistics().moved_bytes
+        with offloader:
+            loss = _waves(x)
+        loss.backward()
+        moved.append(offloader.statistics().moved_bytes - before)
+    assert moved[0] > 0, "nothing is known of the first step"
+    assert moved[-1] == 0
+
+
 @pytest.mark.simulated
 @pytest.mark.parametrize("target", ["host", "nvme"])
 def test_on_a_device_kept_ones_make_the_compute_stream_wait_for_copies(

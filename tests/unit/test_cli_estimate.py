@@ -190,3 +190,14 @@ def test_a_model_needs_no_loss_and_may_save_nothing_that_can_move(tmp_path: Path
     assert (found["activation_bytes_per_step"], found["share_hidden"], found["rated_life_s"]) == (0, 0, None)
     assert found["fits"]["kept"] == found["fits"]["least"]
     assert found["small_bytes"] == found["fits"]["kept"]["saved_bytes"] > 0
+
+
+def test_a_model_that_trains_nothing_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\n"
+        "def build():\n"
+        "    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(2)))\n"
+        "    return model.requires_grad_(False), lambda size: torch.ones(size, 8)\n"
+    )
+    assert "its loss has no gradient: train some of its parameters" in run("--from-model", f"{file}:build", status=2)

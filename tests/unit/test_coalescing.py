@@ -1,4 +1,4 @@
-"""Small CPU tensors go to disk, and come back, several in one transfer; each is released and fails alone."""
+"""Small CPU tensors go to disk, and come back, several in one transfer; each is released alone."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from actoffload.memory.host_pool import TRIM_STEPS, HostPool, Slot
+from actoffload.memory.host_pool import TRIM_STEPS, HostBudget, HostPool, Slot
 from actoffload.memory.slab import ALIGNMENT
 from tests.harness import WAIT_S, acquire_slot, no_garbage_collection, run_in_threads
 
@@ -422,3 +422,15 @@ def test_tensors_that_die_in_many_threads_all_come_back() -> None:
     run_in_threads(*(partial(use, value) for value in range(6)))
     assert wrong == []
     assert _in_use(pool) == 0
+
+
+def test_a_pool_joins_the_budget_once_other_pools_may_call_it() -> None:
+    """Another thread may need memory at this very moment, and has every pool of the budget unmap what is idle."""
+
+    class BusyBudget(HostBudget):
+        def join(self, pool: HostPool) -> None:
+            super().join(pool)
+            self.make_room(2 * SLAB, other)
+
+    other = _pool()
+    assert _acquire(HostPool(BusyBudget(SLAB), slab_bytes=SLAB), SLAB).nbytes == SLAB

@@ -66,7 +66,7 @@ def test_a_sample_without_a_prediction_has_its_error(tmp_path: Path) -> None:
     own.write_text("import torch\ndef build():\n    return torch.nn.Flatten(0), lambda size: torch.ones(size)\n")
     variants = [asdict(v) for v in replace(PRESETS["cpu"], levels=("recompute",)).variants]
     spec = {"variants": variants, "gpu": "a100-pcie"}
-    assert "must return its loss" in predict({**spec, "case": {"model": f"{own}:build", "batch": 2}})["error"]
+    assert "its loss has no gradient" in predict({**spec, "case": {"model": f"{own}:build", "batch": 2}})["error"]
     own.write_text(
         "import torch\n"
         "def build():\n"
