@@ -110,6 +110,26 @@ def test_storages_that_a_plan_keeps_leave_if_the_budget_has_no_room_for_them(
 
 
 @ON_EACH_DEVICE
+def test_storages_that_a_plan_keeps_stay_if_storages_on_their_way_out_give_them_room(
+    where: str, make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU a write takes longer than the compute; on a device the window lets the copies out wait."""
+    late = replace(_plan(KEEPS_LATE), predicted_peak_bytes=7 * RECORD_BYTES)
+    monkeypatch.setattr(search, "plan", lambda profile, limits: late)
+    engine: Any = SLOW if where == "cpu" else "auto"
+    offloader = make_offloader(policy="auto", device_budget=7 * RECORD_BYTES, engine=engine, pending_bytes="1GiB")
+    x = torch.linspace(-1, 1, RECORD_BYTES // 4).to(where).requires_grad_()
+    kept = []
+    for _ in range(6):
+        before = offloader.statistics().kept_bytes.get("fits the budget", 0)
+        with offloader:
+            loss = _waves(x)
+        loss.backward()
+        kept.append(offloader.statistics().kept_bytes.get("fits the budget", 0) - before)
+    assert kept[-1] == 5 * RECORD_BYTES
+
+
+@ON_EACH_DEVICE
 def test_a_storage_that_the_program_holds_stays_though_the_budget_has_no_room(
     where: str, make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
 ) -> None:

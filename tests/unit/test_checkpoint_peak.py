@@ -51,6 +51,14 @@ def test_in_little_memory_no_plan_is_longer_than_the_programs_own_checkpoints(na
     assert None not in ours["predicted"][len(SHAPES) * 2 :], "a plan is followed all the time"
 
 
+def test_with_a_disk_too_no_step_passes_a_number_near_the_least() -> None:
+    """A plan on paper once let all early reads onto the device; the plan that was followed instead kept too much."""
+    with virtual_time():
+        ours = limited("conv", LINK, 0.3, 3 * len(SHAPES), target="nvme", engine="memory")
+    assert "failed" not in ours
+    assert max(ours["peaks"]) <= ours["limit_bytes"]
+
+
 def test_steps_of_a_device_are_as_long_as_they_are_on_it() -> None:
     """The host enqueues several micro-batches in the time of one, and waits in the last."""
     with virtual_time():

@@ -128,6 +128,27 @@ def test_storages_read_early_wait_in_host_memory_for_room_on_the_device() -> Non
     seen = _seen(profile, "ddddk", Conditions(device_budget=250))
     assert (seen.peak_bytes, seen.disk_read_bytes, seen.host_read_bytes) == (200, 400, 400)
     assert seen.backward_wait_s == pytest.approx(0.003), "the copies from host memory alone"
+    # A use between two needs, once the storage before has died, begins the copy: then nothing waits.
+    between = [_storage(5 + n, 5.1 + 0.1 * n, 13.7 - n, nbytes=1, last_s=13.8 - n) for n in range(3)]
+    begun = _seen(replace(profile, storages=(*profile.storages, *between)), "ddddkkkk", Conditions(device_budget=250))
+    assert (begun.backward_wait_s, begun.host_read_bytes) == (0.0, 400)
+
+
+def test_a_way_from_disk_is_charged_once_wherever_a_read_waits() -> None:
+    leave = [_storage(n, 0.1 * n, 14.0 - n, last_s=14.5 - n) for n in range(4)]
+    first = _storage(4, 5.0, 6.1, nbytes=10, last_s=14.0)
+    fast = Link(write_bytes_per_s=1e5, read_bytes_per_s=1e5, cost_s_per_byte=1e-4)
+    profile = _profile(*leave, first, forward_s=6.0, backward_s=9.0, host=fast, prefetch_bytes=1000)
+    assert _seen(profile, "ddddk").cost_s == pytest.approx(0.08), "400 bytes, out and back"
+    assert _seen(profile, "ddddk", Conditions(device_budget=250)).cost_s == pytest.approx(0.08)
+
+
+def test_a_read_that_backward_waits_for_takes_room_that_an_early_one_would_leave() -> None:
+    fast = Link(write_bytes_per_s=1e5, read_bytes_per_s=1e5)
+    first = _storage(1, 0.5, 2.0, nbytes=40)  # backward uses it, and the read of the other begins
+    profile = _profile(_storage(0, 0.0, 2.5), first, host=fast, prefetch_bytes=1000)
+    seen = _seen(profile, "dk", Conditions(device_budget=250))
+    assert seen.backward_wait_s == pytest.approx(0.501), "until 3.0 the disk reads"
 
 
 def test_bytes_that_cost_compute_time_and_transfers_that_begin_late() -> None:
