@@ -134,21 +134,18 @@ def test_storages_read_early_wait_in_host_memory_for_room_on_the_device() -> Non
     assert (begun.backward_wait_s, begun.host_read_bytes) == (0.0, 400)
 
 
-def test_a_way_from_disk_is_charged_once_wherever_a_read_waits() -> None:
-    leave = [_storage(n, 0.1 * n, 14.0 - n, last_s=14.5 - n) for n in range(4)]
-    first = _storage(4, 5.0, 6.1, nbytes=10, last_s=14.0)
-    fast = Link(write_bytes_per_s=1e5, read_bytes_per_s=1e5, cost_s_per_byte=1e-4)
-    profile = _profile(*leave, first, forward_s=6.0, backward_s=9.0, host=fast, prefetch_bytes=1000)
-    assert _seen(profile, "ddddk").cost_s == pytest.approx(0.08), "400 bytes, out and back"
-    assert _seen(profile, "ddddk", Conditions(device_budget=250)).cost_s == pytest.approx(0.08)
-
-
-def test_a_read_that_backward_waits_for_takes_room_that_an_early_one_would_leave() -> None:
+@pytest.mark.parametrize(("need_s", "wait_s"), [(7.7, 0.301), (8.5, 0.001)])
+def test_a_read_that_backward_needs_takes_room_that_an_early_one_leaves(need_s: float, wait_s: float) -> None:
+    """The disk reads one storage until 7.0 and one until 8.0. Both and room for the largest would pass the budget."""
     fast = Link(write_bytes_per_s=1e5, read_bytes_per_s=1e5)
-    first = _storage(1, 0.5, 2.0, nbytes=40)  # backward uses it, and the read of the other begins
-    profile = _profile(_storage(0, 0.0, 2.5), first, host=fast, prefetch_bytes=1000)
-    seen = _seen(profile, "dk", Conditions(device_budget=250))
-    assert seen.backward_wait_s == pytest.approx(0.501), "until 3.0 the disk reads"
+    leave = _storage(0, 0.0, need_s, last_s=10.0), _storage(1, 0.1, 7.5, last_s=10.0)
+    first = _storage(2, 5.0, 6.0, nbytes=10, last_s=10.0)  # backward uses it, and both reads begin
+    profile = _profile(*leave, first, forward_s=6.0, backward_s=5.0, host=fast, prefetch_bytes=1000)
+    seen = _seen(profile, "ddk", Conditions(device_budget=250))
+    assert (seen.backward_wait_s, seen.host_read_bytes) == (pytest.approx(wait_s), 200)
+    costs = replace(profile, host=replace(fast, cost_s_per_byte=1e-6))
+    charged = _seen(costs, "ddk", Conditions(device_budget=250)).cost_s
+    assert charged == pytest.approx(2 * 200 * 1e-6), "each way once, wherever the read waits"
 
 
 def test_bytes_that_cost_compute_time_and_transfers_that_begin_late() -> None:
