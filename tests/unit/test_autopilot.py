@@ -45,6 +45,12 @@ Choose = Callable[[int, int], bool]
 ALL_AGAIN: frozenset[int] = frozenset()
 
 
+@pytest.fixture(autouse=True)
+def no_pause_after_planning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pause is as long as the search took, many times over: on a busy machine that would be all steps of a test."""
+    monkeypatch.setattr("actoffload.autotune.making.PLANNING_SHARE", 1e9)
+
+
 class _Scripted:
     """A planner with fixed answers: which storages stay (by place and size), and which regions run once."""
 
@@ -188,9 +194,8 @@ def test_an_evaluation_before_a_step_is_not_recorded_with_it(make_offloader: Mak
     assert profile.step_s < 0.5
 
 
-def test_another_shape_has_a_plan_of_its_own(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_shape_has_a_plan_of_its_own(make_offloader: MakeOffloader) -> None:
     """The first storage distinguishes the shapes, also if no model is known."""
-    monkeypatch.setattr("actoffload.autotune.making.PLANNING_SHARE", 1e9)
     offloader = make_offloader(policy="auto")
     planner = _Scripted(lambda *_: True)
     pilot = plan_with(offloader, planner)
@@ -210,11 +215,8 @@ def test_another_shape_has_a_plan_of_its_own(make_offloader: MakeOffloader, monk
     assert len(planner.profiles) == 2
 
 
-def test_a_forward_that_saves_something_else_starts_over(
-    make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forward_that_saves_something_else_starts_over(make_offloader: MakeOffloader) -> None:
     """The first storage is the same, so the library takes it for the same shape."""
-    monkeypatch.setattr("actoffload.autotune.making.PLANNING_SHARE", 1e9)
     offloader = make_offloader(policy="auto")
     planner = _Scripted(lambda *_: True)
     pilot = plan_with(offloader, planner)
@@ -420,7 +422,6 @@ def test_a_recorded_step_that_is_no_shorter_than_the_bases_is_not_followed(make_
 @pytest.mark.usefixtures("regions")
 def test_measured_steps_decide_at_last(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plans predict a shorter mix; measured, it is longer than the base's prediction and than the base's steps."""
-    monkeypatch.setattr("actoffload.autotune.making.PLANNING_SHARE", 1e9)
     offloader = make_offloader(policy="auto", device_budget="1GiB")
     planner = _Scripted(lambda *_: True, frozenset({0, 1, 2, 3}))
     planner.scale = 1e-9  # any measured step is longer, by too little for a new plan
@@ -487,8 +488,7 @@ def test_a_base_during_which_the_allocator_gave_its_cache_back_is_recorded_again
 
 
 @pytest.mark.usefixtures("regions")
-def test_each_shape_has_regions_of_its_own(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actoffload.autotune.making.PLANNING_SHARE", 1e9)
+def test_each_shape_has_regions_of_its_own(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(policy="auto")
     plan_with(offloader, _Scripted(lambda *_: True, frozenset({0}), frozenset({2})))
     model = Chain()

@@ -110,7 +110,8 @@ def test_a_trace_and_a_report_have_the_gain_of_moving(
     peak, traced, without = min(steps, key=lambda step: abs(step[1] - step[0]) + abs(step[2] - plain["peak"]))
     assert traced == pytest.approx(peak, rel=0.05)
     assert without == pytest.approx(plain["peak"], rel=0.05)
-    assert without - traced == pytest.approx(plain["peak"] - peak, rel=0.25)
+    # On a slow disk hardly anything has left at the peak: then the gain is next to nothing, and may be negative.
+    assert without - traced == pytest.approx(plain["peak"] - peak, rel=0.25, abs=0.1 * plain["saved"])
     assert statistics["baseline_peak_bytes"] == plain["saved"] == numbers["saved_peak_without_bytes"]
     share = f"peak {format_size(statistics['resident_peak_bytes'])} of {format_size(plain['saved'])} with nothing moved"
     assert share in moved["report"]
