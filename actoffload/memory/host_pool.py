@@ -11,6 +11,7 @@ import ctypes
 import os
 import threading
 import weakref
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -85,11 +86,10 @@ class HostBudget:
     def take(self, pool: HostPool, nbytes: int) -> bool:
         """Let a pool map so many more bytes; return False where there is no room for them."""
         with self._lock:
-            # First counted, then compared: of two pools that ask at once, one sees the other's bytes.
-            pool.growth_bytes = nbytes
-            if self._room() < 0:
-                pool.growth_bytes = 0
-            return pool.growth_bytes > 0
+            if nbytes > self._room():
+                return False
+            pool.growth_bytes = nbytes  # under the lock: of two pools that ask at once, one sees the other's bytes
+            return True
 
     def room(self) -> int:
         """Return the bytes that may still be mapped."""
@@ -164,7 +164,10 @@ class HostPool:
         self._is_done, self._wait_for = is_done, wait_for
         self._bind, self._stay_near, self._on_growth = bind, stay_near, on_growth
         self._poison = poison
-        self._slabs: list[Slab] = []  # from which slots may come
+        self._slabs: list[Slab] = []
+        self._slabs_made = 0
+        self._by_room: list[tuple[int, int, Slab]] = []
+        self._idle: dict[Slab, None] = {}  # without slots
         self._kept: dict[int, list[_Piece]] = {}  # free, but not returned to their slabs, by size
         self._dropped: Mailbox[_Piece] = Mailbox()  # filled by finalizers
         self._grown: Mailbox[Slab | None] = Mailbox()  # filled by the thread that page-locks
@@ -247,9 +250,11 @@ class HostPool:
                         spare_bytes += slab.nbytes
                     else:
                         unused.append(slab)
-            self._slabs = [slab for slab in self._slabs if slab not in unused]
+            for slab in unused:
+                self._unlist(slab)  # no slot comes from it from now on
+                slab.room = -1
             for slab in self._slabs:
-                slab.used = not slab.is_idle
+                slab.used = slab not in self._idle
             if unused:
                 work = partial(self._unlock, unused, self._unpin)
                 self._trimmer = threading.Thread(target=work, name="actoffload-page-unlock", daemon=True)
@@ -264,7 +269,7 @@ class HostPool:
             return
         try:
             self._reclaim()
-            for slab in self._idle:
+            for slab in tuple(self._idle):
                 self._unmap(slab)
         finally:
             self._lock.release()
@@ -289,7 +294,7 @@ class HostPool:
                 if wait and self._wait_for is not None:
                     for event in slab.events():
                         self._wait_for(event)
-                if slab.is_idle or not slab.locked:  # a slot keeps the mapping that it lies in
+                if slab in self._idle or not slab.locked:  # a slot keeps the mapping that it lies in
                     self._unmap(slab)
             if not any(slab.locked for slab in self._slabs):
                 _CLOSED.discard(self)
@@ -303,7 +308,9 @@ class HostPool:
         self._thread, self._trimmer, self.growing = None, None, False
         self._kept.clear()
         if self._pin is not None:
-            self._slabs.clear()
+            self._by_room.clear()
+            for slab in self._slabs:
+                slab.room = -1
             self.capacity_bytes = 0
             self._poison = False
         self._pin = self._unpin = self._wait_for = None
@@ -317,13 +324,12 @@ class HostPool:
         return self._hand_out(kept.pop()) if kept and self.mapped_bytes <= self.capacity_bytes else None
 
     def _find(self, nbytes: int) -> Slot | None:
-        # The fullest slab that has room: the others become idle sooner, and can be given back.
-        rooms = [(slab.extents.largest_free_bytes, place) for place, slab in enumerate(self._slabs)]
-        fitting = [room for room in rooms if room[0] >= nbytes]
-        if not fitting:
+        place = bisect_left(self._by_room, (nbytes,))
+        if place == len(self._by_room):
             return None
-        slab = self._slabs[min(fitting)[1]]
+        slab = self._by_room[place][2]
         offset, events = slab.take(nbytes)
+        self._list(slab)
         return self._hand_out(_Piece(slab.address + offset, slab.extents.round_up(nbytes), slab, offset, events, []))
 
     def _hand_out(self, piece: _Piece) -> Slot:
@@ -332,9 +338,19 @@ class HostPool:
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         return Slot(piece, self._dropped)
 
-    @property
-    def _idle(self) -> list[Slab]:
-        return [slab for slab in self._slabs if slab.is_idle]
+    def _list(self, slab: Slab) -> None:
+        """List a slab by the room that it has now."""
+        self._unlist(slab)
+        slab.room = slab.extents.largest_free_bytes
+        insort(self._by_room, (slab.room, slab.number, slab))
+        if slab.extents.allocated_bytes == 0:
+            self._idle[slab] = None
+
+    def _unlist(self, slab: Slab) -> None:
+        self._idle.pop(slab, None)
+        place = bisect_left(self._by_room, (slab.room, slab.number))
+        if place < len(self._by_room) and self._by_room[place][2] is slab:
+            del self._by_room[place]
 
     def _grow(self, nbytes: int) -> bool:
         """Map a slab with room for ``nbytes``, or begin to; return False when the capacity does not allow it."""
@@ -372,15 +388,18 @@ class HostPool:
         self._on_growth()
 
     def _add(self, slab: Slab) -> None:
+        self._slabs_made += 1
+        slab.number = self._slabs_made
         self._slabs.append(slab)
         self.mapped_bytes += slab.nbytes
         self.growth_bytes = 0
+        self._list(slab)
 
     def _unmap_idle(self, need: int) -> None:
         """Let slabs go that are free from end to end, if that makes room for a slab of ``need`` bytes."""
         if self.mapped_bytes - sum(slab.nbytes for slab in self._idle) + need > self.capacity_bytes:
             return
-        for slab in self._idle:
+        for slab in tuple(self._idle):
             if self.mapped_bytes + need <= self.capacity_bytes:
                 return
             self._unmap(slab)
@@ -388,7 +407,6 @@ class HostPool:
     def _unmap(self, slab: Slab) -> None:
         """Forget an idle slab, if the device does not use it any more; its mapping goes with its last view."""
         if self._let_go(slab) and slab.unlock(self._unpin):
-            self._slabs.remove(slab)
             self._forget(slab)
 
     def _let_go(self, slab: Slab) -> bool:
@@ -396,10 +414,13 @@ class HostPool:
         return not slab.locked or self._is_done is None or all(map(self._is_done, slab.events()))
 
     def _forget(self, slab: Slab) -> None:
+        self._slabs.remove(slab)
+        self._unlist(slab)
+        slab.room = -1
         self.mapped_bytes -= slab.nbytes
 
     def _unlock(self, slabs: list[Slab], unpin: Callable[[int], bool]) -> None:
-        """Undo the page-locking of unused slabs, in a thread of its own, as each takes milliseconds."""
+        """Undo the page-locking of slabs that are not listed, in a thread of its own, as each takes milliseconds."""
         for slab in slabs:
             with contextlib.suppress(Exception):  # of a device that is broken: the slab stays as it is
                 slab.unlock(unpin)
@@ -408,7 +429,7 @@ class HostPool:
     def _reclaim(self) -> None:
         for slab in self._gone.drain():
             if slab.locked:  # the device has not let go of it
-                self._slabs.append(slab)
+                self._list(slab)
             else:
                 self._forget(slab)
         for grown in self._grown.drain():
@@ -423,8 +444,10 @@ class HostPool:
             for piece in self._kept.popitem()[1]:
                 slab = piece.slab
                 slab.give_back(piece.offset, piece.nbytes, piece.events)
-                if slab.is_idle and self.mapped_bytes > self.capacity_bytes and slab in self._slabs:
-                    self._unmap(slab)
+                if slab.room >= 0:
+                    self._list(slab)
+                    if slab in self._idle and self.mapped_bytes > self.capacity_bytes:
+                        self._unmap(slab)
 
     def _take_dropped(self) -> None:
         while self._dropped:  # not `drain`, as in `Disk.work_off`

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -43,6 +44,8 @@ class Slab:
 
     Attributes:
         buffer: An object at its address that keeps it alive.
+        number: Tells slabs of the same room apart; the pool's, as is the next.
+        room: The largest slot that it has room for, as it is listed; -1 when it is not.
         locked: Whether it may be page-locked: from before the request until the device has let go of it.
         used: Whether a slot came from it since the last look of `HostPool.trim`.
     """
@@ -58,14 +61,11 @@ class Slab:
         self.nbytes = nbytes
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
         self.extents = ExtentAllocator(nbytes, ALIGNMENT)
+        self.number = 0
+        self.room = -1
         self.used = True
         self.locked = page_locked is not None
-        self._used: list[tuple[int, int, list[object]]] = []  # free ranges that copies use
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no slot lies in it."""
-        return not self.extents.allocated_bytes
+        self._used: list[tuple[int, int, list[object]]] = []  # free ranges that copies use, by where they begin
 
     @staticmethod
     def page_locked(nbytes: int, pin: Callable[[int, int], bool], most_bytes: int) -> Slab:
@@ -129,13 +129,13 @@ class Slab:
     def take(self, nbytes: int) -> tuple[int, list[object]]:
         """Return where a free piece begins, for which there is room, and the events of copies that may still use it."""
         offset = self.extents.allocate(nbytes)
-        assert offset is not None, "the caller has looked"
+        assert offset is not None, "the slab is listed by its room"
         return offset, self._take_events(offset, offset + self.extents.round_up(nbytes))
 
     def give_back(self, offset: int, nbytes: int, events: list[object]) -> None:
         """Make a piece free; the next slot in its memory gets the events of the copies that may still use it."""
         if events:
-            self._used.append((offset, offset + nbytes, events))
+            insort(self._used, (offset, offset + nbytes, events))
         self.extents.free(offset, nbytes)
 
     def events(self) -> list[object]:
@@ -143,13 +143,16 @@ class Slab:
         return [event for _, _, events in self._used for event in events]
 
     def _take_events(self, begin: int, end: int) -> list[object]:
+        first, last = bisect_right(self._used, (begin,)), bisect_left(self._used, (end,))
+        if first and self._used[first - 1][1] > begin:
+            first -= 1
         found: dict[object, None] = {}
         rest = []
-        for used_begin, used_end, events in self._used:
-            if used_begin < end and begin < used_end:
-                found.update(dict.fromkeys(events))
-            # What lies outside of the piece, before it and behind it, is still used.
-            parts = (used_begin, min(used_end, begin)), (max(used_begin, end), used_end)
-            rest += [(*part, events) for part in parts if part[0] < part[1]]
-        self._used = rest
+        for used_begin, used_end, events in self._used[first:last]:
+            found.update(dict.fromkeys(events))
+            if used_begin < begin:
+                rest.append((used_begin, begin, events))
+            if end < used_end:
+                rest.append((end, used_end, events))
+        self._used[first:last] = rest
         return list(found)
