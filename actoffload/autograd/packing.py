@@ -273,7 +273,9 @@ class Packer:
             itself = reason in (KeepReason.PARAMETER, KeepReason.BUFFER) and tensor.is_leaf
             return Kept(tensor if itself else tensor.detach(), itself=itself)
         handle = KeptActivation(tensor.detach(), self._store, nbytes, reason._value_)
-        handle.entry = self._store.keep_activation(nbytes, reason, tensor.device.type, self._forwards.stack)
+        stack = self._forwards.stack
+        tape = stack[-1].tape if stack else None
+        handle.entry = self._store.keep_activation(nbytes, reason, tensor.device.type, tape)
         return handle
 
     def _pack_subclass(self, tensor: Tensor, outer: tuple[Counter, ...]) -> Any:

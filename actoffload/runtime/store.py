@@ -278,10 +278,10 @@ class ActivationStore:
         with self.shared.lock:
             self._count_dropped()
 
-    def keep_activation(self, nbytes: int, reason: KeepReason, kind: str, entries: list[Any]) -> SavedStorage | None:
+    def keep_activation(self, nbytes: int, reason: KeepReason, kind: str, tape: Any) -> SavedStorage | None:
         """Make room for an activation that stays without a record, on this kind of device; return its profiler entry.
 
-        Its handle has appended it to ``Accounts.deferred``. ``entries``: of contexts in this thread, innermost last.
+        Its handle has appended it to ``Accounts.deferred``. ``tape``: of the context open in this thread, or None.
         """
         shared, limited = self.shared, self.shared.budget.limit_bytes is not None
         if not limited and not self.profiler.running and len(shared.accounts.deferred) < MANY_DEFERRED:
@@ -291,7 +291,7 @@ class ActivationStore:
             tier = self.tiers.by_device.get(kind)
             if limited and reason is not KeepReason.IN_BACKWARD and tier is not None:
                 self._make_room(tier)
-            return self.profiler.kept(nbytes, reason, entries[-1].tape.region if entries else None)
+            return self.profiler.kept(nbytes, reason, None if tape is None else tape.region)
 
     def speak(self) -> None:
         """Log pending warnings, and raise the interrupt that a finalizer caught. Runs on a thread of the user's."""
