@@ -30,7 +30,7 @@ OPTIONS = {field.name for field in fields(OffloadConfig)}
 THEIRS = {
     "torch": "allow_cache_entry_mutation allow_mutation_on_saved_tensors context_fn create_graph fullgraph fully_shard "
     "make_fx no_sync param_dtype preserve_rng_state reduce_dtype respect_saved_tensors_hooks retain_graph "
-    "saved_tensors_hooks unsafe_chunk",
+    "saved_tensors_hooks TORCH_DEVICE_BACKEND_AUTOLOAD unsafe_chunk",
     "transformers and accelerate": "Accelerator.prepare activation_checkpointing_kwargs auto_find_batch_size log_level "
     "gradient_checkpointing gradient_checkpointing_kwargs load_state model_init save_model save_state use_reentrant",
     "lightning": "activation_checkpointing_policy",

@@ -60,7 +60,7 @@ def test_the_distributions_have_their_files(tmp_path: Path) -> None:
         archive.extractall(tmp_path, filter="data")
     for name in ("Makefile", "CHANGELOG.md", "docs/design.md", "tests/conftest.py", "benchmarks/worker.py"):
         assert name in names
-    assert "_actoffload_start.py" in names
+    assert {"_actoffload_hint.py", "_actoffload_start.py"} <= names
     assert not [name for name in names if "__pycache__" in name]
     # From the sources, as pip does without a wheel; and installed without a network.
     python(build.format("wheel", str(built)), tmp_path / source.name.removesuffix(".tar.gz"))
@@ -70,6 +70,9 @@ def test_the_distributions_have_their_files(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "pip", *words], check=True, timeout=240)
     assert not (site / "tests").exists()
     assert (site / "actoffload.pth").exists()
+    # PyTorch loads the entry point from the installed files, not from the interpreter's own installation.
+    program = "import torch, sys; print(sys.modules['_actoffload_hint'].__file__)"
+    assert python(program, tmp_path, PYTHONPATH=str(site)) == str(site / "_actoffload_hint.py")
     assert (site / "actoffload" / "tools" / "presets.toml").exists()
     found = python(IMPORT, tmp_path, PYTHONPATH=str(site))
     assert Path(found) == site / "actoffload" / "integrations" / "hf.py"

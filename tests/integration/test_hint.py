@@ -1,0 +1,166 @@
+"""The line that names ``ACTOFFLOAD=auto``, in programs that do not import actoffload."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+
+import _actoffload_hint
+from actoffload.config import Target
+from tests.integration.processes import PYTHONPATH, ROOT
+
+for _package in ("datasets", "transformers", "trl"):
+    pytest.importorskip(_package)
+
+PROGRAM = """
+from transformers import Trainer, TrainingArguments  # before PyTorch, which it imports when it is half imported itself
+import contextlib, sys, torch, transformers, trl, datasets
+from tokenizers import Tokenizer, models
+import trl.trainer.sft_trainer
+
+# Transformers copies to pinned memory, which the CPU lacks, and TRL makes a context that needs an accelerator.
+transformers.modeling_utils.save_on_cpu = lambda **options: contextlib.nullcontext()
+trl.trainer.sft_trainer.get_act_offloading_ctx_manager = lambda **options: contextlib.nullcontext()
+
+def model():
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8}
+    counts = {"num_hidden_layers": 1, "num_attention_heads": 1}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **counts))
+
+ROWS = [{"input_ids": torch.ones(4, dtype=torch.long), "labels": torch.ones(4, dtype=torch.long)}] * 8
+QUIET = {"max_steps": 1, "report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
+
+def train(title, **more):
+    print("==", title, file=sys.stderr)
+    Trainer(model(), args=TrainingArguments(sys.argv[1], **QUIET, **more), train_dataset=ROWS).train()
+
+def checkpointed(value):
+    return {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": value}}
+
+train("no flag")
+train("plain", **checkpointed(True))
+assert not [name for name in sys.modules if name.split(".")[0] == "actoffload"]
+train("transformers", **checkpointed("nvme"))
+train("again", **checkpointed("nvme"))
+print("== trl", file=sys.stderr)
+tokens = transformers.PreTrainedTokenizerFast(
+    tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")), eos_token="a", pad_token="a"
+)
+trl.SFTTrainer(
+    model(),
+    args=trl.SFTConfig(sys.argv[1], activation_offloading="host", bf16=False, **QUIET),
+    train_dataset=datasets.Dataset.from_dict({"input_ids": [[0] * 4] * 8}),
+    processing_class=tokens,
+).train()
+import actoffload.integrations.hf
+args = trl.SFTConfig(sys.argv[1], activation_offloading="tiered", bf16=False, gradient_checkpointing=False, **QUIET)
+trainer = Trainer(model(), args=args, train_dataset=ROWS)
+print("== attached", file=sys.stderr)
+actoffload.integrations.hf.attach(trainer, path=sys.argv[1], announce="none")
+trainer.train()
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> str:
+    """A ``PYTHONPATH`` with the entry points of pyproject.toml: those of an older installation may lack them."""
+    folder = tmp_path / "site" / "actoffload-0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: actoffload\nVersion: 0\n")
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
+    lines = (
+        f"[{group}]\n" + "".join(f"{name} = {place}\n" for name, place in groups[group].items()) for group in groups
+    )
+    (folder / "entry_points.txt").write_text("\n".join(lines))
+    return os.pathsep.join([str(folder.parent), PYTHONPATH])
+
+
+def run(code: str, *words: object, **env: str) -> str:
+    """Run a program that does not fail; return its standard error."""
+    base = {name: value for name, value in os.environ.items() if not name.startswith("ACTOFFLOAD")}
+    command = [sys.executable, "-c", code, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=base | env, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+@pytest.mark.slow
+def test_one_line_if_a_flag_names_a_target_and_nothing_is_attached(installed: str, tmp_path: Path) -> None:
+    error = run(PROGRAM, tmp_path, PYTHONPATH=installed)
+    parts: dict[str, list[str]] = {}
+    title = ""
+    for line in error.splitlines():
+        if line.startswith("== "):
+            title = line.removeprefix("== ")
+            parts[title] = []
+        elif "actoffload:" in line:
+            parts[title].append(line.partition(" means plain True, as actoffload is not active. ACTOFFLOAD=auto")[0])
+    assert parts["transformers"] == ["actoffload: activation_checkpointing_kwargs['offload']='nvme'"]
+    assert parts["trl"] == ["actoffload: activation_offloading='host'"]
+    assert [parts[title] for title in ("no flag", "plain", "again", "attached")] == [[], [], [], []]
+
+
+FINDERS = "import sys, torch; print([type(each).__name__ for each in sys.meta_path], file=sys.stderr)"
+
+
+def test_pytorch_calls_it_unless_the_variable_is_set(installed: str) -> None:
+    assert "_AfterTrainer" in run(FINDERS, PYTHONPATH=installed)
+    for value in ("0", "auto"):
+        assert "_AfterTrainer" not in run(FINDERS, PYTHONPATH=installed, ACTOFFLOAD=value)
+    assert "_AfterTrainer" not in run(FINDERS, PYTHONPATH=installed, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+
+
+def test_it_imports_nothing_that_pytorch_has_not(installed: str) -> None:
+    """So it takes less than a millisecond."""
+    code = "import sys, torch; before = set(sys.modules); import _actoffload_hint as hint; hint.watch()\n"
+    code += "print(set(sys.modules) - before, file=sys.stderr)"
+    error = run(code, PYTHONPATH=installed, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert error == "{'_actoffload_hint'}\n"
+
+
+@pytest.mark.parametrize("found", [None, 3, ModuleType("stub"), SimpleNamespace(Trainer=None)])
+def test_no_module_in_the_place_of_the_trainers_breaks_an_import(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACTOFFLOAD", raising=False)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setitem(sys.modules, "transformers.trainer", found)
+    _actoffload_hint.watch()
+    assert sys.meta_path[0].find_spec("any", None) is None
+
+
+class Trainer:
+    """Trains nothing."""
+
+    def __init__(self, **args: object) -> None:
+        self.args = SimpleNamespace(**args)
+
+    def train(self, result: int) -> int:
+        """Return the argument."""
+        return result
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("value", [*get_args(Target), "true", True, None])
+def test_rank_0_names_targets_alone(
+    value: object, rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind: Any = type("Trainer", (Trainer,), {})
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.delitem(sys.modules, "actoffload.api")
+    monkeypatch.setitem(sys.modules, "transformers.trainer", SimpleNamespace(Trainer=kind))
+    finder = _actoffload_hint._AfterTrainer()
+    _actoffload_hint._print.cache_clear()
+    finder.find_spec("any")
+    finder.find_spec("another")  # patches nothing twice
+    trainer = kind(gradient_checkpointing=True, gradient_checkpointing_kwargs={"offload": value})
+    assert trainer.train(3) == 3
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == (value in get_args(Target) and rank == "0")
+    assert all(line.startswith(f"actoffload: gradient_checkpointing_kwargs['offload']={value!r} ") for line in lines)
+    assert kind.train.__wrapped__ is Trainer.train
