@@ -55,7 +55,8 @@ class Spool:
         self._verify = verify
         self._poison = poison
         self.disk = disk = Disk(paths, **options) if disk is None else disk
-        disk.users.add(self)
+        with disk.lock:
+            disk.users.add(self)
         self.alignment = disk.alignment
         capabilities = [arena.engine.capabilities for arena in disk.arenas]
         self.direct = all(each.direct for each in capabilities)
@@ -180,14 +181,15 @@ class Spool:
 
     def close(self) -> None:
         """Wait for all transfers, then give the disk space back. Idempotent; not from an engine's thread."""
-        last = self._leave()
+        self._closed = True
         if self._inert:
             return
+        with self.disk.lock:
+            last = self._is_last()
+            begun = [transfer for transfer, share in self._live.items() if share is not None]
         if last:
             self.disk.close(wait=True)
             return
-        with self.disk.lock:
-            begun = [transfer for transfer, share in self._live.items() if share is not None]
         for transfer in begun:
             transfer.wait()
         self._free_all()
@@ -202,11 +204,12 @@ class Spool:
             all_users: End the disk for the other spools on it as well: an interrupt may have left the allocators or an
                 engine half changed.
         """
-        last = self._leave()
+        self._closed = True
         if self._inert:
             return
         self.disk.lock.abandon()
         with self.disk.lock:
+            last = self._is_last()
             ending = [self, *(other for other in self.disk.users if all_users and other is not self)]
             live = [transfer for spool in ending for transfer in spool._live]
         for transfer in live:
@@ -216,10 +219,9 @@ class Spool:
         else:
             self._free_all()
 
-    def _leave(self) -> bool:
-        """Take no more work; return whether no other spool needs the disk."""
-        self._closed = True
-        return not any(not other._closed for other in list(self.disk.users))
+    def _is_last(self) -> bool:
+        """Return whether no other spool needs the disk. The lock is held: another thread may open or close a spool."""
+        return all(other._closed for other in self.disk.users)
 
     def _free_all(self) -> None:
         """Free every extent: other spools use the room once nothing is in flight on it."""

@@ -78,11 +78,11 @@ def fail(message: str, cause: BaseException | None = None) -> NoReturn:
     raise typer.Exit(1) from cause
 
 
-def check_paths(paths: list[str] | None, target: str = "auto", *, any_filesystem: bool = False) -> None:
+def check_paths(paths: list[str] | None, target: str = "auto") -> None:
     """Refuse options that cannot work before anything is measured."""
     OffloadConfig(target=target, path=paths)  # type: ignore[arg-type]
     for directory in paths or ():
-        check_directory(directory, allow_any_filesystem=any_filesystem)
+        check_directory(directory)
 
 
 def plain(text: str) -> str:

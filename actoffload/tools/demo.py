@@ -76,6 +76,8 @@ def command(
     check_paths(path, target)
     if profile is not None and not profile.parent.is_dir():
         raise ConfigError("profile", str(profile), "its directory does not exist")
+    if profile is not None and training.steps < PLANNING_STEPS:
+        raise ConfigError("steps", training.steps, f"--profile needs {PLANNING_STEPS} or more: the first are recorded")
     from ..testing.gpt import GPTConfig
 
     GPTConfig(layers=training.layers, width=training.width, seq=training.seq)  # refuses what cannot work
@@ -216,8 +218,7 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
     if offloader is not None:
         end |= {"statistics": offloader.statistics().as_dict(), "report": offloader.report()}
         if spec["profile"] is not None:
-            if offloader.profile is None:
-                raise ConfigError("steps", len(losses), "give 3 or more: the first two are recorded")
+            assert offloader.profile is not None  # `command` refuses fewer steps than a plan takes
             offloader.profile.save(spec["profile"])
         offloader.close()
     return end

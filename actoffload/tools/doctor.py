@@ -30,7 +30,8 @@ LINK_WAYS = ("host_to_device", "device_to_host")
 
 def command(path: PathOption = None, as_json: JsonOption = False) -> None:
     """Look at the device, the link and the disk, and say what offloading could use here."""
-    check_paths(path, any_filesystem=True)
+    # A directory that cannot hold saved tensors is a finding, with its reason; the others are refused here.
+    check_paths([each for each in path or () if not os.path.isdir(each)] or None)
     findings = examine(path)
     if as_json:
         print_json(findings)

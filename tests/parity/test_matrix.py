@@ -33,6 +33,13 @@ def _no_donated_buffers() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _release_the_models() -> Iterator[None]:
+    """The models of `tower` lie on the simulated device, whose memory later tests limit and measure."""
+    yield
+    tower.cache_clear()
+
+
 class Step:
     """One training step: a shape, with backward inside or outside the context."""
 

@@ -7,6 +7,7 @@ import os
 import stat
 import threading
 import weakref
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,35 @@ def test_written_bytes_come_back(make_spool: MakeSpool, engine: str, verify: boo
     assert (found.written_bytes, found.read_bytes) == (3 * length, 3 * length)
     assert (found.allocated_bytes, found.busy_extents) == (0, 0)
     assert found.peak_allocated_bytes == sum(extent.nbytes for extent in extents)
+
+
+class _Watched(weakref.WeakSet[Spool]):
+    """The spools of a disk, which no thread looks at or changes without the lock."""
+
+    def __init__(self, spool: Spool) -> None:
+        self._lock = spool.disk.lock
+        with self._lock:
+            super().__init__(spool.disk.users)
+
+    def __iter__(self) -> Iterator[Spool]:
+        assert self._lock.owned()
+        return super().__iter__()
+
+    def add(self, item: Spool) -> None:
+        assert self._lock.owned()
+        super().add(item)
+
+
+@pytest.mark.parametrize("end", [Spool.close, Spool.abort, partial(Spool.abort, all_users=True)])
+def test_the_lock_guards_the_spools_of_a_disk(make_spool: MakeSpool, end: Callable[[Spool], None]) -> None:
+    first = make_spool()
+    disk = first.disk
+    disk.users = _Watched(first)
+    second = make_spool(disk=disk)
+    end(second)
+    end(first)
+    assert disk.closed
+    assert set(weakref.WeakSet.__iter__(disk.users)) == {first, second}
 
 
 def place(extent: Extent) -> tuple[str, int]:
