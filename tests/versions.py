@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -28,7 +29,9 @@ from xml.etree import ElementTree
 from actoffload.tools.environment import commit_of
 from benchmarks import harness
 
-PAIRS = ("2.9:3.11", "2.11:3.12", "2.13:3.13", "2.14:3.11", "2.15:3.11")
+PAIRS = ["2.9:3.11", "2.11:3.12", "2.13:3.13", "2.14:3.11", "2.15:3.11"]
+if shutil.which("python3.14"):
+    PAIRS.append("2.14:3.14")
 PACKAGES = ("expecttest", "hypothesis", "numpy", "psutil", "pytest", "pytest-timeout", "rich", "typer")
 SUITES = {
     "gradients": ["tests/parity/test_graphs.py", "tests/parity/test_tensors.py", "tests/parity/test_training.py"],

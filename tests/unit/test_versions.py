@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,13 @@ import pytest
 
 from benchmarks import harness
 from tests import versions
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_python_3_14_is_among_the_pairs_where_there_is_one(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: name if there else None)
+    pairs = runpy.run_path(versions.__file__)["PAIRS"]
+    assert ("2.14:3.14" in pairs) == there
 
 
 def test_the_next_run_takes_the_files_that_have_not_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
