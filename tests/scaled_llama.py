@@ -241,9 +241,9 @@ def count_calls(patch: pytest.MonkeyPatch) -> Counter[str]:
     copy = Accelerator.copy
 
     def copy_counted(self: Accelerator, copies: Any, *arguments: Any, **options: Any) -> None:
-        given = list(copies)
-        calls["copy"] += len(given)
-        copy(self, given, *arguments, **options)
+        passed = list(copies)
+        calls["copy"] += len(passed)
+        copy(self, passed, *arguments, **options)
 
     patch.setattr(Accelerator, "copy", copy_counted)
     return calls

@@ -84,8 +84,8 @@ def run_pair(torch: str, python: str) -> Iterator[dict[str, Any]]:
             known = {line.partition("==")[0] for line in (harness.ROOT / "constraints.txt").read_text().splitlines()}
             row["packages"] = {each["name"]: each["version"] for each in listed if each["name"] in known}
     except (OSError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        yield row | {"missing": said[-1] if said else type(error).__name__}
+        printed = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        yield row | {"missing": printed[-1] if printed else type(error).__name__}
         return
     if torch == NEWEST:
         for found in _run_files(folder, interpreter):
@@ -135,7 +135,7 @@ def _run_files(folder: Path, interpreter: str) -> Iterator[dict[str, dict[str, A
             if file.stem not in files or _failed(files[file.stem]):
                 files[file.stem] = _run_suite(folder, interpreter, [str(file)], path) | {"commit": commit}
                 kept.write_text(json.dumps(found))
-                print(f"{suite}, {file.stem}: {_told(files[file.stem])}", flush=True)
+                print(f"{suite}, {file.stem}: {_reported(files[file.stem])}", flush=True)
             yield found
 
 
@@ -185,10 +185,10 @@ def _shown(row: dict[str, Any]) -> list[str]:
     if "missing" in row:
         return [name, row["missing"], *["-"] * (len(SUITES) + len(FRAMEWORKS) - 1)]
     suites = row["suites"]
-    return [name, *(_told(suites[suite]) if suite in suites else "-" for suite in (*SUITES, *FRAMEWORKS))]
+    return [name, *(_reported(suites[suite]) if suite in suites else "-" for suite in (*SUITES, *FRAMEWORKS))]
 
 
-def _told(suite: dict[str, Any]) -> str:
+def _reported(suite: dict[str, Any]) -> str:
     failed = f"NO: {len(suite['failed'])} failed, " if _failed(suite) else ""
     return f"{failed}{suite['passed']} passed, {suite['skipped']} skipped"
 

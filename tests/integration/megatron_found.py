@@ -19,7 +19,7 @@ class Found:
         plain: the run without actoffload.
         offloaded: the run with it.
         hints: the calls of `Offloader.stage`, in order.
-        said: the text on standard error.
+        printed: the text on standard error.
         evaluated_packed: tensors packed by forward-only passes.
         kept_bytes: bytes that stayed, by reason.
     """
@@ -27,6 +27,6 @@ class Found:
     plain: Run
     offloaded: Run
     hints: list[Hint]
-    said: str
+    printed: str
     evaluated_packed: int
     kept_bytes: dict[str, int]

@@ -47,7 +47,7 @@ def test_agree_in_the_middle_of_one_ranks_step_raises_on_all(ranks: list[dict[st
 def test_ranks_that_save_different_tensors_go_on_without(ranks: list[dict[str, object]]) -> None:
     for number, rank in enumerate(ranks):
         assert rank["unequal"] is False
-        assert "save different tensors" in str(rank["told"])
+        assert "save different tensors" in str(rank["reported"])
         assert rank["unequal_once"] == [[0, 2], [1]][number], "no region communicates: each rank chooses its own"
 
 

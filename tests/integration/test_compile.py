@@ -191,9 +191,9 @@ def advice_of(how: str, offloader: Offloader) -> list[str]:
 
 def test_a_whole_model_in_one_graph_has_one_warning(make_offloader: Callable[..., Offloader]) -> None:
     offloader = make_offloader()
-    told = advice_of("whole", offloader)
-    assert len(told) == 1
-    assert "block.compile()" in told[0]
+    reported = advice_of("whole", offloader)
+    assert len(reported) == 1
+    assert "block.compile()" in reported[0]
     assert "next: compile block by block" in offloader.report()
 
 

@@ -79,8 +79,8 @@ def test_a_pipeline_tells_its_schedule(two: Found) -> None:
     assert first == STEPS * ["F0>F1", "F1>B0", "B0>F2", "F2>B1", "B1>F3", "F3>B2", "B2>B3", "B3"]
     assert last == STEPS * ["F0>B0", "B0>F1", "F1>B1", "B1>F2", "F2>B2", "B2>F3", "F3>B3", "B3"]
     for rank in two:  # two model chunks: eight forwards and eight backwards in a step, each with one hint
-        told = [line.split(">")[0] for line in rank["pipeline_dual"][2][1:]]
-        assert sorted(told) == sorted(STEPS * [f"{direction}{number}" for direction in "FB" for number in range(8)])
+        reported = [line.split(">")[0] for line in rank["pipeline_dual"][2][1:]]
+        assert sorted(reported) == sorted(STEPS * [f"{direction}{number}" for direction in "FB" for number in range(8)])
 
 
 def test_only_the_first_rank_announces(two: Found) -> None:

@@ -74,7 +74,7 @@ def test_same_losses(name: str, tmp_path: Path) -> None:
     if not there and not (name == "torchvision_loop" and APART.is_dir()):
         pytest.skip(f"{NEEDS[name]} is not installed")
     flags, budget, ranks, losses = RUNS[name]
-    (plain, offloaded), (quiet, said) = run(name, tmp_path, flags, budget, ranks)
+    (plain, offloaded), (quiet, printed) = run(name, tmp_path, flags, budget, ranks)
     expected = LOSS.findall(plain)
     assert len(expected) == losses
     assert len(set(expected)) == losses, "a model that learns has another loss in each step"
@@ -85,7 +85,7 @@ def test_same_losses(name: str, tmp_path: Path) -> None:
     shares = re.search(r"peak \S+ \S+ of \S+ \S+ with nothing moved \((\d+)%\)", offloaded)
     assert shares is not None
     assert int(shares[1]) < 100
-    assert (said + offloaded).count("actoffload: target nvme") == 1, "the first rank announces once"
+    assert (printed + offloaded).count("actoffload: target nvme") == 1, "the first rank announces once"
     assert "actoffload: " not in plain + quiet
 
 

@@ -453,7 +453,7 @@ WAYS = {"Transformers": by_transformers, "Megatron": by_megatron, "torchtitan": 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    ("given", "name", "value"),
+    ("passed", "name", "value"),
     [
         ("leave", "checkpoints", "leave"),
         ("24GB", "device_memory", 24 * 10**9),
@@ -463,8 +463,8 @@ WAYS = {"Transformers": by_transformers, "Megatron": by_megatron, "torchtitan": 
         ("0", "recompute", False),
     ],
 )
-def test_every_way_takes_the_options_for_checkpoints(way: str, given: str, name: str, value: object) -> None:
-    options = WAYS[way]({name: given})
+def test_every_way_takes_the_options_for_checkpoints(way: str, passed: str, name: str, value: object) -> None:
+    options = WAYS[way]({name: passed})
     assert options is not None
     config = OffloadConfig(**options)
     assert config.target == "nvme"

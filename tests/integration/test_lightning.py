@@ -177,7 +177,7 @@ def test_a_step_that_was_wrapped_before_runs_inside_too(tmp_path: Path) -> None:
         task = Task()
         own = task.training_step
         if wrapped:
-            task.training_step = lambda *given, own=own: own(*given)  # type: ignore[method-assign]
+            task.training_step = lambda *passed, own=own: own(*passed)  # type: ignore[method-assign]
         attachment = actoffload.attach(task, **options(tmp_path))
         task.training_step([torch.ones(64, WIDTH)] * 2, 0)
         packed.append(attachment.offloader.statistics().packed_tensors)

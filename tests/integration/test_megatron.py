@@ -155,10 +155,10 @@ def test_outputs_that_megatron_discards_stay(found: list[dict[str, Found]]) -> N
 @pytest.mark.slow
 def test_only_the_first_rank_announces(found: list[dict[str, Found]]) -> None:
     for row in ROWS:
-        lines = [line for line in found[0][row].said.splitlines() if line.startswith("actoffload:")]
-        assert len(lines) == 1, found[0][row].said
+        lines = [line for line in found[0][row].printed.splitlines() if line.startswith("actoffload:")]
+        assert len(lines) == 1, found[0][row].printed
         assert "target nvme" in lines[0]
-        assert "actoffload:" not in found[1][row].said
+        assert "actoffload:" not in found[1][row].printed
 
 
 # -- the schedule -----------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedPro
 @pytest.mark.slow
 def test_fused_gradients_find_the_weights_attributes(example: subprocess.CompletedProcess[str]) -> None:
     """Megatron's Linear sets an attribute on the weight from ``ctx.saved_tensors``, and its DDP reads the attribute."""
-    plain, offloaded, _ = (re.findall("step .*", said) for said in example.stdout.split(SECOND))
+    plain, offloaded, _ = (re.findall("step .*", printed) for printed in example.stdout.split(SECOND))
     assert plain == offloaded
     losses = [float(line.split()[-1]) for line in plain]
     assert len(losses) == 2

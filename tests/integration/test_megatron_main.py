@@ -64,8 +64,8 @@ def test_the_documented_lines_fit_the_signatures(monkeypatch: pytest.MonkeyPatch
         checked = signature(file, name)
         return lambda *args, **kwargs: returned(checked.bind(*args, **kwargs).arguments)
 
-    def parsed(given: dict[str, Any]) -> argparse.Namespace:
-        found: argparse.Namespace = given["extra_args_provider"](argparse.ArgumentParser()).parse_args()
+    def parsed(passed: dict[str, Any]) -> argparse.Namespace:
+        found: argparse.Namespace = passed["extra_args_provider"](argparse.ArgumentParser()).parse_args()
         return found
 
     monkeypatch.setattr(sys, "argv", ["pretrain.py", "--actoffload-target", "nvme", "--actoffload-path", str(tmp_path)])
@@ -74,15 +74,15 @@ def test_the_documented_lines_fit_the_signatures(monkeypatch: pytest.MonkeyPatch
     names |= {"add_actoffload_args": add_actoffload_args}
     names["parse_and_validate_args"] = standing_for("arguments.py", "parse_and_validate_args", parsed)
     for name in ("gpt_config_from_args", "hybrid_config_from_args"):
-        names[name] = standing_for("argument_utils.py", name, lambda given: given["args"])
+        names[name] = standing_for("argument_utils.py", name, lambda passed: passed["args"])
     container = "pretrain_cfg_container_from_args"
-    names[container] = standing_for("argument_utils.py", container, lambda given: given["model_cfg"])
+    names[container] = standing_for("argument_utils.py", container, lambda passed: passed["model_cfg"])
     names["pretrain"] = standing_for("training.py", "pretrain", seen.append)
     _, newest = documented_lines()
     for line in (newest, newest.replace("gpt_config_from_args", "hybrid_config_from_args")):
         exec(line, dict(names))
-    assert [given["cfg_container"].actoffload_path for given in seen] == [[str(tmp_path)]] * 2
-    assert all(given["forward_step_func"].offloader is None for given in seen)
+    assert [passed["cfg_container"].actoffload_path for passed in seen] == [[str(tmp_path)]] * 2
+    assert all(passed["forward_step_func"].offloader is None for passed in seen)
 
 
 def test_all_names_of_offload_modules_are_taken() -> None:
@@ -107,4 +107,4 @@ def test_a_hybrid_model_has_the_same_bits(tmp_path: Path) -> None:
     """Attention and MLP layers in turn; the other kinds need a GPU or TransformerEngine."""
     (found,) = launch("tests.integration.workers.megatron_hybrid", 1, tmp_path)
     assert_evidence(found.offloaded, found.plain)
-    assert "actoffload: target nvme" in found.said
+    assert "actoffload: target nvme" in found.printed

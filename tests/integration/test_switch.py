@@ -77,9 +77,9 @@ def test_losses_and_weights_are_those_of_the_program_alone(
     assert found["weights"] == alone["weights"]
     (moved,) = found["moved"]
     assert moved > 0
-    (line,) = found["said"]
+    (line,) = found["printed"]
     assert "target nvme" in line
-    assert (alone["moved"], alone["said"]) == ([], [])
+    assert (alone["moved"], alone["printed"]) == ([], [])
 
 
 def test_the_checkpoints_of_a_program_are_seen(runs: Found) -> None:
@@ -267,19 +267,19 @@ def test_a_loop_without_an_attachment_is_warned() -> None:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    ("variables", "told"),
+    ("variables", "reported"),
     [
         ({"ACTOFFLOAD": "nvmee"}, "actoffload: ACTOFFLOAD='nvmee': choose one of"),
         ({"ACTOFFLOAD": "nvme", "ACTOFFLOAD_MIN_BYTE": "3"}, "ACTOFFLOAD_MIN_BYTE='3': no such option; did you mean"),
         ({"ACTOFFLOAD": "nvme", "ACTOFFLOAD_DEVICE_BUDGET": "40"}, "ACTOFFLOAD_DEVICE_BUDGET='40': is 40 bytes: give"),
     ],
 )
-def test_a_misspelt_variable_is_reported_at_the_first_optimizer_step(variables: dict[str, str], told: str) -> None:
+def test_a_misspelt_variable_is_reported_at_the_first_optimizer_step(variables: dict[str, str], reported: str) -> None:
     code = "import sys, torch; w = torch.nn.Linear(2, 2); o = torch.optim.SGD(w.parameters(), lr=1.0)\n"
     code += "for step in range(2): w(torch.ones(2)).sum().backward(); o.step(); print('step', step, file=sys.stderr)"
     done = start(sys.executable, "-c", code, **variables)
     before, _, after = done.stderr.partition("step 0")
-    assert (done.returncode, told in before, told in after) == (0, True, False), done.stderr
+    assert (done.returncode, reported in before, reported in after) == (0, True, False), done.stderr
 
 
 def test_modules_in_a_zip_file_share_a_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     env = {"ACTOFFLOAD": "auto", "ACTOFFLOAD_PATH": str(place), "ACTOFFLOAD_MIN_BYTES": "1KiB"}
     env |= {"ACTOFFLOAD_DEVICE_BUDGET": "40%", "ACTOFFLOAD_DEBUG": "1", "HF_DATASETS_CACHE": str(place / "datasets")}
     answer: Found = launch("tests.integration.workers.titan", 1, place, env=env)[0]
-    return {**answer, "said": (place / "log0.txt").read_text()}
+    return {**answer, "printed": (place / "log0.txt").read_text()}
 
 
 @pytest.mark.slow
@@ -55,8 +55,8 @@ def test_losses_and_weights_are_those_of_torchtitan_alone(found: Found, offloade
 
 @pytest.mark.slow
 def test_each_run_announces_once_and_logs_its_report(found: Found) -> None:
-    assert found["said"].count("actoffload: target nvme") == len(PAIRS)
-    assert found["said"].count("  storage engine ") == len(PAIRS) - 1, "one report for each run but the override's"
+    assert found["printed"].count("actoffload: target nvme") == len(PAIRS)
+    assert found["printed"].count("  storage engine ") == len(PAIRS) - 1, "one report for each run but the override's"
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ class Step:
     autocast: bool = False
     recorded: bool = False
     in_order: bool = False
-    given: bool = False
+    planned: bool = False
     budget: bool = False
 
 
@@ -205,7 +205,7 @@ def regions_of(kinds: tuple[Kind, ...]) -> int:
 def steps(draw: Any) -> Step:
     """Any step that PyTorch itself can do."""
     backward = draw(st.sampled_from(["plain", "plain", "retained", "double"]))
-    flags = {name: draw(st.booleans()) for name in ("inside", "autocast", "recorded", "in_order", "given", "budget")}
+    flags = {name: draw(st.booleans()) for name in ("inside", "autocast", "recorded", "in_order", "planned", "budget")}
     kinds = []
     for _ in range(draw(st.integers(1, 4))):
         dropout = draw(st.booleans())
@@ -234,7 +234,7 @@ def steps(draw: Any) -> Step:
 def check(step: Step, device: str, **options: Any) -> None:
     count = regions_of(step.kinds)
     policy: Any = step.policy
-    if step.given:
+    if step.planned:
         policy = Plan((), once=tuple(sorted(place for place in step.once if place < count)), regions=count)
     if step.budget:
         options["device_budget"] = 40 << 10
@@ -247,7 +247,7 @@ def check(step: Step, device: str, **options: Any) -> None:
     fields: dict[str, Any] = {"min_bytes": 0, "keep_last_bytes": 0, "announce": "none"}
     offloader = Offloader(OffloadConfig(policy=policy, **fields, **options)).use(net)
     try:
-        if not step.given:
+        if not step.planned:
             offloader.store.regions.follow(step.once)
         for _ in range(2):
             found = run(net, step, device, offloader)

@@ -129,9 +129,9 @@ def _made(make: Callable[[], T], kind: type[Exception], name: str) -> T | None:
     try:
         return make()
     except kind as error:
-        told = str(error)
-    assert name in told
-    assert printable(told) == told
+        reported = str(error)
+    assert name in reported
+    assert printable(reported) == reported
     return None
 
 
@@ -233,13 +233,13 @@ def test_each_option_takes_a_value_or_names_itself(value: Any, tmp_path: Path, m
     monkeypatch.chdir(tmp_path)  # some values are names of files
     os.mkfifo(tmp_path / "pipe")
     for name in OffloadConfig.__dataclass_fields__:
-        for given_value in (value, str(tmp_path / "pipe")):
+        for passed_value in (value, str(tmp_path / "pipe")):
             options: dict[str, Any] = {
                 "target": "nvme",
                 "path": tmp_path,
                 "engine": "posix",
                 "announce": "none",
-                name: given_value,
+                name: passed_value,
             }
             made = _made(lambda: Offloader(OffloadConfig(**options)), ActOffloadError, name)  # noqa: B023 - called now
             if made is not None:

@@ -93,7 +93,7 @@ def test_a_pass_without_gradients_and_a_failed_one_are_not_the_first_forward(mak
 
 
 @pytest.mark.parametrize(
-    ("announce", "rank", "said"),
+    ("announce", "rank", "printed"),
     [("first", "0", True), ("first", "1", False), ("all", "1", True), ("none", "0", False)],
 )
 def test_announce_selects_the_ranks(
@@ -102,15 +102,15 @@ def test_announce_selects_the_ranks(
     capsys: pytest.CaptureFixture[str],
     announce: str,
     rank: str,
-    said: bool,
+    printed: bool,
 ) -> None:
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
     train_step(Chain(), batch(), make_offloader(announce=announce))
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.count("actoffload: target nvme") == said
-    assert captured.err.endswith(f"[rank {rank} of 2]\n") == said
+    assert captured.err.count("actoffload: target nvme") == printed
+    assert captured.err.endswith(f"[rank {rank} of 2]\n") == printed
 
 
 def test_explain_and_report(make_offloader: MakeOffloader) -> None:
@@ -148,7 +148,7 @@ def bursts(*nodes: tuple[int, int]) -> SavedByNode:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "told"),
+    ("nodes", "reported"),
     [
         ([(20, 100)], True),
         ([(20, 100), (1, 1900)], True),
@@ -159,10 +159,10 @@ def bursts(*nodes: tuple[int, int]) -> SavedByNode:
         ([], False),
     ],
 )
-def test_only_a_burst_of_more_than_half_is_reported(nodes: list[tuple[int, int]], told: bool) -> None:
+def test_only_a_burst_of_more_than_half_is_reported(nodes: list[tuple[int, int]], reported: bool) -> None:
     total_bytes = sum(count * nbytes for count, nbytes in nodes)
     text = advice(bursts(*nodes), total_bytes)
-    assert (text is not None) == told
+    assert (text is not None) == reported
     if nodes == [(20, 100), (1, 1900)]:
         assert text is not None
         assert "2.0 KiB of the 3.8 KiB" in text

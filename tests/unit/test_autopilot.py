@@ -319,8 +319,8 @@ def _once(offloader: Offloader) -> frozenset[int]:
 def test_a_step_with_all_regions_again_is_the_base_of_the_choice_and_the_next_one_of_the_plan(
     make_offloader: MakeOffloader,
 ) -> None:
-    told: list[str] = []
-    offloader = make_offloader(policy="auto", announce=told.append)
+    reported: list[str] = []
+    offloader = make_offloader(policy="auto", announce=reported.append)
     planner = _Scripted(lambda *_: True, frozenset({1, 3}))
     pilot = plan_with(offloader, planner)
     _steps(offloader, WARM_UP + 1)
@@ -333,7 +333,7 @@ def test_a_step_with_all_regions_again_is_the_base_of_the_choice_and_the_next_on
     assert planned_from == base
     assert on_paper.once == (1, 3), "no step has saved these regions' tensors yet"
     assert pilot.plan is not None
-    assert not any("checkpointed regions" in line for line in told), "a plan made only on paper is not announced"
+    assert not any("checkpointed regions" in line for line in reported), "a plan made only on paper is not announced"
     _steps(offloader, 1)
     _, _, profile = planner.profiles
     assert [region.again_s is None for region in profile.regions] == [False, True, False, True]
@@ -343,7 +343,7 @@ def test_a_step_with_all_regions_again_is_the_base_of_the_choice_and_the_next_on
     plan: Any = pilot.plan
     assert (plan.once, plan.regions, _once(offloader)) == ((1, 3), 4, frozenset({1, 3}))
     _steps(offloader, 3)
-    (line,) = [line for line in told if "checkpointed regions" in line]
+    (line,) = [line for line in reported if "checkpointed regions" in line]
     assert line.startswith("actoffload: 4 checkpointed regions: 2 no longer run again, predicted ")
     assert line.removeprefix("actoffload: ") in offloader.explain()
 

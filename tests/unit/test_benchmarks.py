@@ -322,16 +322,16 @@ def _run_case(
 ) -> tuple[gpu.Suite, list[list[str]]]:
     """Run a case with these results of its processes; returns the suite and the modes that each process had to run."""
     monkeypatch.setenv("OUT", str(folder))
-    suite, said, asked = gpu.Suite(gpu.parse(["--tiny", *arguments]), []), list(processes), []
+    suite, printed, asked = gpu.Suite(gpu.parse(["--tiny", *arguments]), []), list(processes), []
 
     def stream(module: str, spec: dict[str, Any], **_: Any) -> Iterator[dict[str, Any]]:
         asked.append(spec["modes"])
-        yield from said.pop(0)
+        yield from printed.pop(0)
 
     monkeypatch.setattr(gpu, "stream_worker", stream)
     spec = {"model": "gpt2", "batch": 1, "dtype": "float32", "sizes": {}}
     suite.run_case(GpuCase(name="c", spec=spec), ("host", "TRL", "nvme"))
-    assert said == []
+    assert printed == []
     return suite, asked
 
 
@@ -367,9 +367,9 @@ def test_the_commands_of_the_gpu_page_exist() -> None:
     page = (harness.ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
     makefile = (harness.ROOT / "Makefile").read_text(encoding="utf-8")
     assert {target for target in re.findall(r"make ([a-z-]+)", page) if f"\n{target}:" not in makefile} == set()
-    given = re.findall(r"""GPU_ARGS=(?:'([^']+)'|"([^"]+)")""", page)
-    assert len(given) > 5
-    for one in given:
+    passed = re.findall(r"""GPU_ARGS=(?:'([^']+)'|"([^"]+)")""", page)
+    assert len(passed) > 5
+    for one in passed:
         gpu.parse(shlex.split("".join(one)))  # ends where an option or a case is unknown
     files = [harness.ROOT / name for name in re.findall(r"tests/\w+", page)]
     assert files

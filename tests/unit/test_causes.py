@@ -42,7 +42,7 @@ NONE = "nothing was found"
 FORWARD = EventKind.FORWARD
 
 
-def told(offloader: Offloader) -> tuple[list[str], list[str]]:
+def reported(offloader: Offloader) -> tuple[list[str], list[str]]:
     """The lines under both questions, each without its indent."""
     return causes_in(offloader.explain())
 
@@ -86,7 +86,7 @@ def test_a_step_that_the_disk_keeps_up_with(make_rig: MakeRig, options: dict[str
 def test_plain_steps_on_a_real_disk_keep_no_memory(make_offloader: MakeOffloader, depth: int) -> None:
     offloader, model = make_offloader(policy="all"), Chain(depth=depth)
     steps(offloader, model)
-    assert told(offloader)[1] == []
+    assert reported(offloader)[1] == []
 
 
 def test_steps_with_micro_batches_and_passes_without_gradients(make_offloader: MakeOffloader) -> None:
@@ -100,7 +100,7 @@ def test_steps_with_micro_batches_and_passes_without_gradients(make_offloader: M
         optimizer.step()
         with torch.no_grad(), offloader:
             model(batch())
-    assert told(offloader)[1] == []
+    assert reported(offloader)[1] == []
 
 
 def test_no_cause_before_the_first_step_and_no_waits_after_one(make_rig: MakeRig) -> None:
@@ -117,7 +117,7 @@ def test_no_cause_before_the_first_step_and_no_waits_after_one(make_rig: MakeRig
 def test_a_disk_that_is_too_slow_is_named_with_its_rate_and_the_rate_that_is_needed(make_rig: MakeRig) -> None:
     rig = make_rig(bytes_per_s=10e6, policy="all", blocks=4, device_budget=16 * MIB)
     rig.steps(3)
-    slower, memory = told(rig.offloader)
+    slower, memory = reported(rig.offloader)
     assert re.fullmatch(
         r"[\d.]+ m?s a step: \d+% of a step waits for the disk, mostly in (forward|backward): "
         r"it (writes|reads) 0.01 GB/s and needs more than 0.0\d+",
@@ -142,7 +142,7 @@ def test_the_last_saved_tensors_move_and_are_needed_at_once(make_rig: MakeRig) -
             out = rig.model(torch.empty(1000))
         rig.clock.compute(1.0)
         out.backward(torch.empty_like(out))
-    slower, _ = told(rig.offloader)
+    slower, _ = reported(rig.offloader)
     assert "as backward begins: the last 62.0 MiB that forward saves move" in slower[0]
     assert slower[1:] == [
         "next: policy='auto' keeps them",
@@ -168,7 +168,7 @@ def test_memory_that_stays_as_the_disk_is_too_slow_is_never_ok(make_rig: MakeRig
     rig.steps(5)
     left, whole = sum(late) / 5, rig.offloader.statistics().baseline_peak_bytes
     assert rig.peaks[-1] <= 1.05 * left + rig.moved[-1], "bytes that stay are late, or being written"
-    memory = told(rig.offloader)[1]
+    memory = reported(rig.offloader)[1]
     assert bool(memory) == (left >= MUCH_LATE * whole), (left, whole, memory)
     if rig.peaks[-1] > whole / 2:
         assert f": {format_size(left)} of what a forward saves had not left when backward asked for it" in memory[0]
@@ -182,7 +182,7 @@ def test_the_remedy_for_late_writes_helps(make_rig: MakeRig) -> None:
     rig = make_rig(bytes_per_s=10e6, policy="all", device_budget=budget)
     rig.steps(4)
     assert rig.peaks[-1] <= budget
-    assert told(rig.offloader)[1] == []
+    assert reported(rig.offloader)[1] == []
 
 
 def test_a_forward_inside_other_hooks_reaches_none_of_ours(make_offloader: MakeOffloader) -> None:
@@ -191,7 +191,7 @@ def test_a_forward_inside_other_hooks_reaches_none_of_ours(make_offloader: MakeO
         with offloader, saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
             loss = Chain()(batch()).sum()
         loss.backward()
-    _, memory = told(offloader)
+    _, memory = reported(offloader)
     assert memory[0].endswith("autograd saved nothing inside the context in 2 forward passes")
     assert "inside no other saved_tensors_hooks" in memory[1]
 
@@ -213,7 +213,7 @@ def test_bytes_that_stay_have_their_reason(
         for rows in (200, 128, 128, 128):
             train_step(model, batch(rows), offloader)
         optimizer.step()
-    found = told(offloader)[1]
+    found = reported(offloader)[1]
     assert found == [found[0], f"next: {remedy}"]
     assert found[0].endswith(evidence)
     assert offloader.report().splitlines()[-2:] == [f"diagnosis: {evidence}", f"  next: {remedy}"]
@@ -224,7 +224,7 @@ def test_a_disk_that_is_full(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(policy="all", engine=partial(FullEngine, capacity_bytes=64 << 10))
     steps(offloader, Chain())
     offloader.synchronize()
-    found = told(offloader)[1]
+    found = reported(offloader)[1]
     assert re.fullmatch(r"[\d.]+ KiB: memory is not saved as it could be: \d+ × write failed", found[0])
     assert "another path=" in found[1]
 
@@ -253,7 +253,7 @@ def test_tensors_that_a_function_keeps_on_ctx(make_offloader: MakeOffloader, kep
     with offloader:
         loss = sum((_Keeps.apply(model(x), kept).sum() for _ in range(4)), torch.zeros(()))
     loss.backward()
-    found = told(offloader)[1]
+    found = reported(offloader)[1]
     if not kept:
         assert found == []
         return
@@ -262,7 +262,7 @@ def test_tensors_that_a_function_keeps_on_ctx(make_offloader: MakeOffloader, kep
     )
     assert "ctx.save_for_backward" in found[1]
     del loss
-    assert not [line for line in told(offloader)[1] if "ctx" in line]
+    assert not [line for line in reported(offloader)[1] if "ctx" in line]
 
 
 class _Whole(torch.autograd.Function):
@@ -289,7 +289,7 @@ def test_a_model_that_is_compiled_whole(make_offloader: MakeOffloader) -> None:
     with pytest.warns(RuntimeWarning, match="one autograd node"), offloader:
         loss = _Whole.apply(x).sum()
     loss.backward()
-    found = told(offloader)[1]
+    found = reported(offloader)[1]
     assert found[0].startswith("384.0 KiB: one autograd node saves 384.0 KiB at once")
     assert found[1] == "next: compile block by block (for block in model.blocks: block.compile())"
 
@@ -297,7 +297,7 @@ def test_a_model_that_is_compiled_whole(make_offloader: MakeOffloader) -> None:
 def test_an_engine_that_writes_through_the_page_cache(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(policy="all", engine="aiofiles")
     steps(offloader, Chain())
-    found = told(offloader)[1]
+    found = reported(offloader)[1]
     assert "on disk are in the machine's memory too: aiofiles uses the page cache" in found[0]
     assert "direct I/O" in found[1]
 
@@ -318,7 +318,7 @@ def links(device: SimulatedDevice) -> Callable[[float], None]:
     return speed
 
 
-def _told_on_device(device: SimulatedDevice, model: nn.Module, **options: Any) -> tuple[list[str], list[str]]:
+def _reported_on_device(device: SimulatedDevice, model: nn.Module, **options: Any) -> tuple[list[str], list[str]]:
     """The causes after four steps on the device; tensors that move have left when backward begins."""
     torch.accelerator.reset_peak_memory_stats()
     model, x = model.to(NAME), batch().to(NAME)
@@ -326,7 +326,7 @@ def _told_on_device(device: SimulatedDevice, model: nn.Module, **options: Any) -
         for _ in range(4):
             train_step(model, x, offloader, between=offloader.synchronize)
             device.synchronize()  # the next step counts waits that are over by then
-        return told(offloader)
+        return reported(offloader)
 
 
 @pytest.mark.simulated
@@ -335,7 +335,7 @@ def test_a_device_whose_link_keeps_up(
     device: SimulatedDevice, links: Callable[..., None], tmp_path: Path, options: dict[str, Any]
 ) -> None:
     links(1e12)
-    slower, memory = _told_on_device(device, Chain(depth=12), path=str(tmp_path), **options)
+    slower, memory = _reported_on_device(device, Chain(depth=12), path=str(tmp_path), **options)
     assert memory == []
     if not {"target", "device_budget"} & options.keys():  # these wait in real time, on a machine that may be busy
         assert slower == []
@@ -345,7 +345,7 @@ def test_a_device_whose_link_keeps_up(
 def test_host_memory_that_is_slow_to_reach(device: SimulatedDevice, links: Callable[..., None]) -> None:
     links(1e5)
     device.lazy(SimulatedAccelerator().side_stream(0, "in"))  # no copy ends before a wait for it
-    slower, _ = _told_on_device(device, Chain(depth=24), policy="all")  # a plan would let it stay
+    slower, _ = _reported_on_device(device, Chain(depth=24), policy="all")  # a plan would let it stay
     assert "of a step waits for host memory, mostly in backward" in slower[0]
 
 
@@ -354,14 +354,14 @@ def test_logits_that_move_are_waited_for_as_backward_begins(
     device: SimulatedDevice, links: Callable[..., None]
 ) -> None:
     links(1e6)
-    slower, _ = _told_on_device(device, nn.Sequential(Chain(), nn.Linear(64, 4096), nn.Sigmoid()))
+    slower, _ = _reported_on_device(device, nn.Sequential(Chain(), nn.Linear(64, 4096), nn.Sigmoid()))
     assert "as backward begins: the last 2.0 MiB that forward saves move" in slower[0]
 
 
 @pytest.mark.simulated
 def test_host_memory_that_is_used_up(device: SimulatedDevice, links: Callable[..., None]) -> None:
     links(1e12)
-    _, memory = _told_on_device(device, Chain(depth=12), host_budget="512KiB")
+    _, memory = _reported_on_device(device, Chain(depth=12), host_budget="512KiB")
     assert re.match(
         r"[\d.]+ KiB: [\d.]+ KiB a step stay on the device, as the 512.0 KiB of host memory are full", memory[0]
     )
@@ -393,7 +393,7 @@ def test_host_memory_that_cannot_be_page_locked(
 
     monkeypatch.setattr(SimulatedAccelerator, "pin", lambda *_: False)
     monkeypatch.setattr(torch, "empty", empty)
-    slower, _ = _told_on_device(device, Chain())
+    slower, _ = _reported_on_device(device, Chain())
     assert any("host memory could not be page-locked: " in line for line in slower)
     assert any("lower host_budget" in line for line in slower)
 
@@ -408,7 +408,7 @@ class _Temporary(nn.Module):
 @pytest.mark.simulated
 def test_a_peak_of_temporaries(device: SimulatedDevice, links: Callable[..., None]) -> None:
     links(1e12)
-    _, memory = _told_on_device(device, nn.Sequential(Chain(), _Temporary()))
+    _, memory = _reported_on_device(device, nn.Sequential(Chain(), _Temporary()))
     peak = torch.accelerator.max_memory_allocated()  # including memory that earlier tests have left
     assert peak > 100 * MIB
     expected = rf"[\d.]+ MiB: of the device's peak, {re.escape(format_size(peak))}, saved activations are at most"
@@ -489,9 +489,9 @@ def test_a_report_names_three_causes_with_the_heaviest_of_each_list_first() -> N
 def test_a_run_that_keeps_everything_gets_the_bytes_that_could_move() -> None:
     config = make_config({"policy": "keep"})
     could = "  next: policy='auto' moves what costs no time, up to 8.0 MiB a step"
-    for kept, told in (({"policy": 80 * MIB}, [could]), ({}, [])):
+    for kept, reported in (({"policy": 80 * MIB}, [could]), ({}, [])):
         lines = diagnose(facts({"kept_bytes": kept, "optimizer_steps": 10}, config=config))
-        assert lines == ["diagnosis: nothing moves, as policy='keep' says", *told]
+        assert lines == ["diagnosis: nothing moves, as policy='keep' says", *reported]
 
 
 def test_greedy_gets_the_bytes_to_keep() -> None:
@@ -513,7 +513,7 @@ def test_with_micro_batches_the_needed_rate_is_a_micro_batchs() -> None:
 
 
 def test_with_accumulated_gradients_a_micro_batch_is_planned(make_offloader: MakeOffloader) -> None:
-    told = {}
+    reported = {}
     for each in (1, 4):
         offloader, model = make_offloader(policy="auto", device_budget="1MiB"), Chain(depth=8)
         optimizer = torch.optim.SGD(model.parameters())
@@ -523,8 +523,8 @@ def test_with_accumulated_gradients_a_micro_batch_is_planned(make_offloader: Mak
             optimizer.step()
         found = offloader._facts().planned
         assert found is not None
-        told[each] = found.unit
-    assert told == {1: "a step", 4: "a micro-batch"}
+        reported[each] = found.unit
+    assert reported == {1: "a step", 4: "a micro-batch"}
 
 
 def test_a_larger_budget_is_named_with_its_gain() -> None:
@@ -551,8 +551,8 @@ def test_a_budget_that_saves_no_time_is_not_named() -> None:
 
 
 def test_if_activations_do_not_fill_the_memory() -> None:
-    (told, _) = diagnose(facts({"process_peak_bytes": 1000 * MIB}))
-    assert "of the process's peak, 1000.0 MiB, saved activations are at most 10.0 MiB; 100.0 MiB were there" in told
+    (reported, _) = diagnose(facts({"process_peak_bytes": 1000 * MIB}))
+    assert "of the process's peak, 1000.0 MiB, saved activations are at most 10.0 MiB; 100.0 MiB were there" in reported
     assert diagnose(facts({"process_peak_bytes": 1000 * MIB}, before_bytes=None))[0].startswith("diagnosis: OK")
 
 

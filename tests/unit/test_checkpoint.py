@@ -533,9 +533,9 @@ def test_a_plan_from_the_user_is_followed_and_has_to_fit(make_offloader: MakeOff
             found, runs = model.step(offloader)
             assert runs == [0, 1, 2, *(place for place in (2, 1, 0) if place not in once)]
             assert_same_gradients(found, expected)
-        for depth, told in ((2, "the forward has 2;"), (4, "the forward has more than 3;")):
+        for depth, reported in ((2, "the forward has 2;"), (4, "the forward has more than 3;")):
             other = make_offloader(policy=Plan((), once=once, regions=3))
-            with pytest.raises(ConfigError, match=f"a plan of 3 checkpointed regions.*{told}"):
+            with pytest.raises(ConfigError, match=f"a plan of 3 checkpointed regions.*{reported}"):
                 Blocks(depth).step(other)
 
 
@@ -631,12 +631,12 @@ def test_a_region_is_named_by_its_block(make_offloader: MakeOffloader) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "told"), [("layers.d", "'layers.d' matches no module"), (["head", "x*"], "'x*' matches no module")]
+    ("wanted", "reported"), [("layers.d", "'layers.d' matches no module"), (["head", "x*"], "'x*' matches no module")]
 )
-def test_a_pattern_that_matches_nothing_is_an_error(make_offloader: MakeOffloader, wanted: Any, told: str) -> None:
+def test_a_pattern_that_matches_nothing_is_an_error(make_offloader: MakeOffloader, wanted: Any, reported: str) -> None:
     with pytest.raises(ConfigError) as raised:
         make_offloader(recompute=wanted).use(Unchecked())
-    assert told in str(raised.value)
+    assert reported in str(raised.value)
     with pytest.raises(ConfigError, match="needs model="):
         make_offloader(recompute=wanted).__enter__()
     with pytest.raises(ConfigError, match="no repeated blocks"):

@@ -109,10 +109,10 @@ def test_a_command_has_read_its_options_before_it_imports_torch() -> None:
 
 
 def test_an_error_of_the_system_is_reported_in_words(tmp_path: Path) -> None:
-    said = invoke("plan", str(tmp_path), "--plan-out", "/no/such/folder/x", status=2)
-    said += invoke("bench", "--path", "/proc", status=1)
-    assert "too little room" in said
-    assert "Errno" not in said
+    printed = invoke("plan", str(tmp_path), "--plan-out", "/no/such/folder/x", status=2)
+    printed += invoke("bench", "--path", "/proc", status=1)
+    assert "too little room" in printed
+    assert "Errno" not in printed
 
 
 def test_version() -> None:

@@ -115,9 +115,9 @@ def test_json_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_for_a_person(tmp_path: Path) -> None:
-    said = invoke("--path", str(tmp_path), "--engine", "posix", *TINY)
+    printed = invoke("--path", str(tmp_path), "--engine", "posix", *TINY)
     for text in ("posix", "write", "read", "mixed", "Best: posix", "A step of 1 s hides"):
-        assert text in said
+        assert text in printed
     assert open_files(tmp_path) == []
 
 
@@ -134,9 +134,9 @@ def test_too_little_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     reserved: list[int] = []
     monkeypatch.setattr(os, "posix_fallocate", lambda fd, offset, nbytes: reserved.append(nbytes))
     monkeypatch.setattr(bench, "REGION_BYTES", 100_000 << 40)
-    said = invoke("--path", str(tmp_path), *TINY, status=1)
-    assert "too little room for 100000.0 TiB" in said
-    assert str(tmp_path) in said
+    printed = invoke("--path", str(tmp_path), *TINY, status=1)
+    assert "too little room for 100000.0 TiB" in printed
+    assert str(tmp_path) in printed
     assert open_files(tmp_path) == []
     assert reserved == []  # nor was the disk filled for a moment, at the expense of other processes
 

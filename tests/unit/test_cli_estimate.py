@@ -120,7 +120,7 @@ def test_adapters_leave_the_states_of_the_rest_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "reported"),
     [
         (("--memory", "41GiB"), "It fits as it is, up to micro-batch 16; with offloading up to 37"),
         (("--memory", "37GiB"), "It fits with offloading, and no step is longer"),
@@ -128,9 +128,9 @@ def test_adapters_leave_the_states_of_the_rest_out() -> None:
         (("--memory", "24GiB"), "Try --adapters 16; or --zero 3 --data N over N GPUs; or --gpu a100-pcie."),
     ],
 )
-def test_the_first_line_has_the_advice(options: tuple[str, ...], told: str) -> None:
+def test_the_first_line_has_the_advice(options: tuple[str, ...], reported: str) -> None:
     first, second, *_ = run("--model", "ssdtrain-8192", *options).splitlines()
-    assert told in first
+    assert reported in first
     assert second.startswith("WEAR: "), "the warning of wear precedes the tables"
 
 

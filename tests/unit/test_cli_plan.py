@@ -117,15 +117,15 @@ def test_a_wrong_file_is_refused_with_the_command_that_writes_one(kind: str, tmp
     wrong = tmp_path / "wrong.json"
     if kind != "missing":
         wrong.write_bytes(b"\x89PNG\xff" if kind == "binary" else b'{"benchmark": "rok", "version": 1}')
-    said = invoke(str(wrong), status=2)
+    printed = invoke(str(wrong), status=2)
     problem = {
         "missing": "No such file",
         "binary": "not a profile of version 2",
         "other": "not a profile of version 2",
     }[kind]
-    assert f"PROFILE '{wrong}': {problem}" in said
-    assert "`actoffload demo --profile FILE` writes one" in said
-    assert "offloader.profile.save(FILE)" in said
+    assert f"PROFILE '{wrong}': {problem}" in printed
+    assert "`actoffload demo --profile FILE` writes one" in printed
+    assert "offloader.profile.save(FILE)" in printed
 
 
 def test_a_model_that_saves_nothing_that_may_move_is_an_error(tmp_path: Path) -> None:

@@ -298,8 +298,8 @@ def write(file: Path, samples: Sequence[dict[str, Any]]) -> Path:
 def test_redraw_prints_the_dominant_points_and_draws(tmp_path: Path) -> None:
     file = write(tmp_path / "r.json", all_points()[:-1])
     text = invoke("--redraw", str(file))
-    for said in ("out of memory", "hybrid ≤ 60% of keep", "slower", "A/A noise", "Losses and gradients are equal"):
-        assert said in text
+    for printed in ("out of memory", "hybrid ≤ 60% of keep", "slower", "A/A noise", "Losses and gradients are equal"):
+        assert printed in text
     assert "busy" not in text
     assert (tmp_path / "r.png").exists() == (find_spec("matplotlib") is not None)
     data = json.loads(invoke("--redraw", str(file), "--json"))

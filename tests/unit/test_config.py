@@ -296,9 +296,9 @@ def test_a_budget_as_a_share_holds_although_a_tensor_lives_on(make_offloader: Ma
     alive.backward()
 
 
-@pytest.mark.parametrize(("bad", "told"), [("x%", "give a size"), ("-1%", "give a share"), ("0%", "above 0")])
-def test_a_share_that_is_none(bad: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=f"device_budget=.*{told}"):
+@pytest.mark.parametrize(("bad", "reported"), [("x%", "give a size"), ("-1%", "give a share"), ("0%", "above 0")])
+def test_a_share_that_is_none(bad: str, reported: str) -> None:
+    with pytest.raises(ConfigError, match=f"device_budget=.*{reported}"):
         OffloadConfig(device_budget=bad)
     with pytest.raises(ConfigError, match="host_budget='40%': not a size"):
         OffloadConfig(host_budget="40%")
@@ -356,8 +356,8 @@ def test_a_policy_that_answers_with_no_decision_is_an_error(tmp_path: Path, answ
     policy = SimpleNamespace(decide=lambda facts: answer)
     x = torch.randn(64, 64, requires_grad=True)
     offloader = Offloader(OffloadConfig(target="nvme", path=tmp_path, policy=policy, min_bytes=0, announce="none"))
-    told = re.escape(f"decide() returned {answer!r}; return actoffload.Decision.")
-    with pytest.raises(ConfigError, match=told), offloader:
+    reported = re.escape(f"decide() returned {answer!r}; return actoffload.Decision.")
+    with pytest.raises(ConfigError, match=reported), offloader:
         x.exp()
     assert offloader.statistics().live_records == 0
     offloader.close()

@@ -82,7 +82,7 @@ def test_a_cache_that_other_users_can_write_to_is_not_trusted(fresh: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("why", "told"),
+    ("why", "reported"),
     [
         ("compiler", "no C++ compiler"),
         ("broken", "the C++ compiler failed: cpu_allocator.cpp"),
@@ -96,7 +96,7 @@ def test_a_cache_that_other_users_can_write_to_is_not_trusted(fresh: Path) -> No
     ],
 )
 def test_a_refusal_has_its_reason(
-    why: str, told: str, fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    why: str, reported: str, fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if why == "compiler":
         monkeypatch.setattr(shutil, "which", lambda name: None)
@@ -120,9 +120,9 @@ def test_a_refusal_has_its_reason(
         library.touch()
         monkeypatch.setattr(cpu_allocator, "build", lambda: library)
     if why != "library":  # only loading finds this
-        assert told in cpu_allocator.refusal().replace(str(tmp_path) + "/", "")
+        assert reported in cpu_allocator.refusal().replace(str(tmp_path) + "/", "")
     reason = cpu_allocator.install()
-    assert told in reason.replace(str(tmp_path) + "/", "")
+    assert reported in reason.replace(str(tmp_path) + "/", "")
     assert cpu_allocator.install() == reason
     assert cpu_allocator.facts() is None
     cpu_allocator.next_epoch()

@@ -173,9 +173,9 @@ def test_the_first_line_and_the_report_name_the_peak_of_the_device(device: Simul
         shape = autopilot_of(offloader).facts().shape
         assert shape.plan is not None
         assert (shape.plan.predicted_peak_bytes or 0) + shape.other_bytes == pytest.approx(peak, rel=0.04)
-    told = re.search(r"no longer run again.* peak (\S+) MiB of", "".join(lines))
-    assert told is not None
-    assert float(told[1]) * MIB == pytest.approx(peak, rel=0.04)
+    reported = re.search(r"no longer run again.* peak (\S+) MiB of", "".join(lines))
+    assert reported is not None
+    assert float(reported[1]) * MIB == pytest.approx(peak, rel=0.04)
 
 
 class _Forward(nn.Module):
@@ -376,9 +376,11 @@ def test_states_that_pass_the_number_alone_are_an_error_before_the_second_forwar
         with pytest.raises(BudgetError) as caught, offloader:
             raise AssertionError("not reached")
     assert caught.value.floor_bytes == pytest.approx(peaks[0], rel=0.1)
-    told = str(caught.value)
-    assert told.startswith(f"device_memory={limit}: the floor is {caught.value.floor_bytes} bytes (as an optimizer's ")
-    assert all(name in told for name in ("gradients, optimizer states", "FSDP2", "ZeRO-Offload", "8-bit or paged"))
+    reported = str(caught.value)
+    assert reported.startswith(
+        f"device_memory={limit}: the floor is {caught.value.floor_bytes} bytes (as an optimizer's "
+    )
+    assert all(name in reported for name in ("gradients, optimizer states", "FSDP2", "ZeRO-Offload", "8-bit or paged"))
 
 
 @pytest.mark.simulated
@@ -464,10 +466,10 @@ def test_the_environment_sets_the_number_too() -> None:
 
 
 @pytest.mark.simulated
-@pytest.mark.parametrize(("given", "share"), [("auto", 0.97), ("50%", 0.5)])
-def test_a_share_is_of_the_devices_memory(device: SimulatedDevice, given: str, share: float) -> None:
+@pytest.mark.parametrize(("passed", "share"), [("auto", 0.97), ("50%", 0.5)])
+def test_a_share_is_of_the_devices_memory(device: SimulatedDevice, passed: str, share: float) -> None:
     device.limit(1 << 28)
-    with _offloader(device_memory=given) as offloader:
+    with _offloader(device_memory=passed) as offloader:
         _train(3, offloader)
         pilot = autopilot_of(offloader)
         left, beside = offloader.store.shared.budget.limit_bytes, pilot._shape.beside

@@ -83,8 +83,8 @@ def test_a_stream_yields_each_object_and_then_the_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     script = "print(json.dumps(spec)); print('noise'); print('{\"b\": 2}', flush=True); raise SystemExit('a bad day')"
-    said = list(stream_worker(_worker(tmp_path, monkeypatch, script), {"a": 1}, limit_s=60))
-    assert said == [{"a": 1}, {"b": 2}, {"error": "status 1: a bad day", "oom": False}]
+    printed = list(stream_worker(_worker(tmp_path, monkeypatch, script), {"a": 1}, limit_s=60))
+    assert printed == [{"a": 1}, {"b": 2}, {"error": "status 1: a bad day", "oom": False}]
     assert "a bad day" in capfd.readouterr().err
 
 
@@ -111,8 +111,8 @@ def test_a_stream_with_a_limit_for_each_object_may_take_longer_as_a_whole(
     name = _worker(tmp_path, monkeypatch, script)
     monkeypatch.setattr(threading, "Timer", Clock)
     with contextlib.closing(stream_worker(name, {}, limit_s=5, prompts=iter([True, False]).__next__)) as stream:
-        for said in ({"a": 1}, {"b": 2}):
-            assert next(stream) == said
+        for printed in ({"a": 1}, {"b": 2}):
+            assert next(stream) == printed
             assert Clock.running == 0
         assert next(stream) == {"error": "stopped after 5 s", "oom": False}
     assert Clock.started == 3

@@ -55,13 +55,13 @@ for step in range(steps):
     with open("/proc/self/status") as file:
         peaks.append(next(1024 * int(line.split()[1]) for line in file if line.startswith("VmHWM:")))
 del loss
-told = {"peak": max(peaks[-4:]), "peaks": peaks, "seconds": seconds}
+reported = {"peak": max(peaks[-4:]), "peaks": peaks, "seconds": seconds}
 if offloader is not None:
     offloader.synchronize()
-    told |= {"statistics": offloader.statistics().as_dict(), "report": offloader.report()}
+    reported |= {"statistics": offloader.statistics().as_dict(), "report": offloader.report()}
     offloader.close()
-    told |= {"written": io()["wchar"] - before["wchar"], "read": io()["rchar"] - before["rchar"]}
-print(json.dumps(told))
+    reported |= {"written": io()["wchar"] - before["wchar"], "read": io()["rchar"] - before["rchar"]}
+print(json.dumps(reported))
 """
 
 pytestmark = pytest.mark.skipif(
@@ -75,8 +75,8 @@ def run(folder: Path, mode: str, *, steps: int = 6, **options: Any) -> dict[str,
     command = [sys.executable, "-c", PROGRAM, mode, json.dumps(options), str(steps)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
     assert done.returncode == 0, done.stderr
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return told
+    reported: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return reported
 
 
 @pytest.fixture(scope="module")

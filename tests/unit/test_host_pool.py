@@ -185,7 +185,7 @@ def test_memory_that_may_be_locked_stays_mapped_after_an_error() -> None:
 
 
 def test_page_locking_is_done_ahead_in_another_thread() -> None:
-    told: list[int] = []
+    reported: list[int] = []
     me, go_on = threading.get_ident(), threading.Event()
 
     def pin(address: int, nbytes: int) -> bool:
@@ -193,7 +193,7 @@ def test_page_locking_is_done_ahead_in_another_thread() -> None:
         assert threading.get_ident() != me
         return True
 
-    pool = _pool(slabs=3, pin=pin, unpin=lambda address: True, on_growth=lambda: told.append(1))
+    pool = _pool(slabs=3, pin=pin, unpin=lambda address: True, on_growth=lambda: reported.append(1))
     assert pool.acquire(SLAB) is None
     assert pool.growing
     go_on.set()
@@ -201,7 +201,7 @@ def test_page_locking_is_done_ahead_in_another_thread() -> None:
     assert (pool.mapped_bytes, pool.growing) == (SLAB, True)
     slots += [_acquire(pool, SLAB) for _ in range(2)]
     assert not pool.growing
-    assert told == [1, 1, 1]
+    assert reported == [1, 1, 1]
     assert pool.acquire(1) is None
     pool.close()
 

@@ -114,9 +114,9 @@ def test_inner_hooks_are_named_once_with_the_module_and_counted(
         loss.backward()
         return offloader
 
-    with pytest.warns(RuntimeWarning, match=SAID) as said:
+    with pytest.warns(RuntimeWarning, match=SAID) as printed:
         step()
-    (text,) = (str(one.message) for one in said)
+    (text,) = (str(one.message) for one in printed)
     assert owner in text
     assert "inside of '1' and 1 more modules" in text
     tensors = {"modules": 4, "functions": 1, "custom": 1}[around] * 2

@@ -120,15 +120,15 @@ def test_release_empties_the_mailbox() -> None:
     owner = _Owner()
     lock = DrainingLock(owner.noted)
     with lock:
-        owner.noted.append("nobody is told")
+        owner.noted.append("nobody is notified")
     lock.after_release = weakref.WeakMethod(owner.after)
     with lock:
         pass
-    assert owner.told == ["nobody is told"]
+    assert owner.reported == ["nobody is notified"]
     with lock:
         owner.noted.append("more")
-        assert owner.told == ["nobody is told"]
-    assert owner.told == ["nobody is told", "more"]
+        assert owner.reported == ["nobody is notified"]
+    assert owner.reported == ["nobody is notified", "more"]
     with lock:
         with lock:
             owner.noted.append("inside")
@@ -163,14 +163,14 @@ def test_deferred_work_waits_until_the_lock_is_free() -> None:
 
     owner.noted.append(1)
     lock.deliver(work)
-    assert owner.told == [1]
+    assert owner.reported == [1]
     with lock:
         owner.noted.append(2)
         lock.deliver(work)
         in_another_thread(lambda: lock.deliver(work))
-        assert owner.told == [1], "a finalizer interrupts a thread amid a change"
+        assert owner.reported == [1], "a finalizer interrupts a thread amid a change"
     lock.deliver(work)
-    assert owner.told == [1, 2]
+    assert owner.reported == [1, 2]
 
 
 def test_a_claim_is_of_the_first_alone() -> None:
@@ -191,7 +191,7 @@ def in_another_thread(work: Callable[[], T]) -> T:
 class _Owner:
     def __init__(self) -> None:
         self.noted: Mailbox[Any] = Mailbox()
-        self.told: list[Any] = []
+        self.reported: list[Any] = []
 
     def after(self) -> None:
-        self.told += self.noted.drain()
+        self.reported += self.noted.drain()

@@ -201,8 +201,8 @@ def test_options_and_other_keywords() -> None:
         calls = ast.walk(ast.parse(text)) if kind == "python" else ()
         for call in (node for node in calls if isinstance(node, ast.Call)):
             if ast.unparse(call.func).rpartition(".")[2] in ways_in:
-                given = {keyword.arg for keyword in call.keywords if keyword.arg}
-                assert given <= OPTIONS | {"model"}, place
+                passed = {keyword.arg for keyword in call.keywords if keyword.arg}
+                assert passed <= OPTIONS | {"model"}, place
 
 
 def test_identifiers() -> None:

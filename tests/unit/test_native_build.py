@@ -52,7 +52,7 @@ def test_a_forked_child_does_not_wait_for_a_build_of_its_parent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("why", "told"),
+    ("why", "reported"),
     [
         ("switch", "ACTOFFLOAD_NATIVE=0 is set"),
         ("headers", "Python.h"),
@@ -65,7 +65,7 @@ def test_a_forked_child_does_not_wait_for_a_build_of_its_parent() -> None:
     ],
 )
 def test_a_refusal_has_its_reason(
-    why: str, told: str, fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    why: str, reported: str, fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if why == "switch":
         monkeypatch.setenv(native_build.SWITCH, "0")
@@ -85,7 +85,7 @@ def test_a_refusal_has_its_reason(
         bad.write_text("no program" if why == "broken" else "int nothing;")
         monkeypatch.setattr(native, "SOURCE", bad)
     assert native.load() is None
-    assert told in native.refusal().replace(str(tmp_path) + "/", "")
+    assert reported in native.refusal().replace(str(tmp_path) + "/", "")
     assert native.load() is None
 
 

@@ -125,10 +125,10 @@ def test_a_plan_from_a_file_gives_its_predicted_step(make_rig: MakeRig) -> None:
     profile = Profile.from_json(pilot.profile.to_json())
     plan = Plan.from_json(make_plan(profile, Limits(device_budget=BUDGET)).to_json())
     assert plan.offloaded_bytes
-    given = make_rig(bytes_per_s=SLOW, device_budget=BUDGET, policy=plan)
-    given.steps(5)
-    assert given.seconds[-1] == pytest.approx(plan.predicted_step_s, rel=0.03)
-    assert max(given.peaks) <= BUDGET
+    planned = make_rig(bytes_per_s=SLOW, device_budget=BUDGET, policy=plan)
+    planned.steps(5)
+    assert planned.seconds[-1] == pytest.approx(plan.predicted_step_s, rel=0.03)
+    assert max(planned.peaks) <= BUDGET
 
 
 @pytest.mark.parametrize(
@@ -144,9 +144,9 @@ def test_a_plan_for_another_model_is_refused_with_the_difference(
     rig = make_rig(bytes_per_s=SLOW, device_budget=BUDGET)
     rig.steps(WARM_UP + 2)
     pilot = autopilot_of(rig.offloader)
-    given = make_rig(bytes_per_s=SLOW, device_budget=BUDGET, policy=pilot.plan, sizes=sizes, blocks=blocks)
+    planned = make_rig(bytes_per_s=SLOW, device_budget=BUDGET, policy=pilot.plan, sizes=sizes, blocks=blocks)
     with pytest.raises(ConfigError, match=where):
-        given.step()
+        planned.step()
 
 
 @pytest.mark.parametrize("bytes_per_s", [1.5e6, 3e6, 7e6, FAST])
@@ -294,12 +294,12 @@ def test_a_share_that_no_step_keeps_is_the_floor_with_one_warning(make_rig: Make
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         rig.steps(WARM_UP + SOON)
-    told = [str(warning.message) for warning in caught]
-    assert len(told) == 1
-    floor = int(re.findall(r"\((\d+) bytes\) holds from now on", told[0])[0])
-    assert f"device_budget='{percent}%' is " in told[0]
+    reported = [str(warning.message) for warning in caught]
+    assert len(reported) == 1
+    floor = int(re.findall(r"\((\d+) bytes\) holds from now on", reported[0])[0])
+    assert f"device_budget='{percent}%' is " in reported[0]
     assert max(rig.peaks[WARM_UP + 1 :]) <= floor + SMALL
-    assert told[0].removeprefix("actoffload: ") in rig.offloader.report()
+    assert reported[0].removeprefix("actoffload: ") in rig.offloader.report()
     budget = percent * rig.offloader.statistics().baseline_peak_bytes // 100
     with pytest.raises(BudgetError) as error:
         make_rig(device_budget=budget, **SOME_STAY).steps(WARM_UP + 2)

@@ -100,14 +100,14 @@ def _sines(count: int, at_each: Any = None) -> Tensor:
     return h
 
 
-@pytest.mark.parametrize("said_by", ["user", "plan"])
+@pytest.mark.parametrize("printed_by", ["user", "plan"])
 @pytest.mark.parametrize(("window", "early"), [(2 * NBYTES, False), (COUNT * NBYTES, True)])
 def test_a_record_behind_records_in_memory(
-    make_offloader: MakeOffloader, window: int, early: bool, said_by: str
+    make_offloader: MakeOffloader, window: int, early: bool, printed_by: str
 ) -> None:
     """The first storage moves, all others stay."""
     entries = tuple(PlanEntry(index=n, nbytes=NBYTES, action="keep" if n else "offload") for n in range(COUNT))
-    if said_by == "user":
+    if printed_by == "user":
         offloader = make_offloader(policy=Plan(entries), prefetch_bytes=window)
     else:
         offloader = make_offloader(policy=Plan(entries, prefetch_bytes=window))

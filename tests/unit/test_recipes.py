@@ -73,16 +73,16 @@ def test_variables_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read as the switch reads them: in front of commands, in YAML and in sentences."""
     yaml: Any = pytest.importorskip("yaml")
     commands = {tool: shlex.split(text.replace("\\\n", "")) for tool, text in of("bash").items()}
-    given = [dict(word.split("=", 1) for word in words if word.startswith("ACTOFF")) for words in commands.values()]
-    assert all(given), "each command has the variable"
-    given += [found["ENV"] for found in map(yaml.safe_load, of("yaml").values()) if "ENV" in found]
+    passed = [dict(word.split("=", 1) for word in words if word.startswith("ACTOFF")) for words in commands.values()]
+    assert all(passed), "each command has the variable"
+    passed += [found["ENV"] for found in map(yaml.safe_load, of("yaml").values()) if "ENV" in found]
     prose = re.findall(r"`(ACTOFFLOAD\w*)=(\w+)`", PAGE.read_text(encoding="utf-8"))
-    given += [{"ACTOFFLOAD": "host", name: value} for name, value in prose]
-    for variables in given:
+    passed += [{"ACTOFFLOAD": "host", name: value} for name, value in prose]
+    for variables in passed:
         options = OffloadConfig.options_from_environment(variables)
         OffloadConfig(**options)
         assert options["target"] == "host"
-    assert {"checkpoints": "leave", "target": "host"} in map(OffloadConfig.options_from_environment, given)
+    assert {"checkpoints": "leave", "target": "host"} in map(OffloadConfig.options_from_environment, passed)
 
 
 def test_yaml_has_the_keys_of_its_tool() -> None:
@@ -125,8 +125,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, model: Model) -> tuple[dict[str, 
         monkeypatch.setitem(sys.modules, name := ".".join(path.split(".")[:number]), ModuleType(name))
     sys.modules[path].FSDPEngine = FSDPEngine  # type: ignore[attr-defined]
     trainer = SimpleNamespace(model=SimpleNamespace(transformer=model.transformer))
-    given = {"trainer": trainer, "model": model, "fabric": SimpleNamespace(setup=lambda module: module)}
-    return given, lambda: FSDPEngine().initialize()
+    passed = {"trainer": trainer, "model": model, "fabric": SimpleNamespace(setup=lambda module: module)}
+    return passed, lambda: FSDPEngine().initialize()
 
 
 @pytest.mark.parametrize("tool", of("python"))
@@ -134,8 +134,8 @@ def test_a_line_of_code_attaches_the_model(tool: str, tmp_path: Path, monkeypatc
     monkeypatch.setenv("ACTOFFLOAD_PATH", str(tmp_path))
     monkeypatch.setattr(nn.Module, "compile", lambda module, **options: None)  # compiled blocks: test_compile_attach.py
     model = Model()
-    given, start = stand_ins(monkeypatch, model)
-    exec(compile(of("python")[tool].replace('"host"', '"nvme"'), tool, "exec"), given)
+    passed, start = stand_ins(monkeypatch, model)
+    exec(compile(of("python")[tool].replace('"host"', '"nvme"'), tool, "exec"), passed)
     if tool == "verl":
         start()
     attached = [each for each in (model, model.transformer) if Attachment.of(each) is not None]

@@ -102,8 +102,8 @@ def test_the_picture_has_a_legend_for_exactly_its_series(tmp_path: Path) -> None
     file = tmp_path / "rok.svg"
     draw_rok(points_of(all_points()), [file], "title")
     text = file.read_text(encoding="utf-8")  # SVG names each text in a comment
-    for said in ("hybrid ≤ 60% of keep", "recompute", "keep, batch 8", "no room", "A/A noise of keep"):
-        assert said in text
+    for printed in ("hybrid ≤ 60% of keep", "recompute", "keep, batch 8", "no room", "A/A noise of keep"):
+        assert printed in text
     draw_rok(points_of([sample("keep", ratios=[1.0]), sample("offload")]), [file], "title")
     text = file.read_text(encoding="utf-8")
-    assert not [said for said in ("hybrid", "recompute", "batch 8", "no room", "A/A noise") if said in text]
+    assert not [printed for printed in ("hybrid", "recompute", "batch 8", "no room", "A/A noise") if printed in text]

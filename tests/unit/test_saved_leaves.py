@@ -227,9 +227,9 @@ def test_lost_attributes_cause_one_warning(make_offloader: MakeOffloader, option
             loss.backward()
             del h.cache  # type: ignore[attr-defined]
 
-    with pytest.warns(RuntimeWarning, match="has the attribute 'cache'") as said:
+    with pytest.warns(RuntimeWarning, match="has the attribute 'cache'") as printed:
         steps()
-    assert len(said) == 1
+    assert len(printed) == 1
     assert read == [{"scale": 2}] * 3
 
 

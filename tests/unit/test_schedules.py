@@ -101,12 +101,12 @@ def test_gradients_equal_a_loops(form: str, options: str, tmp_path: Path) -> Non
     loop, model = Model(form), Model(form)
     loop.loop(batches())
     expected = gradients(loop)
-    given = OPTIONS[options]
-    if given is None:
+    passed = OPTIONS[options]
+    if passed is None:
         assert_same_gradients(step(model, batches()), expected)
         return
     config = OffloadConfig(
-        target="nvme", path=tmp_path, min_bytes=0, announce="none", policy="all", keep_last_bytes=0, **given
+        target="nvme", path=tmp_path, min_bytes=0, announce="none", policy="all", keep_last_bytes=0, **passed
     )
     offloader = Offloader(config)
     assert_same_gradients(step(model, batches(), offloader), expected)

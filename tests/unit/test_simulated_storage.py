@@ -144,8 +144,8 @@ def test_memory_that_cannot_be_registered_is_page_locked_by_pytorch(
         monkeypatch.setattr(torch, "empty", empty)
     model, x = _model()
     expected = train_step(model, x)
-    said = contextlib.nullcontext() if offered else pytest.warns(RuntimeWarning, match="could not be page-locked")
-    with said, _offloader(tmp_path, target="host") as offloader:
+    printed = contextlib.nullcontext() if offered else pytest.warns(RuntimeWarning, match="could not be page-locked")
+    with printed, _offloader(tmp_path, target="host") as offloader:
         for _ in range(2):
             assert_same_gradients(train_step(model, x, offloader), expected)
         (pool,) = pools_of(offloader)

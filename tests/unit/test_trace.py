@@ -273,7 +273,7 @@ def test_a_disk_that_is_full_leaves_a_trace_that_can_be_read(
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "reported"),
     [
         (None, "cannot be read"),
         ("no trace", "no trace .JSON is malformed"),
@@ -281,11 +281,11 @@ def test_a_disk_that_is_full_leaves_a_trace_that_can_be_read(
         ('{"traceEvents": [{"ph": "X", "name": "conv", "pid": 1, "ts": 1, "dur": 2}]}', "another program"),
     ],
 )
-def test_the_wrong_file_is_refused(text: str | None, told: str, tmp_path: Path) -> None:
+def test_the_wrong_file_is_refused(text: str | None, reported: str, tmp_path: Path) -> None:
     file = tmp_path / "other.json"
     if text is not None:
         file.write_text(text, encoding="utf-8")
-    with pytest.raises(TraceFileError, match=rf"other\.json: .*{told}"):
+    with pytest.raises(TraceFileError, match=rf"other\.json: .*{reported}"):
         load(file)
 
 
@@ -493,7 +493,7 @@ def test_the_trace_of_a_program_is_valid_and_adds_up(tmp_path: Path, monkeypatch
     monkeypatch.setenv("ACTOFFLOAD_PATH", str(tmp_path))
     command = [sys.executable, "-m", "actoffload", "trace", "-o", str(file), "--", "-c", PROGRAM]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
-    said = json.loads(run.stdout.splitlines()[-1])
+    printed = json.loads(run.stdout.splitlines()[-1])
     events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
     for event in (each for each in events if each["ph"] not in "sf"):  # the package knows no arrows
         read = chrometrace.TraceEvent.from_dict(event)
@@ -507,7 +507,7 @@ def test_the_trace_of_a_program_is_valid_and_adds_up(tmp_path: Path, monkeypatch
     written, read_back = (
         sum(one.nbytes for one in trace.transfers if one.link == f"disk {way}") for way in ("write", "read")
     )
-    assert (written, read_back) == (said["nvme_written_bytes"], said["nvme_read_bytes"])
+    assert (written, read_back) == (printed["nvme_written_bytes"], printed["nvme_read_bytes"])
     assert written > 0
     assert [phase.name for phase in trace.phases] == ["forward", "backward", "optimizer"] * 4
     total, memory = trace.counters["memory total"].series["bytes"], trace.counters["memory"].series

@@ -176,13 +176,13 @@ def test_the_next_steps_are_the_remedies_of_the_runs_own_report() -> None:
 
 
 def test_the_report_of_a_real_run(traces: dict[str, Path]) -> None:
-    said = invoke("report", str(traces["budget"]), columns=120)
+    printed = invoke("report", str(traces["budget"]), columns=120)
     metadata = load(traces["budget"]).metadata
     statistics = metadata["statistics"]
     for words in ("a step (median)", "disk write", "Predicted and seen", "policy auto"):
-        assert words in said
+        assert words in printed
     assert "SSD wear" in metadata["report"]
-    assert "".join(metadata["report"].split()) in "".join(said.split()), "one voice"
+    assert "".join(metadata["report"].split()) in "".join(printed.split()), "one voice"
     (found,) = answer("report", str(traces["budget"]))
     assert found["saved_peak_bytes"] == statistics["plan_peak_bytes"] < found["saved_peak_without_bytes"]
     links = {link["name"]: link["nbytes"] for link in found["links"]}
@@ -239,15 +239,15 @@ def test_a_difference_within_the_noise_of_the_steps_is_none() -> None:
 
 def test_a_prediction_reports_a_changed_machine() -> None:
     profile = Profile.load(Path("tests/recorded/gpt.json"))
-    for factor, told in ((1.05, ""), (1.5, "50% longer"), (0.5, "50% less")):
+    for factor, reported in ((1.05, ""), (1.5, "50% longer"), (0.5, "50% less")):
         seen = Observed(step_s=factor * profile.step_s + 1.0, forward_wait_s=0.0, backward_wait_s=1.0)
-        assert told in machine_changed(profile, seen)
-        assert bool(told) is bool(machine_changed(profile, seen)), "waits are the plan's, and prove nothing"
+        assert reported in machine_changed(profile, seen)
+        assert bool(reported) is bool(machine_changed(profile, seen)), "waits are the plan's, and prove nothing"
         trace = _by_hand().trace
         known = {**trace.metadata, "predicted": {"step_s": 1.0}, "machine_changed": machine_changed(profile, seen)}
         run = look_at(replace(trace, metadata=known))
         assert run.machine_changed in sections(run)[-1].meaning
-        assert told in sections(run)[-1].meaning
+        assert reported in sections(run)[-1].meaning
 
 
 def test_a_copy_of_nothing_is_no_use_of_a_link(tmp_path: Path) -> None:
@@ -302,8 +302,8 @@ def test_top_shows_the_trace_so_far_and_ends_with_the_run(
 
 def test_a_page_needs_jinja(traces: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    said = invoke("report", str(traces["keep"]), "--html", str(tmp_path / "page.html"), status=2)
-    assert "jinja2 is not installed: pip install 'actoffload[plots]'" in said
+    printed = invoke("report", str(traces["keep"]), "--html", str(tmp_path / "page.html"), status=2)
+    assert "jinja2 is not installed: pip install 'actoffload[plots]'" in printed
     assert not (tmp_path / "page.html").exists()
 
 

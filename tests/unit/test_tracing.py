@@ -97,10 +97,10 @@ def test_allow_mutation_on_saved_tensors(make_offloader: MakeOffloader, outside:
         return x.grad
 
     offloader = make_offloader()
-    said = (
+    printed = (
         pytest.warns(RuntimeWarning, match="allow_mutation_on_saved_tensors") if outside else contextlib.nullcontext()
     )
-    with said:
+    with printed:
         found = run(offloader)
     assert same_bits(found, run(contextlib.nullcontext()))
     assert_empty(offloader)

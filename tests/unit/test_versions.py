@@ -24,8 +24,8 @@ def test_the_next_run_takes_the_files_that_have_not_passed(tmp_path: Path, monke
     files = sorted((harness.ROOT / "tests" / "integration").glob("test_*.py"))
     broken, asked = {files[0].stem}, list[str]()
 
-    def run_suite(folder: Path, interpreter: str, given: list[str], path: str | None) -> dict[str, Any]:
-        asked.append(name := Path(given[0]).stem)
+    def run_suite(folder: Path, interpreter: str, passed: list[str], path: str | None) -> dict[str, Any]:
+        asked.append(name := Path(passed[0]).stem)
         return {"passed": 1, "skipped": 0, "failed": [name] if name in broken else [], "status": int(name in broken)}
 
     monkeypatch.setattr(versions, "_run_suite", run_suite)

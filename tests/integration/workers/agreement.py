@@ -96,12 +96,12 @@ def _in_a_step(offloader: Offloader) -> str:
     if dist.get_rank() == 1:
         with offloader:
             held = torch.tanh(torch.randn(256, 64, requires_grad=True))
-    told = _said(offloader)
+    reported = _printed(offloader)
     del held
-    return told
+    return reported
 
 
-def _said(offloader: Offloader) -> str:
+def _printed(offloader: Offloader) -> str:
     """The text of the error that `agree` raises, or none."""
     try:
         offloader.agree()
@@ -131,10 +131,10 @@ def _problems(model: nn.Module) -> dict[str, Any]:
     """Errors with a rank that does not plan or is closed, and the result with one that leaves checkpoints alone."""
     rank = dist.get_rank()
     other = _offloader(model, policy="greedy" if rank == 1 else "auto")
-    told = [_said(other)]
+    reported = [_printed(other)]
     if rank == 1:
         other.close()
-    told.append(_said(other))
+    reported.append(_printed(other))
     other.close()
     unwilling = _offloader(model, checkpoints="plan" if rank == 0 else "leave")
     for _ in range(PLANNED_STEPS):
@@ -142,7 +142,7 @@ def _problems(model: nn.Module) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         agreed = unwilling.agree()
-    found = {"problems": told, "unwilling": (agreed, _once(unwilling))}
+    found = {"problems": reported, "unwilling": (agreed, _once(unwilling))}
     unwilling.close()
     return found
 
@@ -151,14 +151,14 @@ def _unequal() -> dict[str, Any]:
     """Ranks with batches of different sizes, in a model without collectives."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
     offloader = _offloader(model, recompute=True)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
         for _ in range(PLANNED_STEPS + 1):
             agreed = offloader.agree()
             with offloader:
                 loss = model(torch.randn(256 + 64 * dist.get_rank(), 64)).square().mean()
             loss.backward()
-    found = {"unequal": agreed, "unequal_once": _once(offloader), "told": [str(w.message) for w in told]}
+    found = {"unequal": agreed, "unequal_once": _once(offloader), "reported": [str(w.message) for w in reported]}
     offloader.close()
     return found
 

@@ -265,17 +265,17 @@ def train_pipeline(kind: type[nn.Module], checkpoint: int, offloaded: bool) -> R
     engine, *_ = adapter.initialize(model=module, optimizer=optimizer, config=config_of(row, offloaded))
     draw = torch.Generator().manual_seed(5)
     torch.manual_seed(7)
-    with counting_owners(module.parameters) as meter, told_stages() as told:
+    with counting_owners(module.parameters) as meter, reported_stages() as reported:
         for _ in range(STEPS):
             tokens = [torch.randint(96, (4, 64), generator=draw) for _ in range(row.accumulate)]
             run.losses.append(engine.train_batch(iter([(t, t) for t in tokens])).detach().clone())
             if offloaded:
                 run.statistics = engine.actoffload.offloader.statistics()
                 assert run.statistics.live_records == 0
-        before = len(told)
+        before = len(reported)
         engine.eval_batch(iter([(t, t) for t in tokens]))
-        assert len(told) == before, "evaluation is no phase of training"
-    LINES.extend(told)
+        assert len(reported) == before, "evaluation is no phase of training"
+    LINES.extend(reported)
     run.moved_parameter_bytes = meter.parameter_bytes
     final_weights(module, run)
     if offloaded:
@@ -286,18 +286,18 @@ def train_pipeline(kind: type[nn.Module], checkpoint: int, offloaded: bool) -> R
 
 
 @contextlib.contextmanager
-def told_stages() -> Iterator[list[str]]:
+def reported_stages() -> Iterator[list[str]]:
     """Record the calls of `Offloader.stage`, as text such as ``F0>B0``."""
-    told: list[str] = []
+    reported: list[str] = []
     stage = Offloader.stage
 
     def telling(self: Offloader, microbatch: Any, direction: Any, *, next: Any = None) -> None:
-        told.append(short((microbatch, direction)) + (f">{short(next)}" if next else ""))
+        reported.append(short((microbatch, direction)) + (f">{short(next)}" if next else ""))
         stage(self, microbatch, direction, next=next)
 
     Offloader.stage = telling  # type: ignore[method-assign]
     try:
-        yield told
+        yield reported
     finally:
         Offloader.stage = stage  # type: ignore[method-assign]
 
@@ -320,14 +320,14 @@ def announced() -> str:
     del config["actoffload"]["announce"], config["actoffload"]["trace"]  # another row writes the same trace
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
         engine, *_ = adapter.initialize(model=model, optimizer=optimizer, config=config)
         for _ in range(2):
             engine.backward(engine(torch.zeros(4, 64, dtype=torch.long)))
             engine.step()
     assert "bandwidth is shared with DeepSpeed's offload_optimizer (cpu)" in engine.actoffload.report()
     engine.destroy()
-    return said.getvalue()
+    return printed.getvalue()
 
 
 def forms() -> dict[str, Any]:

@@ -80,11 +80,11 @@ class Trained(Program):
 
     def run(self) -> None:
         """Train, with an evaluation after each step."""
-        told = {**QUIET, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
-        told |= {"gradient_checkpointing": self.by_hand, "use_cpu": False}
+        reported = {**QUIET, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+        reported |= {"gradient_checkpointing": self.by_hand, "use_cpu": False}
         data: Any = texts(16)
         for steps, resume in ((1, None), (2, str(self.folder / "checkpoint-1"))):
-            arguments = transformers.TrainingArguments(str(self.folder), **{**told, "max_steps": steps})
+            arguments = transformers.TrainingArguments(str(self.folder), **{**reported, "max_steps": steps})
             trainer: Any = transformers.Trainer(llama(), arguments, train_dataset=data, eval_dataset=data[:4])
             self.models.append(trainer.model)
             if self.way == "code":

@@ -308,11 +308,11 @@ def compare(name: str, row: Row) -> Found:
     offload = [*OFFLOAD.split(), *row.offload.split(), "--actoffload-path", str(directory)]
     plain, _, _ = train(row, arguments, [])
     hints: list[Hint] = []
-    with contextlib.redirect_stderr(io.StringIO()) as said:
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
         offloaded, step, packed = train(row, [*arguments, *offload], hints)
     offloaded.statistics = step.offloader.statistics()
     step.offloader.close()
-    return Found(plain, offloaded, hints, said.getvalue(), packed, dict(offloaded.statistics.kept_bytes))
+    return Found(plain, offloaded, hints, printed.getvalue(), packed, dict(offloaded.statistics.kept_bytes))
 
 
 RECOMPUTED = "--recompute full"

@@ -218,12 +218,12 @@ def run(program: Callable[[bool, str], Found], checkpointed: bool, way: str) -> 
             found = program(checkpointed, way)
         finally:
             kind.__init__ = build
-    said = [line for line in (out.getvalue() + err.getvalue()).splitlines() if "actoffload: target" in line]
+    printed = [line for line in (out.getvalue() + err.getvalue()).splitlines() if "actoffload: target" in line]
     statistics = [offloader.statistics() for offloader in made]
     for offloader in made:
         offloader.close()
     moved, regions = [each.moved_bytes for each in statistics], [each.regions for each in statistics]
-    return {**found, "said": said, "moved": moved, "regions": regions}
+    return {**found, "printed": printed, "moved": moved, "regions": regions}
 
 
 def work() -> dict[tuple[str, bool, str], Found]:

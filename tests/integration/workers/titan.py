@@ -155,12 +155,12 @@ def refuse(name: str, arguments: str) -> str:
         flags = FLAGS.replace("--module llama3 --config ", "--module graph_trainer.llama3 --config graph_trainer_")
     if name == "unknown variable":
         os.environ.update(ACTOFFLOAD="nvme", ACTOFFLOAD_BUDGET="1GiB")
-    said = io.StringIO()
+    printed = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(printed):
             command(f"{flags} {arguments}")
     except (Exception, SystemExit) as error:
-        return f"{type(error).__name__}: {error} {said.getvalue()}"
+        return f"{type(error).__name__}: {error} {printed.getvalue()}"
     return "nothing"
 
 

@@ -100,7 +100,7 @@ def step(model: Any) -> None:
     getattr(model, "backward", Tensor.backward)(model(randn(4, 16)).square().mean())
 
 
-def given() -> dict[str, dict[str, Any]]:
+def passed() -> dict[str, dict[str, Any]]:
     """For each block, by page and heading: the names that it uses without defining them."""
     import torch_remat
     from torch.distributed.fsdp import fully_shard
@@ -149,7 +149,7 @@ def work() -> dict[str, Any]:
 
     # gloo suffices; this op takes a minute to compile, in the first block about DeepSpeed
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    found: dict[str, Any] = {name: run_block(name, names) for name, names in given().items()}
+    found: dict[str, Any] = {name: run_block(name, names) for name, names in passed().items()}
     for note, program in PROGRAMS.items():
         losses, offloader = program(names_of(note))
         plain, _ = program(None)
