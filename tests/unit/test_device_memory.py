@@ -115,7 +115,7 @@ def _empty(device: SimulatedDevice) -> None:
 
 
 @pytest.mark.simulated
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)  # each share, and each way, once
 @pytest.mark.parametrize("share", [0.5, 0.7, 0.85])
 @pytest.mark.parametrize("how", [{}, {"accumulate": 4}, {"rows": (ROWS // 2, ROWS)}], ids=["plain", "accum", "shapes"])
 def test_steps_never_pass_the_number_from_the_first_one_on(
