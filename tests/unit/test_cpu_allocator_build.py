@@ -71,15 +71,6 @@ def test_without_a_home_it_is_built_once_as_well(fresh: Path) -> None:
     assert cpu_allocator.refusal() == ""
 
 
-@pytest.mark.usefixtures("quickly_compiled")
-def test_a_cache_that_other_users_can_write_to_is_not_trusted(fresh: Path) -> None:
-    fresh.mkdir(mode=0o777)
-    fresh.chmod(0o777)
-    library = cpu_allocator.build()
-    assert library.parent != fresh
-    assert not list(fresh.iterdir())
-
-
 @pytest.mark.parametrize(
     ("why", "told"),
     [
