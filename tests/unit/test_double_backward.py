@@ -14,28 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 from actoffload import Offloader
 from tests.harness import MakeOffloader, accounts_of, assert_empty, assert_same_bits, same_bits
+from tests.unit.saving import Doubled
 
 KIB = 1 << 10
 ROWS, WIDTH = 256, 64
 TENSOR_BYTES = ROWS * WIDTH * 4
 BACKWARD = "saved during backward"
 Step = Callable[[nn.Module, Tensor], Tensor]
-
-
-class Doubled(torch.autograd.Function):
-    """A custom function whose backward is differentiable."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        y: Tensor = x * x
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        x: Tensor = ctx.saved_tensors[0]
-        gradient: Tensor = 2 * x * gradients[0]
-        return gradient
 
 
 class Doubling(nn.Module):
