@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import actoffload
 from actoffload.tools.environment import rss_bytes
 
-WIDTH, ROWS, BLOCKS, LAYERS, STEPS = 64, 8192, 8, 6, 4
+WIDTH, ROWS, BLOCKS, LAYERS, STEPS = 128, 4096, 8, 6, 4
 
 
 class _Net(nn.Module):
