@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -75,14 +76,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _sampled(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Of each test marked ``sampled(every)`` one case in ``every``; all cases of other tests."""
-    chosen, seen = [], Counter[str]()
+    """Of each test marked ``sampled(every)`` one case in ``every``, of those marked ``pairs`` some; all other cases."""
+    chosen, seen, pairs = [], Counter[str](), defaultdict[str, list[pytest.Item]](list)
     for item in items:
         marker = item.get_closest_marker("sampled")
         test = item.nodeid.partition("[")[0]
-        if marker is None or seen[test] % marker.args[0] == 0:
+        if marker is None and item.get_closest_marker("pairs"):
+            pairs[test].append(item)
+        elif marker is None or seen[test] % marker.args[0] == 0:
             chosen.append(item)
         seen[test] += 1
+    for cases in pairs.values():
+        chosen += _with_each_pair(cases)
+    return [item for item in items if item in set(chosen)]
+
+
+def _with_each_pair(cases: list[Any]) -> list[pytest.Item]:
+    """Few cases that have each pair of values, of any two parameters, that some case has."""
+
+    def pairs(case: Any) -> set[Any]:
+        values = sorted((name, str(value)) for name, value in case.callspec.params.items())
+        return set(itertools.combinations(values, 2))
+
+    chosen: list[pytest.Item] = []
+    left = set().union(*map(pairs, cases))
+    while left:
+        chosen.append(max(cases, key=lambda case: len(left & pairs(case))))
+        left -= pairs(chosen[-1])
     return chosen
 
 

@@ -280,7 +280,7 @@ def run(
         if seam:
             return _run_trl(step, steps, patch)
         if options is None:
-            found = [step.take(nullcontext()) for _ in range(3)][-1]
+            found = step.take(nullcontext())  # the first step is as every later one: `Step` has taken one
             return found | {"forward_s": step.take(nullcontext(), apart=True)["forward_s"]}
         charge(step.device, patch)
         saved_bytes = _saved_bytes(step)

@@ -39,6 +39,7 @@ from tests.harness import (
     train_step,
     wait_until,
 )
+from tests.unit.saving import HoldEngine
 
 ROW_BYTES = 128 * 64 * 4
 """One activation of `Chain`; it has 4 layers and saves 12 of them and its input."""
@@ -217,7 +218,7 @@ def test_unpack_before_a_write_begins_cancels_the_write(make_offloader: MakeOffl
 
 
 def test_a_write_in_flight_at_unpack_is_forwarded_and_its_extent_waits(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(engine=partial(_HoldEngine, threads=1))
+    offloader = make_offloader(engine=partial(HoldEngine, threads=1))
     engine = only_engine(offloader)
     x = batch().requires_grad_()
     with offloader:
@@ -242,7 +243,7 @@ def test_a_write_in_flight_at_unpack_is_forwarded_and_its_extent_waits(make_offl
 def test_a_graph_dropped_while_io_runs_leaves_memory_and_extent_alone_until_it_ends(
     make_offloader: MakeOffloader, kind: IoKind
 ) -> None:
-    offloader = make_offloader(engine=partial(_HoldEngine, threads=1, kind=kind), prefetch_bytes="1GiB")
+    offloader = make_offloader(engine=partial(HoldEngine, threads=1, kind=kind), prefetch_bytes="1GiB")
     engine = only_engine(offloader)
     x = batch().requires_grad_()
     with offloader:
@@ -267,27 +268,6 @@ def test_a_graph_dropped_while_io_runs_leaves_memory_and_extent_alone_until_it_e
         spool_of(offloader).free(extent)
     engine.leave.set()
     assert_empty(offloader)
-
-
-class _HoldEngine(GateEngine):
-    """Holds the calls of one kind in the middle until ``leave`` is set; ``skip`` of them pass."""
-
-    def __init__(self, file: Any, *, threads: int | None = None, kind: IoKind = IoKind.WRITE) -> None:
-        self.entered = threading.Event()
-        self.leave = threading.Event()
-        self.skip = 0
-        self._held_kind = kind
-        super().__init__(file, threads=threads)
-        self.open()
-
-    def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
-        if kind is self._held_kind:
-            if self.skip:
-                self.skip -= 1
-            else:
-                self.entered.set()
-                assert self.leave.wait(WAIT_S)
-        return super()._transfer_once(kind, views, offset)
 
 
 # -- close and abort in the middle -------------------------------------------------------------------------------------

@@ -45,21 +45,27 @@ class Wave(nn.Linear):
         return super().forward(x).sin().exp()
 
 
+def waves(layers: int) -> Tower:
+    """A tower of these, as compilers of kernels and of backwards take seconds for a larger one."""
+    model = tower("eager", layers=0)
+    model.blocks.extend(Wave(WIDTH, WIDTH, bias=False) for _ in range(layers))
+    return model
+
+
 @pytest.mark.slow
 def test_inductor(make_offloader: Callable[..., Offloader]) -> None:
     """With Inductor's own kernels. Only two, as g++ takes seconds for each."""
     import torch._inductor.config as config
 
-    def waves() -> Tower:
-        model = tower("eager", layers=0)
-        model.blocks.extend(Wave(WIDTH, WIDTH, bias=False) for _ in range(2))
+    def fused() -> Tower:
+        model = waves(2)
         for block in model.blocks:
             block.compile(fullgraph=True)
         return model
 
     # Vector instructions would need trial builds, and a precompiled header is repaid by many kernels only.
     with config.patch({"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False, "compile_threads": 1}):
-        check(waves, make_offloader(debug=True))
+        check(fused, make_offloader(debug=True))
 
 
 @pytest.mark.parametrize("how", ["whole", "blocks"])
@@ -76,7 +82,9 @@ def test_compiled_autograd(how: str, make_offloader: Callable[..., Offloader]) -
     """Compiled autograd has a graph break at each saved tensor, and still the same bits."""
 
     def step(offloader: Offloader | None) -> dict[str, Tensor]:
-        model = tower(how, layers=1)
+        model = waves(1)
+        if how == "whole":
+            model.compile(backend="aot_eager")
         found: dict[str, Tensor] = {}
         for number in range(2):
             with offloader if offloader is not None else contextlib.nullcontext():

@@ -21,7 +21,7 @@ from actoffload import Offloader, Policy
 from actoffload.policy import Decision, TensorFacts
 from tests.harness import assert_same_gradients, gradients
 from tests.integration.compiled import ADVICE, STEPS, Tower, gradients_of, tokens, tower, train
-from tests.integration.evidence import assert_evidence
+from tests.integration.evidence import Run, assert_evidence
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
@@ -49,15 +49,18 @@ def attach_and_compile(model: Tower, order: str, options: dict[str, Any]) -> tup
     return call, attachment
 
 
+@pytest.fixture(scope="module")
+def plain() -> Run:
+    """The run of a compiled model without offloading."""
+    return train(tower("whole"))
+
+
 @pytest.mark.parametrize(
     "order", ["before", "after", "after a call", "to what is compiled", "in place before", "in place after"]
 )
-def test_attach_in_every_order(order: str, tmp_path: Path) -> None:
+def test_attach_in_every_order(order: str, plain: Run, tmp_path: Path) -> None:
     """One graph without a break, every forward inside the context, the same bits; and no context after detach()."""
     options = {"target": "nvme", "path": str(tmp_path), "min_bytes": 0, "strict": True, "policy": "greedy"}
-    plain = train(tower("whole"))
-    torch._dynamo.reset()
-    counters.clear()
     model = tower("eager")
     call, attachment = attach_and_compile(model, order, options)
     offloader = attachment.offloader

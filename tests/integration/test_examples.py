@@ -21,13 +21,14 @@ TEXT = ["--layers", "2", "--width", "64", "--seq", "64", "--batch", "2", "--step
 PICTURES = ["--batch", "2", "--steps", "3"]
 LOSS = re.compile(r"loss \S+ = (-?0x\S+)")
 ATTEMPTS = 4
+BYTES = {" KiB": 1 << 10, " MiB": 1 << 20}
 TWICE = "tests.integration.workers.twice"
 LATE_DECREF = "terminate called without an active exception"
 """PyTorch's message as it aborts: a thread of gloo's releases a tensor while the interpreter is finalized, and
 `ConcretePyInterpreterVTable::decref` waits for the GIL in vain (2.13, with and without offloading)."""
 RUNS = {
     "plain_loop": (TEXT, "256KiB", 1, 3),
-    "titan_loop": ([*TEXT, "--recompute", "--compile", "aot_eager"], "530KiB", 2, 3),
+    "titan_loop": ([*TEXT, "--layers", "4", "--recompute", "--compile", "aot_eager"], "550KiB", 2, 3),
     "lightning_loop": ([*TEXT, "--accelerator", "cpu", "--accumulate", "2"], "256KiB", 1, 6),
     "hf_loop": (TEXT, "384KiB", 1, 3),
     "layer_major_loop": (TEXT, "640KiB", 1, 3),
@@ -36,7 +37,8 @@ RUNS = {
 }
 """For each example: its flags, a budget, the ranks, and how many losses it prints.
 
-The budget is below the bytes that it saves; with checkpoints, below these and the bytes of a recomputation.
+The budget is below the bytes that it saves; with checkpoints, below these and the bytes of a recomputation, by more
+than the few tensors that backward fetches at once on a busy machine.
 """
 NEEDS = {"diffusers_loop": "diffusers", "hf_loop": "transformers", "lightning_loop": "lightning"}
 NEEDS["layer_major_loop"] = "transformers"
@@ -82,9 +84,12 @@ def test_same_losses(name: str, tmp_path: Path) -> None:
     report = re.search(r"nvme  written +([0-9.]+) KiB +read +([0-9.]+) KiB|nvme  written +([0-9.]+) MiB", offloaded)
     assert report is not None, offloaded
     assert float(report[1] or report[3]) > 0
-    shares = re.search(r"peak \S+ \S+ of \S+ \S+ with nothing moved \((\d+)%\)", offloaded)
-    assert shares is not None
-    assert int(shares[1]) < 100
+    peaks = re.search(r"activations' peak (\S+)( [KM]iB)? → (\S+)( [KM]iB)", offloaded)  # the plan's is the second
+    assert peaks is not None
+    before, after = (
+        float(number) * BYTES[unit or peaks[4]] for number, unit in (peaks.groups()[:2], peaks.groups()[2:])
+    )
+    assert after < before
     assert (printed + offloaded).count("actoffload: target nvme") == 1, "the first rank announces once"
     assert "actoffload: " not in plain + quiet
 

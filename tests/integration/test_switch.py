@@ -165,7 +165,7 @@ def main():
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     adapters = accelerator.prepare(torch.nn.Linear(2, 2))  # as trainers prepare their LoRA: it is never called
     for _ in range(3):
-        accelerator.backward(model(torch.randn(4096, 256)).square().mean())
+        accelerator.backward(model(torch.randn(1024, 256)).square().mean())
         optimizer.step()
 
 """

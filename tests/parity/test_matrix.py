@@ -105,11 +105,11 @@ def check(model: Tower, shape: str, offloader: Offloader, maker: Maker, *, insid
     assert offloader.statistics().live_records == 0
 
 
-def cases() -> Iterator[tuple[str | None, str, str]]:
+def cases() -> Iterator[Any]:
     """Backend, shape, checkpoint; PyTorch itself refuses ``retain_graph`` through an eager selective checkpoint."""
     for backend, shape, kind in itertools.product((None, "aot_eager"), SHAPES, CHECKPOINTS):
         if (backend, shape, kind) != (None, "retained", "selective"):
-            yield backend, shape, kind
+            yield pytest.param(backend, shape, kind, marks=[pytest.mark.pairs] if backend else [])
 
 
 @pytest.mark.usefixtures("_no_donated_buffers")

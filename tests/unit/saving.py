@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +15,7 @@ from actoffload import Offloader
 from actoffload.storage.engines.base import IoKind, SpoolFile
 from actoffload.storage.engines.posix import PosixEngine
 from actoffload.testing.faults import GateEngine
-from tests.harness import same_bits
+from tests.harness import WAIT_S, same_bits
 
 KIB = 1 << 10
 NBYTES = 256 * KIB
@@ -96,6 +97,22 @@ class ReadsTwice(torch.autograd.Function):
         return gradient @ ctx.saved_tensors[1], gradient.t() @ ctx.saved_tensors[0]
 
 
+class Doubled(torch.autograd.Function):
+    """A custom function whose backward is differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        y: Tensor = x * x
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        x: Tensor = ctx.saved_tensors[0]
+        gradient: Tensor = 2 * x * gradients[0]
+        return gradient
+
+
 def weight(rows: int = 64) -> Tensor:
     """A leaf of ``rows`` rows of 64."""
     return torch.randn(rows, 64, generator=torch.Generator().manual_seed(3)).requires_grad_()
@@ -124,6 +141,27 @@ class CountingEngine(PosixEngine):
     def submit(self, request: Any) -> None:
         (self.written if request.kind is IoKind.WRITE else self.read).append(request.length)
         super().submit(request)
+
+
+class HoldEngine(GateEngine):
+    """Holds the calls of one kind in the middle until ``leave`` is set; ``skip`` of them pass."""
+
+    def __init__(self, file: Any, *, threads: int | None = None, kind: IoKind = IoKind.WRITE) -> None:
+        self.entered = threading.Event()
+        self.leave = threading.Event()
+        self.skip = 0
+        self._held_kind = kind
+        super().__init__(file, threads=threads)
+        self.open()
+
+    def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
+        if kind is self._held_kind:
+            if self.skip:
+                self.skip -= 1
+            else:
+                self.entered.set()
+                assert self.leave.wait(WAIT_S)
+        return super()._transfer_once(kind, views, offset)
 
 
 class BufferedGateEngine(GateEngine):

@@ -11,7 +11,7 @@ from tests.limited_memory import ACCUMULATION, SHAPES, Training, limited, run, v
 pytestmark = pytest.mark.simulated
 
 LINK = 52e9, 52e9
-STEPS = 8 * len(SHAPES)
+STEPS = 6 * len(SHAPES)
 SLACK = 1.05
 """Times the peak of checkpointing alone.
 
@@ -43,7 +43,7 @@ def test_in_little_memory_no_plan_is_longer_than_the_programs_own_checkpoints(na
     """The checkpoints fit, or nearly: a region that runs once or a storage that moves has to shorten each step."""
     with virtual_time():
         alone = run(name, LINK, 4)
-        ours = limited(name, LINK, share, 14 * len(SHAPES), target="host")
+        ours = limited(name, LINK, share, 12 * len(SHAPES), target="host")
     assert "failed" not in ours
     assert max(ours["peaks"]) <= ours["limit_bytes"]
     settled = range(10 * len(SHAPES), len(ours["seconds"]))

@@ -98,7 +98,7 @@ errors = []
 def churn(seed):
     own = random.Random(seed)
     held = []
-    for turn in range(600):
+    for turn in range(300):
         if held and own.random() < 0.5:
             value, tensor = held.pop(own.randrange(len(held)))
             if not bool((tensor == value).all()):

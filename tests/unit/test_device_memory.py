@@ -115,7 +115,7 @@ def _empty(device: SimulatedDevice) -> None:
 
 
 @pytest.mark.simulated
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)  # each share, and each way, once
 @pytest.mark.parametrize("share", [0.5, 0.7, 0.85])
 @pytest.mark.parametrize("how", [{}, {"accumulate": 4}, {"rows": (ROWS // 2, ROWS)}], ids=["plain", "accum", "shapes"])
 def test_steps_never_pass_the_number_from_the_first_one_on(
@@ -315,18 +315,18 @@ def test_without_a_number_a_loss_makes_no_step_take_more_than_checkpointing(devi
 
 @pytest.mark.simulated
 @pytest.mark.parametrize(
-    ("layers", "head", "share", "link"),
-    [(16, False, 1.05, (52e9, 52e9)), (8, True, 1.5, (52e9, 52e9)), (16, True, 1.05, (12e9, 24e9))],
-    ids=["evicted", "on its way to the host as backward takes it", "recorded again with other regions"],
+    ("layers", "head", "share"),
+    [(16, False, 1.05), (8, True, 1.5)],
+    ids=["evicted", "on its way to the host as backward takes it"],
 )
 def test_an_input_that_the_program_holds_counts_where_its_region_runs_once(
-    device: SimulatedDevice, layers: int, head: bool, share: float, link: tuple[float, float]
+    device: SimulatedDevice, layers: int, head: bool, share: float
 ) -> None:
     """No hook sees the model's own input then. In virtual time, without `Offloader.use`, which knows the input."""
     launch_s = scaled_llama.LAUNCHES["host ahead"]
     shape: dict[str, Any] = {"checkpointed": True, "head": head, "layers": layers}
     limit = int(share * scaled_llama.run(None, launch_s, **shape)["peak_bytes"])
-    ours = scaled_llama.run({"device_memory": limit}, launch_s, **shape, steps=14, link=link)
+    ours = scaled_llama.run({"device_memory": limit}, launch_s, **shape, steps=13)
     assert ours["once"] > 0
     assert ours["highest_bytes"] <= limit
 

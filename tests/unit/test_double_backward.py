@@ -14,28 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 from actoffload import Offloader
 from tests.harness import MakeOffloader, accounts_of, assert_empty, assert_same_bits, same_bits
+from tests.unit.saving import Doubled
 
 KIB = 1 << 10
 ROWS, WIDTH = 256, 64
 TENSOR_BYTES = ROWS * WIDTH * 4
 BACKWARD = "saved during backward"
 Step = Callable[[nn.Module, Tensor], Tensor]
-
-
-class Doubled(torch.autograd.Function):
-    """A custom function whose backward is differentiable."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        y: Tensor = x * x
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        x: Tensor = ctx.saved_tensors[0]
-        gradient: Tensor = 2 * x * gradients[0]
-        return gradient
 
 
 class Doubling(nn.Module):
@@ -126,13 +111,13 @@ def test_its_graph_moves_and_gradients_have_the_same_bits(
     assert_empty(offloader)
 
 
-@pytest.mark.parametrize("options", [{}, {"device_budget": "40%"}], ids=["no budget", "budget"])
+@pytest.mark.parametrize("options", [{}, {"device_budget": "60%"}], ids=["no budget", "budget"])
 def test_plans_hold_for_it(options: dict[str, Any], make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(policy="auto", min_bytes=1, **options)
     assert_same_bits(run(forces, "layers", offloader, steps=12), run(forces, "layers", None, steps=12))
     if options:  # the graph that is built is not fetched ahead while it grows: its own backward has not begun
         assert offloader.plan.offloaded_bytes > 0
-        assert offloader.statistics().plan_peak_bytes <= 0.4 * offloader.statistics().baseline_peak_bytes
+        assert offloader.statistics().plan_peak_bytes <= 0.6 * offloader.statistics().baseline_peak_bytes
 
 
 def test_memory_falls(make_offloader: MakeOffloader) -> None:

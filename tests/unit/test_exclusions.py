@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 
 import actoffload
 from actoffload import Offloader, Plan
-from actoffload.errors import ConfigError, StateError
+from actoffload.errors import ConfigError
 from actoffload.policy import Decision, NameFilter, TensorFacts
 from actoffload.runtime.identity import modules_of
 from tests.harness import (
@@ -476,29 +475,6 @@ def test_noise_that_is_filled_after_it_was_saved_stays(make_offloader: MakeOfflo
         offloader = make_offloader()
         assert same_bits(run(offloader, rrelu), run(contextlib.nullcontext(), rrelu))
         assert offloader.statistics().kept_bytes["filled after it was saved"] > 0
-
-
-def test_a_region_is_left_by_the_thread_that_entered_it(make_offloader: MakeOffloader) -> None:
-    region = actoffload.no_offload()
-    entered, leave = threading.Event(), threading.Event()
-
-    def stay() -> None:
-        with region:
-            entered.set()
-            leave.wait()
-
-    other = threading.Thread(target=stay)
-    other.start()
-    entered.wait()
-    try:
-        with pytest.raises(StateError, match="left in a thread that did not enter it"):
-            region.__exit__()
-        offloader = make_offloader()
-        train_step(Chain(), batch(), offloader, between=offloader.synchronize)
-        assert offloader.statistics().moved_bytes > 0
-    finally:
-        leave.set()
-        other.join()
 
 
 # -- names of tensors -------------------------------------------------------------------------------------------------

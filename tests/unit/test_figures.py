@@ -1,15 +1,13 @@
 """Figures of a report and of a trace, each beside a second run that measures it: plain PyTorch, or nothing moved.
 
-The kernel counts the memory of a process (``VmHWM``). ``MALLOC_MMAP_THRESHOLD_`` keeps glibc's allocator from holding
-freed memory, of which it holds another amount in each run.
+The kernel counts the memory of a process (``VmHWM``). A fixed threshold for ``mmap`` keeps glibc's allocator from
+holding freed memory, of which it holds another amount in each run.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +17,16 @@ import pytest
 from actoffload.analysis.trace_file import load
 from actoffload.analysis.traced_run import Run, look_at
 from actoffload.sizes import format_size
+from tests.programs import run_program
 
 PROGRAM = """
-import contextlib, json, sys, time
+import contextlib, ctypes, json, os, sys, time
 import torch
 import actoffload
 
-mode, options, steps = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+assert ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
+os.chdir(sys.argv[1])
+mode, options, steps = sys.argv[2], json.loads(sys.argv[3]), 6
 torch.manual_seed(0)
 model = torch.nn.Sequential(*(layer for _ in range(8) for layer in (torch.nn.Linear(128, 128), torch.nn.GELU())))
 optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(32768, 128)
@@ -69,11 +70,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def run(folder: Path, mode: str, *, steps: int = 6, **options: Any) -> dict[str, Any]:
-    """Some steps in a process of their own: the highest memory of the last four, and the process's output."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-    command = [sys.executable, "-c", PROGRAM, mode, json.dumps(options), str(steps)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
+def run(folder: Path, mode: str, **options: Any) -> dict[str, Any]:
+    """Six steps in a process of their own: the highest memory of the last four, and the process's output."""
+    done = run_program(PROGRAM, str(folder), mode, json.dumps(options))
     assert done.returncode == 0, done.stderr
     reported: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return reported

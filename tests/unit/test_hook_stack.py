@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import actoffload
 from actoffload import Offloader, no_offload
+from actoffload.errors import StateError
 from tests import pages
 from tests.harness import Chain, MakeOffloader, assert_empty, assert_same_bits, batch, same_bits
 
@@ -219,12 +220,12 @@ def test_contexts_that_are_left_in_another_order(ours: str, make_offloader: Make
 
 
 def test_a_region_is_its_own_threads(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader()
+    offloader, region = make_offloader(), no_offload()
     x = batch().requires_grad_()
     entered, leave = threading.Event(), threading.Event()
 
     def stay() -> None:
-        with no_offload():
+        with region:
             entered.set()
             leave.wait()
 
@@ -232,6 +233,8 @@ def test_a_region_is_its_own_threads(make_offloader: MakeOffloader) -> None:
     other.start()
     entered.wait()
     try:
+        with pytest.raises(StateError, match="left in a thread that did not enter it"):
+            region.__exit__()
         with offloader:
             y = x.sin()
         assert offloader.statistics().packed_tensors == 1

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import actoffload
 from actoffload import Offloader, attach, offload_activations
 from tests.harness import Chain, batch, same_bits
+from tests.unit.saving import Doubled
 
 SAID = "hooks of the program's own"
 
@@ -42,20 +43,6 @@ WAYS: dict[str, tuple[Callable[[], Any], str]] = {
     "a pair": (lambda: saved_tensors_hooks(lambda x: x.clone(), lambda x: x), "<lambda>"),
     "pushed": (Direct, "Direct.unpack"),
 }
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        y: Tensor = x * x
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        x: Tensor = ctx.saved_tensors[0]
-        gradient: Tensor = 2 * x * gradients[0]
-        return gradient
 
 
 class Layer(nn.Module):

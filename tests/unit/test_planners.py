@@ -172,7 +172,7 @@ def test_without_a_budget_regions_take_no_more_than_they_did() -> None:
     assert propose(random_profile(1), Limits()).once == frozenset(), "there is no region"
 
 
-@pytest.mark.parametrize("gb_s", [12, 26, 40, 52])
+@pytest.mark.parametrize("gb_s", [12, 40])
 def test_a_link_has_something_to_move_from_the_first_region_to_the_last(gb_s: float) -> None:
     base = _llama(gb_s)
     budget = int(1.05 * base.baseline_peak_bytes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -22,12 +21,12 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts as plain
 from actoffload import Offloader, create_selective_checkpoint_contexts, no_offload
 from actoffload.errors import SavedTensorModifiedError, StorageReadError
 from actoffload.storage.engines.base import IoKind
-from actoffload.storage.engines.posix import PosixEngine
 from actoffload.testing.faults import FailingEngine, GateEngine
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
 from tests.harness import (
     ADVERSARIES,
     ON_EACH_DEVICE,
+    WAIT_S,
     Adversary,
     MakeOffloader,
     accounts_of,
@@ -43,6 +42,7 @@ from tests.harness import (
     simulated,
     train_step,
 )
+from tests.unit.saving import HoldEngine
 
 # The reference is PyTorch's own contexts; from 2.14 on they warn that hooks do not see their cached tensors.
 pytestmark = pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")
@@ -727,31 +727,17 @@ def test_the_result_of_a_collective_is_awaited_before_it_moves(late_op: Any, off
     assert_same(list(torch.autograd.grad(y.sum(), [x])), [x.detach() * 2])
 
 
-class HeldEngine(PosixEngine):
-    """Its writes begin, and end when the test releases them."""
-
-    def __init__(self, file: Any) -> None:
-        self.began, self.may_end = threading.Event(), threading.Event()
-        super().__init__(file)
-
-    def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
-        if kind is IoKind.WRITE:
-            self.began.set()
-            assert self.may_end.wait(60)
-        return super()._transfer_once(kind, views, offset)
-
-
 def test_a_recomputation_counts_nothing_once_a_late_write_has_ended(make_offloader: MakeOffloader) -> None:
     """The write of a cached tensor holds the memory that the recomputation used, beyond the end of backward."""
-    offloader = make_offloader(policy="all", engine=HeldEngine)
+    offloader = make_offloader(policy="all", engine=HoldEngine)
     engine: Any = only_engine(offloader)
     x = matrix()
     with offloader:
         loss = region(lambda x: (x @ x).sin().cos(), x).sum()
-    assert engine.began.wait(60)
+    assert engine.entered.wait(WAIT_S)
     loss.backward()
     del loss
-    engine.may_end.set()
+    engine.leave.set()
     assert_empty(offloader)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -124,9 +125,15 @@ def offloading(setting: Setting, where: str) -> Iterator[Offloader | None]:
         offloader.close()
 
 
+@cache
+def _alone(make: Callable[[], Setting]) -> Run:
+    """The run without offloading, once for all places of the offloading."""
+    return train(make, "")
+
+
 def compare(make: Callable[[], Setting], where: str) -> Any:
     """The run without and the run with offloading, or the text of an error."""
     try:
-        return train(make, ""), train(make, where)
+        return _alone(make), train(make, where)
     except Exception:
         return traceback.format_exc()

@@ -315,28 +315,27 @@ def compare(name: str, row: Row) -> Found:
     return Found(plain, offloaded, hints, printed.getvalue(), packed, dict(offloaded.statistics.kept_bytes))
 
 
-RECOMPUTED = "--recompute full"
-NAMED = [
-    *[(name, "", {}) for name in ("layer_input", "attn_norm", "qkv_linear", "core_attn", "mlp_norm", "mlp_act")],
-    ("core_attn attn_proj", "", {}),
-    ("layer_input", RECOMPUTED, {}),
-    *[(name, "--ep 2", EXPERTS) for name in ("expert_fc1", "moe_act", "expert_fc1 moe_act")],
+NAMED: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("", {}, ["layer_input", "attn_norm", "qkv_linear", "core_attn", "mlp_norm", "mlp_act", "core_attn attn_proj"]),
+    ("--recompute full", {}, ["layer_input"]),
+    ("--ep 2", EXPERTS, ["expert_fc1", "moe_act", "expert_fc1 moe_act"]),
 ]
-"""Names for ``--actoffload-modules``, flags, and more fields of Megatron's configuration."""
+"""Flags, more fields of Megatron's configuration, and names for ``--actoffload-modules``."""
 
 
-def entries(names: str, flags: str, config: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """For each storage that one forward saved: its module, the decision, and the reason."""
-    offload = [*OFFLOAD.split(), "--actoffload-modules", *names.split(), "--actoffload-path", str(scratch())]
-    args = parse([*SIZES.split(), "--microbatches", "1", *flags.split(), *offload])
+def entries(flags: str, config: dict[str, Any], choices: list[str]) -> Iterator[tuple[tuple[str, str], list[Any]]]:
+    """For each choice of names: for each storage that one forward saved, its module, the decision, and the reason."""
+    arguments = [*SIZES.split(), "--microbatches", "1", *flags.split()]
+    args = parse(arguments)
     set_up(args)
     try:
         _, chunks = build(Row(config=config), args)
-        step = wrap_forward_step(forward_step, args)
-        run(args, step, [batches(args.seq, args.micro_batch, 0)], chunks)
-        found = [(entry.module or "", entry.action, entry.reason) for entry in step.offloader.plan.entries]
-        step.offloader.close()
-        return found
+        for names in choices:
+            offload = [*OFFLOAD.split(), "--actoffload-modules", *names.split(), "--actoffload-path", str(scratch())]
+            step = wrap_forward_step(forward_step, parse([*arguments, *offload]))
+            run(args, step, [batches(args.seq, args.micro_batch, 0)], chunks)
+            yield (names, flags), [(one.module or "", one.action, one.reason) for one in step.offloader.plan.entries]
+            step.offloader.close()
     finally:
         destroy_num_microbatches_calculator()
         parallel_state.destroy_model_parallel()
@@ -346,7 +345,7 @@ def all_rows() -> dict[str, Any]:
     """The results of every row in this rank, and the storages that names of modules choose."""
     found: dict[str, Any] = dict(each_row())
     with cpu_stands_in_for_cuda(), without_streams():
-        found["named"] = {(names, flags): entries(names, flags, config) for names, flags, config in NAMED}
+        found["named"] = dict(item for group in NAMED for item in entries(*group))
     return found
 
 
