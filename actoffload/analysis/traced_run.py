@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median_low
 from typing import Any
@@ -13,13 +13,14 @@ from ..errors import TraceFileError
 from ..sizes import format_size, format_time
 from ..tell.causes import NEXT
 from ..tools.rok_points import Spread, verdict
-from .trace_file import LINKS, Span, TraceFile
+from .trace_file import LINKS, PHASES, Amount, CounterValues, Span, TraceFile
 
 SAVED, AWAY = "saved activations", "away"
-KINDS = ("before training", "optimizer state", "kept free", "temporaries", "gradients", SAVED, AWAY)
+KINDS = ("before training", "parameters", "optimizer state", "kept free", "temporaries", "gradients", SAVED, AWAY)
 """The uses of memory, in the order in which a chart stacks them: activations lie as a mountain on the gradients, and
-those that are away above them. Before training: parameters, on the CPU with the process as it was before the first
-forward. Kept free: memory that the allocator keeps, beside what is in use."""
+those that are away above them. Before training: on the CPU the process as it was before the first forward, without
+parameters. Kept free: memory that the allocator keeps, beside what is in use."""
+SPANS = ("phases", "transfers", "waits")
 MOST_WAITS = 10
 MOST_MOMENTS = 400
 """The most moments of the step that is shown; of several that lie together, the one with the most memory."""
@@ -50,13 +51,33 @@ class Moment:
 class LinkUse:
     """One direction of a link: its bytes in the run, and bytes per second over the time with a transfer (``can_do``).
 
-    ``used``: the part of the step that is shown in which a transfer was under way.
+    ``used``: the part of the step that is shown in which a transfer was under way. ``can_do`` is 0 if there was none.
     """
 
     name: str
     used: float
     can_do: float
     nbytes: int
+    others_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseUse:
+    """What a kind of phase, or all of the step that is shown, used.
+
+    Attributes:
+        length_s: of all its micro-batches. On a device it is the device's time, but of an optimizer on the host.
+        processors: the number that this process used, in the mean.
+        idle: the share of the time in which the device computed nothing; on the CPU, of the time of PyTorch's threads.
+        moved: bytes of this library by link and way; ``by_others``: bytes of others.
+    """
+
+    name: str
+    length_s: float
+    processors: float
+    idle: float
+    moved: dict[str, float]
+    by_others: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,13 +164,14 @@ class Run:
         known = {name: values.get(name, 0.0) for name in ("optimizer state", "gradients")}
         known[SAVED] = sum(nbytes for name, nbytes in values.items() if name.startswith("saved"))
         left = max(0.0, total - sum(known.values()))
-        before, away = values.get("parameters", 0.0), without - total
+        parameters, before, away = min(left, values.get("parameters", 0.0)), 0.0, without - total
+        left -= parameters
         if "process memory" not in counters:  # the total is the process's, of which the free memory is a part
             away += free
             free = min(left, free)
             left -= free
-            before = max(before, self.known("statistics").get("process_before_bytes", 0.0))
-        known |= {"before training": min(left, before), "temporaries": max(0.0, left - before)}
+            before = min(left, max(0.0, self.known("statistics").get("process_before_bytes", 0.0) - parameters))
+        known |= {"before training": before, "parameters": parameters, "temporaries": left - before}
         known |= {"kept free": max(0.0, free), AWAY: max(0.0, away)}
         by_kind = {kind: known[kind] for kind in KINDS}
         return Moment(time_s=time_s - self.begin_s, by_kind=by_kind, total=total, without=without)
@@ -158,12 +180,76 @@ class Run:
         """Return the directions of links that moved bytes in the run."""
         found = []
         for name in LINKS:
-            moved = sorted((one for one in self.trace.transfers if one.link == name), key=lambda one: one.begin_s)
+            moved = [one for one in self.trace.transfers if one.link == name]
             nbytes, busy_s = sum(one.nbytes for one in moved), _busy_s(moved, 0.0, math.inf)
-            if nbytes and busy_s:
+            ours = sum(one.nbytes for one in moved if one.ours)
+            others = round(self.moved(name, 0.0, self.trace.phases[-1].end_s, ours=False)[0])
+            if ours or others:
                 used = _busy_s(moved, self.begin_s, self.end_s) / (self.end_s - self.begin_s)
-                found.append(LinkUse(name=name, used=used, can_do=nbytes / busy_s, nbytes=nbytes))
+                can_do = nbytes / busy_s if busy_s else 0.0
+                found.append(LinkUse(name=name, used=used, can_do=can_do, nbytes=ours, others_bytes=others))
         return found
+
+    def moved(self, link: str, begin_s: float, end_s: float, count: int = 1, *, ours: bool) -> list[float]:
+        """Return the bytes on a link in each of ``count`` equal parts of a time: of this library, or of others.
+
+        On a disk others are all programs: the kernel's count, less our bytes. On the link of a device they are what
+        another library has reported (`Offloader.traced`).
+        """
+        device, _, way = link.partition(" ")
+        counted = device == "disk" and not ours
+        spans = (one for one in self.trace.transfers if one.link == link and one.ours is (ours or counted))
+        found = spread(((one.begin_s, one.end_s, one.nbytes) for one in spans), begin_s, end_s, count)
+        if not counted:
+            return found
+        by_all = self._rate("drives", way, begin_s, end_s, count)
+        return [max(0.0, nbytes - own) for nbytes, own in zip(by_all, found, strict=True)]
+
+    def processors(self, begin_s: float, end_s: float, count: int = 1) -> list[float]:
+        """Return the number of processors that this process used in each of ``count`` equal parts of a time."""
+        used = self._rate("processors", "in use", begin_s, end_s, count)
+        return [count * each_s / (end_s - begin_s) for each_s in used]
+
+    def _rate(self, counter: str, name: str, begin_s: float, end_s: float, count: int) -> list[float]:
+        values = self.trace.counters.get(counter, CounterValues())
+        return spread(values.amounts(name, begin_s, end_s), begin_s, end_s, count)
+
+    def idle(self, begin_s: float, end_s: float) -> float:
+        """Return `PhaseUse.idle` of a time."""
+        on_device = [phase for phase in self.trace.phases if phase.on_device]
+        if not on_device:
+            threads = self.known("machine").get("threads", 1)
+            return max(0.0, 1 - self.processors(begin_s, end_s)[0] / threads)
+        waits = [wait for wait in self.trace.waits if wait.on_device]
+        return 1 - (_busy_s(on_device, begin_s, end_s) - _busy_s(waits, begin_s, end_s)) / (end_s - begin_s)
+
+    def uses(self) -> list[PhaseUse]:
+        """Return what each kind of phase of the step that is shown used, and at last the step."""
+        of_step = {part: tuple(filter(self._is_in_step, getattr(self.trace, part))) for part in SPANS}
+        step, times = replace(self, trace=replace(self.trace, **of_step)), {}
+        for name in PHASES:
+            spans = [one for one in step.trace.phases if one.name == name]
+            spans = [one for one in spans if one.on_device] or spans
+            times[name] = [(max(one.begin_s, self.begin_s), min(one.end_s, self.end_s)) for one in spans]
+        times["step"] = [(self.begin_s, self.end_s)]
+        return [step._use(name, parts) for name, parts in times.items() if parts]
+
+    def _use(self, name: str, parts: Sequence[tuple[float, float]]) -> PhaseUse:
+        length_s = sum(end_s - begin_s for begin_s, end_s in parts)
+
+        def mean(of: Callable[[float, float], float]) -> float:
+            return sum(of(*part) * (part[1] - part[0]) for part in parts) / length_s
+
+        moved, by_others = (
+            {link: sum(self.moved(link, *part, ours=ours)[0] for part in parts) for link in LINKS}
+            for ours in (True, False)
+        )
+        processors = mean(lambda *part: self.processors(*part)[0])
+        used: dict[str, Any] = {"processors": processors, "idle": mean(self.idle)}
+        return PhaseUse(name=name, length_s=length_s, **used, moved=moved, by_others=by_others)
+
+    def _is_in_step(self, span: Span) -> bool:
+        return bool(span.duration_s and span.begin_s < self.end_s and span.end_s > self.begin_s)
 
     def phases(self) -> list[Span]:
         """Return the host's phases of the step, with times from its begin on."""
@@ -174,7 +260,7 @@ class Run:
         return [
             replace(span, begin_s=span.begin_s - self.begin_s, end_s=min(span.end_s, self.end_s) - self.begin_s)
             for span in spans
-            if span.duration_s and span.begin_s < self.end_s and span.end_s > self.begin_s
+            if self._is_in_step(span)
         ]
 
     def dearest_waits(self) -> list[WaitsFor]:
@@ -248,6 +334,7 @@ class Run:
             "step_shown": self.shown + 1,
             **self.numbers(),
             "links": [asdict(link) for link in self.links()],
+            "phases": [asdict(use) for use in self.uses()],
             "dearest_waits": [asdict(wait) for wait in self.dearest_waits()],
             "statistics": self.known("statistics"),
             "report": self.report,
@@ -257,10 +344,24 @@ class Run:
         }
 
 
-def _busy_s(transfers: Sequence[Span], begin_s: float, end_s: float) -> float:
-    """Return the time in which at least one of the transfers, in the order of begins, is under way."""
+def spread(amounts: Iterable[Amount], begin_s: float, end_s: float, count: int) -> list[float]:
+    """Return the sum of amounts in each of ``count`` equal parts of a time."""
+    found, part_s = [0.0] * count, (end_s - begin_s) / count
+    for from_s, to_s, amount in amounts:
+        if from_s >= end_s or to_s < begin_s:
+            continue
+        first, last = (int((time_s - begin_s) / part_s) for time_s in (from_s, to_s))
+        for place in range(max(0, first), min(last + 1, count)):
+            at_s = begin_s + place * part_s
+            within_s = max(0.0, min(to_s, at_s + part_s) - max(from_s, at_s))
+            found[place] += amount * within_s / (to_s - from_s) if to_s > from_s else amount
+    return found
+
+
+def _busy_s(spans: Iterable[Span], begin_s: float, end_s: float) -> float:
+    """Return the time in which at least one of the spans, which are in the order of begins, is under way."""
     busy_s = 0.0
-    for one in transfers:
+    for one in spans:
         busy_s += max(0.0, min(one.end_s, end_s) - max(one.begin_s, begin_s))
         begin_s = max(begin_s, min(one.end_s, end_s))  # so that time that transfers share counts once
     return busy_s
