@@ -218,14 +218,14 @@ class Run:
         """Return `PhaseUse.idle` of a time."""
         on_device = [phase for phase in self.trace.phases if phase.on_device]
         if not on_device:
-            threads = self.known("machine").get("threads", 1)
+            threads: int = self.known("machine").get("threads", 1)
             return max(0.0, 1 - self.processors(begin_s, end_s)[0] / threads)
         waits = [wait for wait in self.trace.waits if wait.on_device]
         return 1 - (_busy_s(on_device, begin_s, end_s) - _busy_s(waits, begin_s, end_s)) / (end_s - begin_s)
 
     def uses(self) -> list[PhaseUse]:
         """Return what each kind of phase of the step that is shown used, and at last the step."""
-        of_step = {part: tuple(filter(self._is_in_step, getattr(self.trace, part))) for part in SPANS}
+        of_step: dict[str, Any] = {part: tuple(filter(self._is_in_step, getattr(self.trace, part))) for part in SPANS}
         step, times = replace(self, trace=replace(self.trace, **of_step)), {}
         for name in PHASES:
             spans = [one for one in step.trace.phases if one.name == name]

@@ -314,7 +314,7 @@ class Recorder:
             self._shared.reporter.advise("trace", f"the trace ends early: {self._writer.failed}")
 
     def _count(self) -> dict[str, dict[str, float]]:
-        """Return the processor time of all threads, and the bytes that all programs have moved on the spool's drives."""
+        """Return the processor time of all threads, and the bytes that all programs have moved on our drives."""
         moved = bytes_by_all(self._drives)
         return {"processors": {"in use": time.process_time()}} | ({} if moved is None else {"drives": {**moved}})
 

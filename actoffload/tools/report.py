@@ -38,7 +38,13 @@ READING_SHARE = 0.1
 """Following a trace takes at most this share of the time: it is read anew each time."""
 GREEN = "#009e73"
 COLOURS = {
-    **{"before training": "#8c8c8c", "parameters": "#6a6ac8", "optimizer state": "#cc79a7", "kept free": "#c9c9c9", "temporaries": "#f0e442"},
+    **{
+        "before training": "#8c8c8c",
+        "parameters": "#6a6ac8",
+        "optimizer state": "#cc79a7",
+        "kept free": "#c9c9c9",
+        "temporaries": "#f0e442",
+    },
     **{"gradients": "#e69f00", SAVED: GREEN, "write": "#0072b2", "read": "#56b4e9", "wait": "#d55e00"},
     **{"others": "#882255", "processors": "#999933"},
     AWAY: f"repeating-linear-gradient(45deg, {GREEN} 0 2px, transparent 2px 7px)",
@@ -158,14 +164,20 @@ def sections(run: Run) -> list[Section]:
         rate = f"{link.can_do / 1e9:.3g} GB/s" if link.can_do else "-"
         sizes = (format_size(nbytes) for nbytes in (link.nbytes, link.others_bytes))
         links.append((link.name, *sizes, rate, f"{link.used:.0%}"))
-    used_is = "Bytes of the whole run, and the part of the step shown with a transfer under way. Others on the disk: all "
+    used_is = (
+        "Bytes of the whole run, and the part of the step shown with a transfer under way. Others on the disk: all "
+    )
     used_is += "programs, by the kernel's count. On a device's link: what DeepSpeed moves."
-    phases: Rows = [("phase", "time", "processors", "device idle", "moved", "moved by others")]
+    phases: Rows = [("phase", "time", "used", "idle", "links")]
     for use in run.uses():
+        moved = [f"{link} {format_size(nbytes)}" for link, nbytes in use.moved.items() if nbytes]
+        moved += [f"{link}, by others {format_size(nbytes)}" for link, nbytes in use.by_others.items() if nbytes]
         figures = (format_time(use.length_s), f"{use.processors:.2f}", f"{use.idle:.0%}")
-        moved = (", ".join(f"{link} {format_size(n)}" for link, n in of.items() if n) for of in (use.moved, use.by_others))
-        phases.append((use.name, *figures, *moved))
-    idle_is = "Of the step shown. Processors: the number that this process used, so in the optimizer's step its threads."
+        phases.append((use.name, *figures, "; ".join(moved)))
+    uses_are = (
+        "Of the step shown. Used: processors, all threads of this process, so those of an optimizer on the host. "
+    )
+    uses_are += "Idle: the share of the time in which the device computes nothing."
     waits: Rows = [("module", "for", "waited", "times", "tensor")]
     for wait in run.dearest_waits():
         waits.append((wait.module, wait.reason, format_time(wait.total_s), str(wait.count), format_size(wait.nbytes)))
@@ -176,7 +188,7 @@ def sections(run: Run) -> list[Section]:
         planned.append((names[name], *(format_number(name, each) for each in both)))
     last = f"A step under the last plan; the median and the peak of the steps under it. {run.machine_changed}"
     return [
-        Section("Phases", idle_is, "", phases),
+        Section("Phases", uses_are, "no phase ended", phases),
         Section("Links", used_is, "nothing moved", links),
         Section(f"The {MOST_WAITS} dearest waits", reasons, "nothing waited", waits),
         Section("Predicted and seen", last, "nothing was planned", planned),
