@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -127,12 +127,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results.write(rows=rows)
     for theme in ("light", "dark"):
         draw(runs, (results.file.parent if options.tiny else IMAGES) / f"study-{theme}.png", dark=theme == "dark")
-    columns = {
+    columns: dict[str, Callable[[Row], object]] = {
         "step, s": harness.number("step_s", 1, 2),
         "memory, peak": lambda row: mib(row["peak_bytes"]),
         "saved activations, peak": lambda row: mib(row["saved_peak_bytes"]),
-        **{f"{name}, s": partial(_of_phase, name, "length_s") for name in PHASES},
-        "processors in it": partial(_of_phase, "optimizer", "processors"),
+        **{f"{name}, processor s": partial(_of_phase, name, "processor_s") for name in PHASES},
     }
     results.finish(harness.table_of("ZeRO-Offload, two threads", rows, columns))
     return 0 if len({tuple(row["losses"]) for row in rows.values()}) == 1 else 1
@@ -207,7 +206,8 @@ def _link(axis: Any, run: Run, link: str) -> None:
 def _processors(axis: Any, run: Run) -> None:
     length_s = run.end_s - run.begin_s
     edges = [length_s * number / PARTS for number in range(PARTS + 1)]
-    used = run.processors(run.begin_s, run.end_s, PARTS)
+    used_s = run.processor_s(run.begin_s, run.end_s, PARTS)
+    used = [PARTS * each_s / length_s for each_s in used_s]
     axis.stairs(used, edges, fill=True, color=COLOURS["processors"], label="processors in use")
     axis.axhline(THREADS, color="gray", linewidth=0.5)
     axis.set_ylim(0, 1.15 * THREADS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median_low
 from typing import Any
@@ -67,15 +67,15 @@ class PhaseUse:
 
     Attributes:
         length_s: of all its micro-batches. On a device it is the device's time, but of an optimizer on the host.
-        processors: the number that this process used, in the mean.
-        idle: the share of the time in which the device computed nothing; on the CPU, of the time of PyTorch's threads.
+        processor_s: of all threads of this process.
+        idle_s: in which the device computed nothing; on the CPU, what PyTorch's threads left of their processors.
         moved: bytes of this library by link and way; ``by_others``: bytes of others.
     """
 
     name: str
     length_s: float
-    processors: float
-    idle: float
+    processor_s: float
+    idle_s: float
     moved: dict[str, float]
     by_others: dict[str, float]
 
@@ -205,23 +205,25 @@ class Run:
         by_all = self._rate("drives", way, begin_s, end_s, count)
         return [max(0.0, nbytes - own) for nbytes, own in zip(by_all, found, strict=True)]
 
-    def processors(self, begin_s: float, end_s: float, count: int = 1) -> list[float]:
-        """Return the number of processors that this process used in each of ``count`` equal parts of a time."""
-        used = self._rate("processors", "in use", begin_s, end_s, count)
-        return [count * each_s / (end_s - begin_s) for each_s in used]
+    def processor_s(self, begin_s: float, end_s: float, count: int = 1) -> list[float]:
+        """Return the processor time that this process used in each of ``count`` equal parts of a time."""
+        return self._rate("processors", "in use", begin_s, end_s, count)
 
     def _rate(self, counter: str, name: str, begin_s: float, end_s: float, count: int) -> list[float]:
         values = self.trace.counters.get(counter, CounterValues())
         return spread(values.amounts(name, begin_s, end_s), begin_s, end_s, count)
 
-    def idle(self, begin_s: float, end_s: float) -> float:
-        """Return `PhaseUse.idle` of a time."""
+    @property
+    def threads(self) -> int:
+        """The number of threads with which PyTorch computes on the CPU."""
+        return int(self.known("machine").get("threads", 1))
+
+    def _idle_s(self, begin_s: float, end_s: float) -> float:
         on_device = [phase for phase in self.trace.phases if phase.on_device]
         if not on_device:
-            threads: int = self.known("machine").get("threads", 1)
-            return max(0.0, 1 - self.processors(begin_s, end_s)[0] / threads)
+            return max(0.0, end_s - begin_s - sum(self.processor_s(begin_s, end_s)) / self.threads)
         waits = [wait for wait in self.trace.waits if wait.on_device]
-        return 1 - (_busy_s(on_device, begin_s, end_s) - _busy_s(waits, begin_s, end_s)) / (end_s - begin_s)
+        return end_s - begin_s - _busy_s(on_device, begin_s, end_s) + _busy_s(waits, begin_s, end_s)
 
     def uses(self) -> list[PhaseUse]:
         """Return what each kind of phase of the step that is shown used, and at last the step."""
@@ -235,18 +237,18 @@ class Run:
         return [step._use(name, parts) for name, parts in times.items() if parts]
 
     def _use(self, name: str, parts: Sequence[tuple[float, float]]) -> PhaseUse:
-        length_s = sum(end_s - begin_s for begin_s, end_s in parts)
-
-        def mean(of: Callable[[float, float], float]) -> float:
-            return sum(of(*part) * (part[1] - part[0]) for part in parts) / length_s
-
         moved, by_others = (
             {link: sum(self.moved(link, *part, ours=ours)[0] for part in parts) for link in LINKS}
             for ours in (True, False)
         )
-        processors = mean(lambda *part: self.processors(*part)[0])
-        used: dict[str, Any] = {"processors": processors, "idle": mean(self.idle)}
-        return PhaseUse(name=name, length_s=length_s, **used, moved=moved, by_others=by_others)
+        return PhaseUse(
+            name=name,
+            length_s=sum(end_s - begin_s for begin_s, end_s in parts),
+            processor_s=sum(sum(self.processor_s(*part)) for part in parts),
+            idle_s=sum(self._idle_s(*part) for part in parts),
+            moved=moved,
+            by_others=by_others,
+        )
 
     def _is_in_step(self, span: Span) -> bool:
         return bool(span.duration_s and span.begin_s < self.end_s and span.end_s > self.begin_s)

@@ -325,9 +325,8 @@ class Recorder:
             return
         self._rates_from_s, self._counts = end_s, self._count()
         for name, counts in self._counts.items():
-            if name not in before:
-                continue
-            rates = {each: (count - before[name][each]) / (end_s - begin_s) for each, count in counts.items()}
+            old = before.get(name, counts)
+            rates = {each: (count - old[each]) / (end_s - begin_s) for each, count in counts.items()}
             self._writer.counter(name, begin_s, rates)
 
     # -- the end ------------------------------------------------------------------------------------------------------

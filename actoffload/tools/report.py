@@ -172,7 +172,8 @@ def sections(run: Run) -> list[Section]:
     for use in run.uses():
         moved = [f"{link} {format_size(nbytes)}" for link, nbytes in use.moved.items() if nbytes]
         moved += [f"{link}, by others {format_size(nbytes)}" for link, nbytes in use.by_others.items() if nbytes]
-        figures = (format_time(use.length_s), f"{use.processors:.2f}", f"{use.idle:.0%}")
+        used, idle = use.processor_s / use.length_s, use.idle_s / use.length_s
+        figures = (format_time(use.length_s), f"{used:.2f}", f"{idle:.0%}")
         phases.append((use.name, *figures, "; ".join(moved)))
     uses_are = (
         "Of the step shown. Used: processors, all threads of this process, so those of an optimizer on the host. "
@@ -294,18 +295,15 @@ def _bands(run: Run, length_s: float) -> list[tuple[str, str, Bars]]:
         place = (begin_s / length_s, (span.end_s - begin_s) / length_s)
         bands[name].append((*place, 1.0, f"{what}, {format_size(span.nbytes)}, {when}"))
     found = [(labels.get(name, name), name.split()[-1], bars) for name, bars in bands.items() if bars]
-    step, share = (run.begin_s, run.end_s, PARTS), (run.end_s - run.begin_s) / length_s
-    for link in run.links():
-        moved = run.moved(link.name, *step, ours=False)
-        label = f"{link.name}, by others: {format_size(sum(moved))} in this step"
-        found.append((label, "others", _levels(moved, max(moved), share, format_size)))
-    used, threads = run.processors(*step), run.known("machine").get("threads", 1)
-    label = f"processors: {sum(used) / PARTS:.2f} in the mean, PyTorch computes with {threads}"
-    found.append((label, "processors", _levels(used, max(threads, *used), share, "{:.2f}".format)))
-    return [band for band in found if band[2]]
-
-
-def _levels(values: Sequence[float], top: float, share: float, text: Callable[[float], str]) -> Bars:
-    """Return a bar for each part of the step in which there is something. ``share``: of the step in its band."""
-    width = share / len(values)
-    return [(place * width, width, value / top, text(value)) for place, value in enumerate(values) if value > 0]
+    step, lasts_s = (run.begin_s, run.end_s, PARTS), run.end_s - run.begin_s
+    levels: list[tuple[str, str, list[float], Callable[[float], str]]] = [
+        (f"{name}, by others", "others", run.moved(name, *step, ours=False), format_size) for name in LINKS
+    ]
+    label = f"processor time, of {run.threads} threads of PyTorch"
+    levels.append((label, "processors", run.processor_s(*step), format_time))
+    width = lasts_s / length_s / PARTS
+    for label, kind, parts, text in levels:
+        top = max(parts) if kind == "others" else max(run.threads * lasts_s / PARTS, *parts)
+        bars = [(at * width, width, part / top, text(part)) for at, part in enumerate(parts) if part > 0]
+        found += [(f"{label}: {text(sum(parts))} in this step", kind, bars)] if bars else []
+    return found

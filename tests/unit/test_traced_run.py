@@ -158,10 +158,10 @@ def test_processors_and_drives_by_phase() -> None:
     metadata = {**trace.metadata, "machine": {"threads": 4}}
     run = look_at(replace(trace, counters=counters, metadata=metadata))
     uses = {use.name: use for use in run.uses()}
-    assert [(use.length_s, use.processors, use.idle) for use in uses.values()] == [
+    assert [(use.length_s, use.processor_s, use.idle_s) for use in uses.values()] == [
         (1, 3, 0.25),
         (1, 1, 0.75),
-        (2, 2, 0.5),
+        (2, 4, 1.0),
     ]
     ours, others = (
         {name: [of[link] / MIB for link in ("disk write", "disk read", "host write")] for name, of in each}
@@ -171,8 +171,8 @@ def test_processors_and_drives_by_phase() -> None:
     assert others == {"forward": [2, 0, 0.5], "backward": [2, 24, 0.5], "step": [4, 24, 1]}
     links = {link.name: (link.nbytes // MIB, link.others_bytes // MIB) for link in run.links()}
     assert links == {"host write": (0, 1), "disk write": (8, 20), "disk read": (0, 24)}
-    assert run.processors(8.0, 10.0, 4) == [3, 3, 1, 1]
-    assert ("forward", "1 s", "3.00", "25%") == sections(run)[0].table[1][:4]
+    assert run.processor_s(8.0, 10.0, 4) == [1.5, 1.5, 0.5, 0.5]
+    assert sections(run)[0].table[1][:4] == ("forward", "1 s", "3.00", "25%")
 
 
 def test_an_optimizer_on_the_host_leaves_the_device_idle() -> None:
@@ -182,10 +182,8 @@ def test_an_optimizer_on_the_host_leaves_the_device_idle() -> None:
     device = [replace(_phase(*span), track="device phases #1") for span in spans]
     waits = (replace(_wait("a", 8.3, 8.4), track="device waits #1"),)
     run = replace(_by_hand(), trace=replace(trace, phases=(*trace.phases, *device), waits=waits))
-    assert run.idle(8.0, 10.0) == pytest.approx(0.85)
-    uses = {use.name: (use.length_s, use.idle) for use in run.uses()}
-    assert uses["forward"] == (pytest.approx(0.2), pytest.approx(0.0, abs=1e-9))
-    assert uses["backward"] == (pytest.approx(0.2), pytest.approx(0.5))
+    uses = {use.name: (round(use.length_s, 9), round(use.idle_s, 9)) for use in run.uses()}
+    assert uses == {"forward": (0.2, 0.0), "backward": (0.2, 0.1), "step": (2.0, 1.7)}
 
 
 def test_a_prediction_for_a_micro_batch_stands_beside_its_measured_time() -> None:
