@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, pairwise
 from statistics import median_low
 from typing import Any
 
@@ -203,7 +204,10 @@ class Run:
         if not counted:
             return found
         by_all = self._rate("drives", way, begin_s, end_s, count)
-        return [max(0.0, nbytes - own) for nbytes, own in zip(by_all, found, strict=True)]
+        left = list(accumulate(nbytes - own for nbytes, own in zip(by_all, found, strict=True)))
+        # Within a transfer the two counts differ, so only bytes that are left at the end are others'.
+        sums = accumulate((min(nbytes, left[-1]) for nbytes in left), max, initial=0.0)
+        return [after - before for before, after in pairwise(sums)]
 
     def processor_s(self, begin_s: float, end_s: float, count: int = 1) -> list[float]:
         """Return the processor time that this process used in each of ``count`` equal parts of a time."""
