@@ -193,8 +193,8 @@ class Recorder:
         if not within:
             self.look()
         on_host = all(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"])
-        for around in self._phases if on_host else ():
-            around.on_host = True
+        for around in self._phases:  # DeepSpeed's step around this one, which is no optimizer of PyTorch's
+            around.on_host |= on_host and around.name == "optimizer" and not around.optimizer
         phase = self._begin(f"{type(optimizer).__name__}.step" if within else "optimizer")
         phase.optimizer, phase.teller, phase.on_host = id(optimizer), id(self), on_host
         self._phases.append(phase)

@@ -38,15 +38,9 @@ READING_SHARE = 0.1
 """Following a trace takes at most this share of the time: it is read anew each time."""
 GREEN = "#009e73"
 COLOURS = {
-    **{
-        "before training": "#8c8c8c",
-        "parameters": "#6a6ac8",
-        "optimizer state": "#cc79a7",
-        "kept free": "#c9c9c9",
-        "temporaries": "#f0e442",
-    },
+    **{"before training": "#8c8c8c", "optimizer state": "#cc79a7", "kept free": "#c9c9c9", "temporaries": "#f0e442"},
+    **{"parameters": "#6a6ac8", "others": "#882255", "processors": "#999933"},
     **{"gradients": "#e69f00", SAVED: GREEN, "write": "#0072b2", "read": "#56b4e9", "wait": "#d55e00"},
-    **{"others": "#882255", "processors": "#999933"},
     AWAY: f"repeating-linear-gradient(45deg, {GREEN} 0 2px, transparent 2px 7px)",
 }
 """The background of each thing in CSS. That of `AWAY` lies behind all of a chart, and shows where nothing covers it."""
@@ -164,10 +158,8 @@ def sections(run: Run) -> list[Section]:
         rate = f"{link.can_do / 1e9:.3g} GB/s" if link.can_do else "-"
         sizes = (format_size(nbytes) for nbytes in (link.nbytes, link.others_bytes))
         links.append((link.name, *sizes, rate, f"{link.used:.0%}"))
-    used_is = (
-        "Bytes of the whole run, and the part of the step shown with a transfer under way. Others on the disk: all "
-    )
-    used_is += "programs, by the kernel's count. On a device's link: what DeepSpeed moves."
+    used_is = "Bytes of the whole run, and the part of the step shown with a transfer under way. By others: on a disk "
+    used_is += "all programs', by the kernel's count; on a device's link DeepSpeed's."
     phases: Rows = [("phase", "time", "used", "idle", "links")]
     for use in run.uses():
         moved = [f"{link} {format_size(nbytes)}" for link, nbytes in use.moved.items() if nbytes]
@@ -175,10 +167,8 @@ def sections(run: Run) -> list[Section]:
         used, idle = use.processor_s / use.length_s, use.idle_s / use.length_s
         figures = (format_time(use.length_s), f"{used:.2f}", f"{idle:.0%}")
         phases.append((use.name, *figures, "; ".join(moved)))
-    uses_are = (
-        "Of the step shown. Used: processors, all threads of this process, so those of an optimizer on the host. "
-    )
-    uses_are += "Idle: the share of the time in which the device computes nothing."
+    uses_are = "Of the step shown. Used: processors, by all threads of this process. Idle: the share of the time in "
+    uses_are += "which the device computes nothing."
     waits: Rows = [("module", "for", "waited", "times", "tensor")]
     for wait in run.dearest_waits():
         waits.append((wait.module, wait.reason, format_time(wait.total_s), str(wait.count), format_size(wait.nbytes)))
