@@ -71,7 +71,7 @@ def test_an_optimizer_on_the_host_takes_no_time_of_the_device(device: SimulatedD
         with offloader:
             loss = model(torch.ones(64, 64, device=NAME)).exp().sum()
         loss.backward()
-        optimizer.step()
+        optimizer.step(lambda: model(torch.ones(64, 64, device=NAME)).sum())
     offloader.close()
     on_device = [phase for phase in load(tmp_path / "run.json").phases if phase.on_device]
     assert [(phase.name, phase.duration_s > 0) for phase in on_device if phase.name != "backward"] == [
