@@ -176,7 +176,12 @@ def draw(runs: dict[str, Run], file: Path, *, dark: bool) -> None:
             for axis in column:
                 axis.spines[["top", "right"]].set_visible(False)
                 _phases(axis, run, named=axis is column[0])
-        labels = ("memory, GiB", "disk, MB/s\nin | out", "DeepSpeed's\ncopies, MB/s\nin | out", "processors")
+        labels = (
+            "memory, GiB, beside the\nprocess before training",
+            "disk, MB/s\nin | out",
+            "DeepSpeed's\ncopies, MB/s\nin | out",
+            "processors",
+        )
         for axis, label in zip(grid[:, 0], labels, strict=True):
             axis.set_ylabel(label)
         known: dict[str, Any] = {}

@@ -17,7 +17,8 @@ from ..tools.rok_points import Spread, verdict
 from .trace_file import LINKS, PHASES, Amount, CounterValues, Span, TraceFile
 
 SAVED, AWAY = "saved activations", "away"
-KINDS = ("before training", "parameters", "optimizer state", "kept free", "temporaries", "gradients", SAVED, AWAY)
+BEFORE = "before training"
+KINDS = (BEFORE, "parameters", "optimizer state", "kept free", "temporaries", "gradients", SAVED, AWAY)
 """The uses of memory, in the order in which a chart stacks them: activations lie as a mountain on the gradients, and
 those that are away above them. Before training: on the CPU the process as it was before the first forward, without
 parameters. Kept free: memory that the allocator keeps, beside what is in use."""
@@ -149,6 +150,11 @@ class Run:
         # The ends of the step as well, because counters have moments of their own alone.
         times = self.trace.counters["memory"].times_s
         moments = [self._at(at_s) for at_s in (begin_s, *(t for t in times if begin_s < t < end_s), end_s)]
+        # Gradients and states that were there before training are kinds of their own, so the least rest bounds it.
+        least = min(moment.by_kind[BEFORE] for moment in moments)
+        for kinds in (moment.by_kind for moment in moments):
+            kinds["temporaries"] += kinds[BEFORE] - least
+            kinds[BEFORE] = least
         each = -(-len(moments) // MOST_MOMENTS)
         if each == 1:
             return moments
@@ -171,8 +177,9 @@ class Run:
             away += free
             free = min(left, free)
             left -= free
-            before = min(left, max(0.0, self.known("statistics").get("process_before_bytes", 0.0) - parameters))
-        known |= {"before training": before, "parameters": parameters, "temporaries": left - before}
+            process = self.known("statistics").get("process_before_bytes", math.inf)
+            before = min(left, max(0.0, process - parameters))
+        known |= {BEFORE: before, "parameters": parameters, "temporaries": left - before}
         known |= {"kept free": max(0.0, free), AWAY: max(0.0, away)}
         by_kind = {kind: known[kind] for kind in KINDS}
         return Moment(time_s=time_s - self.begin_s, by_kind=by_kind, total=total, without=without)
