@@ -162,7 +162,7 @@ def draw(runs: dict[str, Run], file: Path, *, dark: bool) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    sizes: dict[str, Any] = {"font.size": 7.5, "axes.titlesize": "medium", "hatch.linewidth": 0.6}
+    sizes: dict[str, Any] = {"font.size": 8.5, "axes.titlesize": "medium", "hatch.linewidth": 0.6}
     with pyplot.style.context(["dark_background" if dark else "default", sizes]):
         shape: dict[str, Any] = {"sharex": "col", "sharey": "row", "layout": "constrained"}
         figure, grid = pyplot.subplots(4, len(runs), figsize=(WIDTH, HEIGHT), **shape, height_ratios=(3, 1.4, 1.4, 1.4))
@@ -237,7 +237,7 @@ def _phases(axis: Any, run: Run, *, named: bool) -> None:
         if named:
             letters = {"forward": "fwd", "backward": "backward", "optimizer": "opt"}[phase.name]
             middle = ((phase.begin_s + phase.end_s) / 2, 1.01)
-            axis.annotate(letters, middle, xycoords=("data", "axes fraction"), ha="center", fontsize="x-small")
+            axis.annotate(letters, middle, xycoords=("data", "axes fraction"), ha="center", fontsize="small")
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ READING_SHARE = 0.1
 GREEN = "#009e73"
 COLOURS = {
     **{"before training": "#8c8c8c", "optimizer state": "#cc79a7", "kept free": "#c9c9c9", "temporaries": "#f0e442"},
-    **{"parameters": "#6a6ac8", "others": "#882255", "processors": "#999933"},
+    **{"parameters": "#6a6ac8", "others": "#aa4499", "processors": "#999933"},
     **{"gradients": "#e69f00", SAVED: GREEN, "write": "#0072b2", "read": "#56b4e9", "wait": "#d55e00"},
     AWAY: f"repeating-linear-gradient(45deg, {GREEN} 0 2px, transparent 2px 7px)",
 }
