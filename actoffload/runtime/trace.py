@@ -42,7 +42,7 @@ from .untraced import skipped
 
 VARIABLE = "ACTOFFLOAD_TRACE"
 LOOKING_SHARE = 0.003
-"""To write what was sampled takes about twice as much in another thread: in all less than 1 % of a processor."""
+"""The thread that writes the samples takes up to twice as much: in all less than 1 % of a processor."""
 LEAST_LOOK_S = 0.005
 LEAST_RATE_S = 0.001
 """A rate over less time would be noise."""
