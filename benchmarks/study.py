@@ -40,7 +40,7 @@ RUNS = {
     "checkpointed, actoffload": ("--option=policy=auto", True),
 }
 """An option of ``actoffload trace`` (nothing moves with ``keep``), and whether the layers are checkpointed."""
-SIZES = {"layers": 4, "width": 512, "length": 512, "batch": 4, "words": 4096, "steps": 10}
+SIZES = {"layers": 4, "width": 512, "length": 512, "batch": 8, "words": 4096, "steps": 10}
 TINY = {"layers": 2, "width": 128, "length": 128, "batch": 4, "words": 64, "steps": 4}
 BUCKET = 5_000_000
 PARTS = 90
