@@ -73,6 +73,10 @@ class Span:
         return self.name.removeprefix(WAIT)
 
 
+Amount = tuple[float, float, float]
+"""Begin and end in seconds, and an amount that is spread evenly over the time between: bytes, or seconds of work."""
+
+
 @dataclass(slots=True)
 class CounterValues:
     """Values over time: ascending moments, and by the name of a series its value at each of them."""
@@ -94,6 +98,14 @@ class CounterValues:
         place = bisect_right(self.times_s, time_s) - 1
         return {name: known[place] if place >= 0 else 0.0 for name, known in self.series.items()}
 
+    def amounts(self, name: str, begin_s: float, end_s: float) -> list[Amount]:
+        """Return what a rate comes to, for each of its values between two moments. The last value is for no time."""
+        first, last = bisect_right(self.times_s, begin_s) - 1, bisect_right(self.times_s, end_s)
+        place = slice(max(0, first), last)
+        times_s, rates = self.times_s[place], self.series.get(name, [])[place]
+        ends = [*times_s[1:], *self.times_s[last : last + 1]]
+        return [(b, e, rate * (e - b)) for b, e, rate in zip(times_s, ends, rates, strict=False)]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceFile:
@@ -104,7 +116,8 @@ class TraceFile:
         metadata: the facts of the run by name: ``machine``, ``config``, ``statistics``, ``plan``, ...
         phases: forwards, backwards and optimizers' steps.
         counters: by name. ``memory``: bytes by kind; ``memory total``: their measured sum; ``memory with nothing
-            moved``: that sum if all tensors had stayed; ``host pool`` and ``disk``: bytes in use.
+            moved``: that sum if all tensors had stayed; ``host pool`` and ``disk``: bytes in use; ``processors``: the
+            number in use by this process; ``drives``: bytes per second that all programs write and read on the disks.
     """
 
     path: str

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, pairwise
 from statistics import median_low
 from typing import Any
 
@@ -13,13 +14,15 @@ from ..errors import TraceFileError
 from ..sizes import format_size, format_time
 from ..tell.causes import NEXT
 from ..tools.rok_points import Spread, verdict
-from .trace_file import LINKS, Span, TraceFile
+from .trace_file import LINKS, PHASES, Amount, CounterValues, Span, TraceFile
 
 SAVED, AWAY = "saved activations", "away"
-KINDS = ("before training", "optimizer state", "kept free", "temporaries", "gradients", SAVED, AWAY)
+BEFORE = "before training"
+KINDS = (BEFORE, "parameters", "optimizer state", "kept free", "temporaries", "gradients", SAVED, AWAY)
 """The uses of memory, in the order in which a chart stacks them: activations lie as a mountain on the gradients, and
-those that are away above them. Before training: parameters, on the CPU with the process as it was before the first
-forward. Kept free: memory that the allocator keeps, beside what is in use."""
+those that are away above them. Before training: on the CPU the process as it was before the first forward, without
+parameters. Kept free: memory that the allocator keeps, beside what is in use."""
+SPANS = ("phases", "transfers", "waits")
 MOST_WAITS = 10
 MOST_MOMENTS = 400
 """The most moments of the step that is shown; of several that lie together, the one with the most memory."""
@@ -50,13 +53,33 @@ class Moment:
 class LinkUse:
     """One direction of a link: its bytes in the run, and bytes per second over the time with a transfer (``can_do``).
 
-    ``used``: the part of the step that is shown in which a transfer was under way.
+    ``used``: the part of the step that is shown in which a transfer was under way. ``can_do`` is 0 if there was none.
     """
 
     name: str
     used: float
     can_do: float
     nbytes: int
+    others_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseUse:
+    """What a kind of phase, or all of the step that is shown, used.
+
+    Attributes:
+        length_s: of all its micro-batches. On a device it is the device's time, but of an optimizer on the host.
+        processor_s: of all threads of this process.
+        idle_s: in which the device computed nothing; on the CPU, what PyTorch's threads left of their processors.
+        moved: bytes of this library by link and way; ``by_others``: bytes of others.
+    """
+
+    name: str
+    length_s: float
+    processor_s: float
+    idle_s: float
+    moved: dict[str, float]
+    by_others: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +150,11 @@ class Run:
         # The ends of the step as well, because counters have moments of their own alone.
         times = self.trace.counters["memory"].times_s
         moments = [self._at(at_s) for at_s in (begin_s, *(t for t in times if begin_s < t < end_s), end_s)]
+        # Gradients and states that were there before training are kinds of their own, so the least rest bounds it.
+        least = min(moment.by_kind[BEFORE] for moment in moments)
+        for kinds in (moment.by_kind for moment in moments):
+            kinds["temporaries"] += kinds[BEFORE] - least
+            kinds[BEFORE] = least
         each = -(-len(moments) // MOST_MOMENTS)
         if each == 1:
             return moments
@@ -143,13 +171,15 @@ class Run:
         known = {name: values.get(name, 0.0) for name in ("optimizer state", "gradients")}
         known[SAVED] = sum(nbytes for name, nbytes in values.items() if name.startswith("saved"))
         left = max(0.0, total - sum(known.values()))
-        before, away = values.get("parameters", 0.0), without - total
+        parameters, before, away = min(left, values.get("parameters", 0.0)), 0.0, without - total
+        left -= parameters
         if "process memory" not in counters:  # the total is the process's, of which the free memory is a part
             away += free
             free = min(left, free)
             left -= free
-            before = max(before, self.known("statistics").get("process_before_bytes", 0.0))
-        known |= {"before training": min(left, before), "temporaries": max(0.0, left - before)}
+            process = self.known("statistics").get("process_before_bytes", math.inf)
+            before = min(left, max(0.0, process - parameters))
+        known |= {BEFORE: before, "parameters": parameters, "temporaries": left - before}
         known |= {"kept free": max(0.0, free), AWAY: max(0.0, away)}
         by_kind = {kind: known[kind] for kind in KINDS}
         return Moment(time_s=time_s - self.begin_s, by_kind=by_kind, total=total, without=without)
@@ -158,12 +188,81 @@ class Run:
         """Return the directions of links that moved bytes in the run."""
         found = []
         for name in LINKS:
-            moved = sorted((one for one in self.trace.transfers if one.link == name), key=lambda one: one.begin_s)
+            moved = [one for one in self.trace.transfers if one.link == name]
             nbytes, busy_s = sum(one.nbytes for one in moved), _busy_s(moved, 0.0, math.inf)
-            if nbytes and busy_s:
+            ours = sum(one.nbytes for one in moved if one.ours)
+            others = round(self.moved(name, 0.0, self.trace.phases[-1].end_s, ours=False)[0])
+            if ours or others:
                 used = _busy_s(moved, self.begin_s, self.end_s) / (self.end_s - self.begin_s)
-                found.append(LinkUse(name=name, used=used, can_do=nbytes / busy_s, nbytes=nbytes))
+                can_do = nbytes / busy_s if busy_s else 0.0
+                found.append(LinkUse(name=name, used=used, can_do=can_do, nbytes=ours, others_bytes=others))
         return found
+
+    def moved(self, link: str, begin_s: float, end_s: float, count: int = 1, *, ours: bool) -> list[float]:
+        """Return the bytes on a link in each of ``count`` equal parts of a time: of this library, or of others.
+
+        On a disk others are all programs: the kernel's count, less our bytes. On the link of a device they are what
+        another library has reported (`Offloader.traced`).
+        """
+        device, _, way = link.partition(" ")
+        counted = device == "disk" and not ours
+        spans = (one for one in self.trace.transfers if one.link == link and one.ours is (ours or counted))
+        found = spread(((one.begin_s, one.end_s, one.nbytes) for one in spans), begin_s, end_s, count)
+        if not counted:
+            return found
+        by_all = self._rate("drives", way, begin_s, end_s, count)
+        left = list(accumulate(nbytes - own for nbytes, own in zip(by_all, found, strict=True)))
+        # Within a transfer the two counts differ, so only bytes that are left at the end are others'.
+        sums = accumulate((min(nbytes, left[-1]) for nbytes in left), max, initial=0.0)
+        return [after - before for before, after in pairwise(sums)]
+
+    def processor_s(self, begin_s: float, end_s: float, count: int = 1) -> list[float]:
+        """Return the processor time that this process used in each of ``count`` equal parts of a time."""
+        return self._rate("processors", "in use", begin_s, end_s, count)
+
+    def _rate(self, counter: str, name: str, begin_s: float, end_s: float, count: int) -> list[float]:
+        values = self.trace.counters.get(counter, CounterValues())
+        return spread(values.amounts(name, begin_s, end_s), begin_s, end_s, count)
+
+    @property
+    def threads(self) -> int:
+        """The number of threads with which PyTorch computes on the CPU."""
+        return int(self.known("machine").get("threads", 1))
+
+    def _idle_s(self, begin_s: float, end_s: float) -> float:
+        on_device = [phase for phase in self.trace.phases if phase.on_device]
+        if not on_device:
+            return max(0.0, end_s - begin_s - sum(self.processor_s(begin_s, end_s)) / self.threads)
+        waits = [wait for wait in self.trace.waits if wait.on_device]
+        return end_s - begin_s - _busy_s(on_device, begin_s, end_s) + _busy_s(waits, begin_s, end_s)
+
+    def uses(self) -> list[PhaseUse]:
+        """Return what each kind of phase of the step that is shown used, and at last the step."""
+        of_step: dict[str, Any] = {part: tuple(filter(self._is_in_step, getattr(self.trace, part))) for part in SPANS}
+        step, times = replace(self, trace=replace(self.trace, **of_step)), {}
+        for name in PHASES:
+            spans = [one for one in step.trace.phases if one.name == name]
+            spans = [one for one in spans if one.on_device] or spans
+            times[name] = [(max(one.begin_s, self.begin_s), min(one.end_s, self.end_s)) for one in spans]
+        times["step"] = [(self.begin_s, self.end_s)]
+        return [step._use(name, parts) for name, parts in times.items() if parts]
+
+    def _use(self, name: str, parts: Sequence[tuple[float, float]]) -> PhaseUse:
+        moved, by_others = (
+            {link: sum(self.moved(link, *part, ours=ours)[0] for part in parts) for link in LINKS}
+            for ours in (True, False)
+        )
+        return PhaseUse(
+            name=name,
+            length_s=sum(end_s - begin_s for begin_s, end_s in parts),
+            processor_s=sum(sum(self.processor_s(*part)) for part in parts),
+            idle_s=sum(self._idle_s(*part) for part in parts),
+            moved=moved,
+            by_others=by_others,
+        )
+
+    def _is_in_step(self, span: Span) -> bool:
+        return bool(span.duration_s and span.begin_s < self.end_s and span.end_s > self.begin_s)
 
     def phases(self) -> list[Span]:
         """Return the host's phases of the step, with times from its begin on."""
@@ -174,7 +273,7 @@ class Run:
         return [
             replace(span, begin_s=span.begin_s - self.begin_s, end_s=min(span.end_s, self.end_s) - self.begin_s)
             for span in spans
-            if span.duration_s and span.begin_s < self.end_s and span.end_s > self.begin_s
+            if self._is_in_step(span)
         ]
 
     def dearest_waits(self) -> list[WaitsFor]:
@@ -248,6 +347,7 @@ class Run:
             "step_shown": self.shown + 1,
             **self.numbers(),
             "links": [asdict(link) for link in self.links()],
+            "phases": [asdict(use) for use in self.uses()],
             "dearest_waits": [asdict(wait) for wait in self.dearest_waits()],
             "statistics": self.known("statistics"),
             "report": self.report,
@@ -257,10 +357,24 @@ class Run:
         }
 
 
-def _busy_s(transfers: Sequence[Span], begin_s: float, end_s: float) -> float:
-    """Return the time in which at least one of the transfers, in the order of begins, is under way."""
+def spread(amounts: Iterable[Amount], begin_s: float, end_s: float, count: int) -> list[float]:
+    """Return the sum of amounts in each of ``count`` equal parts of a time."""
+    found, part_s = [0.0] * count, (end_s - begin_s) / count
+    for from_s, to_s, amount in amounts:
+        if from_s >= end_s or to_s < begin_s:
+            continue
+        first, last = (int((time_s - begin_s) / part_s) for time_s in (from_s, to_s))
+        for place in range(max(0, first), min(last + 1, count)):
+            at_s = begin_s + place * part_s
+            within_s = max(0.0, min(to_s, at_s + part_s) - max(from_s, at_s))
+            found[place] += amount * within_s / (to_s - from_s) if to_s > from_s else amount
+    return found
+
+
+def _busy_s(spans: Iterable[Span], begin_s: float, end_s: float) -> float:
+    """Return the time in which at least one of the spans, which are in the order of begins, is under way."""
     busy_s = 0.0
-    for one in transfers:
+    for one in spans:
         busy_s += max(0.0, min(one.end_s, end_s) - max(one.begin_s, begin_s))
         begin_s = max(begin_s, min(one.end_s, end_s))  # so that time that transfers share counts once
     return busy_s

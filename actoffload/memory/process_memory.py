@@ -113,4 +113,6 @@ def peak_rss_bytes() -> int:
 
 def rss_bytes() -> int:
     """Resident memory of this process now, in bytes."""
+    with contextlib.suppress(OSError), open("/proc/self/statm", "rb") as file:  # a quarter of psutil's time
+        return int(file.read().split()[1]) * mmap.PAGESIZE
     return int(psutil.Process().memory_info().rss)

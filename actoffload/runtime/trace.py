@@ -1,7 +1,7 @@
-"""The trace of one offloader over time: phases, transfers, waits, plans, and memory by its use.
+"""The trace of one offloader over time: phases, transfers, waits, plans, memory by its use, processors and drives.
 
 `TraceWriter` writes all of it. A thread samples memory, with at most `LOOKING_SHARE` of a processor. Besides, memory is
-sampled as a forward or an optimizer's step ends.
+sampled as a phase begins or ends.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from ..config import OffloadConfig, check_file
 from ..events import EventKind, TraceEvent, now
 from ..memory.process_memory import rss_bytes
 from ..policy import STATIC, part_of
+from ..storage.spool_files import bytes_by_all
 from ..storage.transfers import Transfer
 from ..tiers.shared import Shared
 from ..tiers.tiers import Tiers
@@ -40,8 +41,11 @@ from .trace_writer import TraceWriter, writer_for
 from .untraced import skipped
 
 VARIABLE = "ACTOFFLOAD_TRACE"
-LOOKING_SHARE = 0.005
+LOOKING_SHARE = 0.003
+"""The thread that writes the samples takes up to twice as much: in all less than 1 % of a processor."""
 LEAST_LOOK_S = 0.005
+LEAST_RATE_S = 0.001
+"""A rate over less time would be noise."""
 
 _TOLD_OTHERWISE = (EventKind.PACK, EventKind.WRITE, EventKind.READ, EventKind.RELEASE, EventKind.KEEP)
 """Events that a trace does not need: it has the transfers, and the bytes by reason to stay."""
@@ -91,6 +95,8 @@ class Recorder:
         self._memory = MemoryUse(tiers.by_device)
         self._gradients_due_s = 0.0
         self._told_bytes: dict[str, int] = {}
+        self._drives = frozenset() if tiers.spool is None else tiers.spool.devices()
+        self._rates_from_s, self._counts = now(), self._count()
         self._told_series: frozenset[str] = frozenset()
         self._looking = threading.RLock()
         self._closed = threading.Event()
@@ -185,8 +191,13 @@ class Recorder:
         if before is not None:  # the optimizer's last step raised, and had no end of its own
             self._end(before.name, before.last_s)
         within = any(phase.name == "optimizer" for phase in self._phases)  # another optimizer calls this one
+        if not within:
+            self.look()
+        on_host = all(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"])
+        for around in self._phases:  # DeepSpeed's step around this one, which is no optimizer of PyTorch's
+            around.on_host |= on_host and around.name == "optimizer" and not around.optimizer
         phase = self._begin(f"{type(optimizer).__name__}.step" if within else "optimizer")
-        phase.optimizer, phase.teller = id(optimizer), id(self)
+        phase.optimizer, phase.teller, phase.on_host = id(optimizer), id(self), on_host
         self._phases.append(phase)
 
     def optimizer_ended(self, optimizer: Optimizer) -> None:
@@ -232,7 +243,9 @@ class Recorder:
             self._writer.span(f"phases, {self._thread}", phase.name, phase.begin_s, end_s, args)
             if self._timeline is not None and phase.index is not None:
                 moment = self._timeline.moment(phase.index)
-                self._timeline.add(phase.name, phase.index, phase.moment, moment, args)
+                # The device has no part in an optimizer's step on the host, which only ends there.
+                begin = moment if phase.on_host else phase.moment
+                self._timeline.add(phase.name, phase.index, begin, moment, args)
             if phase.name == name:
                 return
 
@@ -297,8 +310,25 @@ class Recorder:
             if nbytes != self._told_bytes.get(name):
                 self._told_bytes[name] = nbytes
                 self._writer.counter(name, begin_s, {"bytes": nbytes})
+        self._tell_rates()
         if self._writer.failed:
             self._shared.reporter.advise("trace", f"the trace ends early: {self._writer.failed}")
+
+    def _count(self) -> dict[str, dict[str, float]]:
+        """Return the processor time of all threads, and the bytes that all programs have moved on our drives."""
+        moved = bytes_by_all(self._drives)
+        return {"processors": {"in use": time.process_time()}} | ({} if moved is None else {"drives": {**moved}})
+
+    def _tell_rates(self) -> None:
+        """Record the use of processors and drives since the last call, as counters that begin there."""
+        begin_s, end_s, before = self._rates_from_s, now(), self._counts
+        if end_s - begin_s < LEAST_RATE_S:
+            return
+        self._rates_from_s, self._counts = end_s, self._count()
+        for name, counts in self._counts.items():
+            old = before.get(name, counts)
+            rates = {each: (count - old[each]) / (end_s - begin_s) for each, count in counts.items()}
+            self._writer.counter(name, begin_s, rates)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -313,6 +343,9 @@ class Recorder:
             if self._closed.is_set():
                 return
             self._closed.set()
+            self._tell_rates()
+            for name, counts in self._counts.items():  # a rate lasts until the next one
+                self._writer.counter(name, self._rates_from_s, dict.fromkeys(counts, 0))
         self._stop()
         self._take_timeline(wait=wait)
         known: dict[str, Any] = {}
@@ -350,6 +383,7 @@ class _Running:
         forwards: the number of forwards that had begun before it.
         last_s: when it was last seen to run.
         optimizer: the id of the optimizer that steps; ``teller``: of the recorder that records the step.
+        on_host: all that it steps lies in host memory.
     """
 
     name: str
@@ -361,6 +395,7 @@ class _Running:
     last_s: float
     optimizer: int = 0
     teller: int = 0
+    on_host: bool = False
 
 
 class MemoryUse:

@@ -75,6 +75,10 @@ class Spool:
         """The engine of each path: for diagnosis and tests."""
         return tuple(arena.engine for arena in self.disk.arenas)
 
+    def devices(self) -> frozenset[int]:
+        """Return the numbers of the block devices on which the paths lie."""
+        return frozenset(os.fstat(file.fd).st_dev for file in self.files if file.fd >= 0)
+
     def allocate(self, nbytes: int) -> Extent:
         """Return room for ``nbytes`` bytes; nothing may be read from it before something has been written.
 

@@ -12,6 +12,7 @@ import os
 import re
 import stat
 import tempfile
+from collections.abc import Iterable
 
 import psutil
 
@@ -21,6 +22,7 @@ from .engines.base import SpoolFile
 MAX_BLOCK_BYTES = 4096
 RESERVE_BYTES = 256 << 20  # left free on the file system for other programs
 
+_SECTOR_BYTES = 512  # the kernel's unit, whatever the drive's sector is
 _REFUSED = re.compile(
     r"(dev)?tmpfs|ramfs|nfs\d*|cifs|smb.*|9p|fuse\..*|lustre|gpfs|beegfs.*|ceph|virtiofs|afs|coda|glusterfs|pvfs2|panfs"
 )
@@ -76,6 +78,24 @@ def _needs_no_device(kind: str) -> bool:
 
 def _path_error(value: str, remedy: str, number: int | None) -> SpoolPathError:
     return SpoolPathError(number or errno.EINVAL, f"path={value!r} {remedy}")
+
+
+def bytes_by_all(devices: Iterable[int]) -> dict[str, int] | None:
+    """Return the bytes that block devices have written and read for all programs; None: the kernel keeps no count.
+
+    Args:
+        devices: their numbers, as ``st_dev`` has them.
+    """
+    moved = {"write": 0, "read": 0}
+    for device in devices:
+        try:
+            with open(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat", encoding="ascii") as file:
+                counts = file.read().split()
+            moved["read"] += _SECTOR_BYTES * int(counts[2])
+            moved["write"] += _SECTOR_BYTES * int(counts[6])
+        except (OSError, IndexError, ValueError):  # memory, or a file system that has no device of its own
+            return None
+    return moved if devices else None
 
 
 def open_arena(directory: str) -> SpoolFile:

@@ -1,13 +1,13 @@
 """``actoffload report`` and ``top``: a traced run as text and as a page, at its end and while it runs.
 
-The page has no script, and loads nothing. Its colours are Okabe and Ito's, which colour-blind readers can distinguish,
-and each thing has one. Text and lines follow the reader's colour scheme.
+The page has no script, and loads nothing. Its colours are Okabe and Ito's and three of Tol's, which colour-blind
+readers can distinguish, and each thing has one. Text and lines follow the reader's colour scheme.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import floor, log10
 from pathlib import Path
@@ -39,12 +39,15 @@ READING_SHARE = 0.1
 GREEN = "#009e73"
 COLOURS = {
     **{"before training": "#8c8c8c", "optimizer state": "#cc79a7", "kept free": "#c9c9c9", "temporaries": "#f0e442"},
+    **{"parameters": "#6a6ac8", "others": "#aa4499", "processors": "#999933"},
     **{"gradients": "#e69f00", SAVED: GREEN, "write": "#0072b2", "read": "#56b4e9", "wait": "#d55e00"},
     AWAY: f"repeating-linear-gradient(45deg, {GREEN} 0 2px, transparent 2px 7px)",
 }
 """The background of each thing in CSS. That of `AWAY` lies behind all of a chart, and shows where nothing covers it."""
 MOST_BARS = 2000
 """The most transfers that are drawn for a run. The longest are drawn."""
+PARTS = 120
+"""The parts of the step of which the use of processors and links by others is drawn."""
 NAMED = 0.12
 """A phase with this share of the step has room for its name."""
 MIB, GIB = 1 << 20, 1 << 30
@@ -150,10 +153,22 @@ def comparison(runs: Sequence[Run]) -> Rows:
 
 def sections(run: Run) -> list[Section]:
     """Return the tables of a run, on the page and in a terminal."""
-    links: Rows = [("link", "moved", "can do", "in use")]
+    links: Rows = [("link", "moved", "by others", "can do", "in use")]
     for link in run.links():
-        links.append((link.name, format_size(link.nbytes), f"{link.can_do / 1e9:.3g} GB/s", f"{link.used:.0%}"))
-    used_is = "Bytes of the whole run, and the part of the step shown with a transfer under way."
+        rate = f"{link.can_do / 1e9:.3g} GB/s" if link.can_do else "-"
+        sizes = (format_size(nbytes) for nbytes in (link.nbytes, link.others_bytes))
+        links.append((link.name, *sizes, rate, f"{link.used:.0%}"))
+    used_is = "Bytes of the whole run, and the part of the step shown with a transfer under way. By others: on a disk "
+    used_is += "all programs', by the kernel's count; on a device's link DeepSpeed's."
+    phases: Rows = [("phase", "time", "used", "idle", "links")]
+    for use in run.uses():
+        moved = [f"{link} {format_size(nbytes)}" for link, nbytes in use.moved.items() if nbytes]
+        moved += [f"{link}, by others {format_size(nbytes)}" for link, nbytes in use.by_others.items() if nbytes]
+        used, idle = use.processor_s / use.length_s, use.idle_s / use.length_s
+        figures = (format_time(use.length_s), f"{used:.2f}", f"{idle:.0%}")
+        phases.append((use.name, *figures, "; ".join(moved)))
+    uses_are = "Of the step shown. Used: processors, by all threads of this process. Idle: the share of the time in "
+    uses_are += "which the device computes nothing."
     waits: Rows = [("module", "for", "waited", "times", "tensor")]
     for wait in run.dearest_waits():
         waits.append((wait.module, wait.reason, format_time(wait.total_s), str(wait.count), format_size(wait.nbytes)))
@@ -164,6 +179,7 @@ def sections(run: Run) -> list[Section]:
         planned.append((names[name], *(format_number(name, each) for each in both)))
     last = f"A step under the last plan; the median and the peak of the steps under it. {run.machine_changed}"
     return [
+        Section("Phases", uses_are, "no phase ended", phases),
         Section("Links", used_is, "nothing moved", links),
         Section(f"The {MOST_WAITS} dearest waits", reasons, "nothing waited", waits),
         Section("Predicted and seen", last, "nothing was planned", planned),
@@ -250,18 +266,34 @@ def _ticks(top: float, most: int = 5) -> list[float]:
     return [step * number for number in range(int(top / step) + 1)]
 
 
-def _bands(run: Run, length_s: float) -> list[tuple[str, str, list[tuple[float, float, str]]]]:
-    """Return label, class and bars of a band for each way of each link, writes first, and for the waits."""
+Bars = list[tuple[float, float, float, str]]
+"""Left, width and height of each bar in shares of its band, and its text."""
+
+
+def _bands(run: Run, length_s: float) -> list[tuple[str, str, Bars]]:
+    """Return label, class and bars of a band for each way of each link, writes first, for waits and for processors."""
     waits, transfers = run.of_step(run.trace.waits), run.of_step(run.trace.transfers)
     labels = {"wait": f"waits: {format_time(sum(wait.duration_s for wait in waits))} in this step"}
     for link in run.links():
         labels[link.name] = f"{link.name}: {link.can_do / 1e9:.3g} GB/s, in use for {link.used:.0%} of the step"
-    bands: dict[str, list[tuple[float, float, str]]] = {name: [] for name in (*LINKS, "wait")}
-    named = [(one.link, one.name, one) for one in transfers]
+    bands: dict[str, Bars] = {name: [] for name in (*LINKS, "wait")}
+    named = [(one.link, one.name, one) for one in transfers if one.ours]
     named += [("wait", f"for {one.reason}: {one.module or 'a tensor'}", one) for one in waits]
     for name, what, span in sorted(named, key=lambda each: -each[2].duration_s)[:MOST_BARS]:
         when = f"{format_time(span.duration_s)} from {format_time(span.begin_s)}"
         begin_s = max(0.0, span.begin_s)
         place = (begin_s / length_s, (span.end_s - begin_s) / length_s)
-        bands[name].append((*place, f"{what}, {format_size(span.nbytes)}, {when}"))
-    return [(labels.get(name, name), name.split()[-1], bars) for name, bars in bands.items() if bars]
+        bands[name].append((*place, 1.0, f"{what}, {format_size(span.nbytes)}, {when}"))
+    found = [(labels.get(name, name), name.split()[-1], bars) for name, bars in bands.items() if bars]
+    step, lasts_s = (run.begin_s, run.end_s, PARTS), run.end_s - run.begin_s
+    levels: list[tuple[str, str, list[float], Callable[[float], str]]] = [
+        (f"{name}, by others", "others", run.moved(name, *step, ours=False), format_size) for name in LINKS
+    ]
+    label = f"processor time, of {run.threads} threads of PyTorch"
+    levels.append((label, "processors", run.processor_s(*step), format_time))
+    width = lasts_s / length_s / PARTS
+    for label, kind, parts, text in levels:
+        top = max(parts) if kind == "others" else max(run.threads * lasts_s / PARTS, *parts)
+        bars = [(at * width, width, part / top, text(part)) for at, part in enumerate(parts) if part > 0]
+        found += [(f"{label}: {text(sum(parts))} in this step", kind, bars)] if bars else []
+    return found

@@ -38,11 +38,11 @@ TORCH_FREE = (
 OPTIONAL = {
     "aiofiles": "storage.engines.aiofiles",
     "cupy": "storage.engines.gds",
-    "deepspeed": "integrations.deepspeed benchmarks.frameworks_cpu",
+    "deepspeed": "integrations.deepspeed benchmarks.frameworks_cpu benchmarks.study",
     "diffusers": "integrations.examples.diffusers_loop benchmarks.workloads",
     "jinja2": "tools.report",
     "kvikio": "storage.engines.gds tools.doctor",
-    "matplotlib": "tools.plots",
+    "matplotlib": "tools.plots benchmarks.study",
     "megatron": "integrations.megatron integrations.megatron.* benchmarks.peers",
     "rich": "tools.*",
     "torch_remat": "integrations.remat",

@@ -28,6 +28,7 @@ from benchmarks import (
     micro,
     micro_hooks,
     steps_cpu,
+    study,
     worker,
 )
 from benchmarks.gpu_cases import GpuCase, cases
@@ -441,6 +442,15 @@ def test_the_cpu_benchmarks_run(
     (curves,) = tmp_path.glob("memory_over_step_*.json")
     for name, row in json.loads(curves.read_text(encoding="utf-8"))["rows"].items():
         assert 0 < max(row["resident_bytes"]) <= row["saved_bytes"], name
+
+
+@pytest.mark.slow
+def test_the_study_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Four programs with DeepSpeed; the bounds on kinds of memory and bytes on disk are its own."""
+    pytest.importorskip("deepspeed")
+    monkeypatch.setenv("OUT", str(tmp_path))
+    assert study.main(["--tiny", "--path", str(tmp_path)]) == 0, capsys.readouterr().out
+    assert {file.name for file in tmp_path.glob("*.png")} == {"study-light.png", "study-dark.png"}
 
 
 def test_micro_without_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
