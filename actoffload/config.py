@@ -207,6 +207,7 @@ _ENGINE = _choice(*get_args(EngineName), takes="a SpoolFile")
 _ANNOUNCE = _choice("none", "first", "all", takes="the line")
 _CHECKPOINTS = _choice("plan", "leave")
 _BOUNDARIES = _choice("all", "only")
+_CODEC = _choice("none", "exact")
 _SIZE = _size()
 _SIZE_OR_ZERO = _size(zero=True)
 _SIZE_OR_SHARE = _size(share=True)
@@ -271,7 +272,7 @@ class OffloadConfig:
     """Which tensors move. From the third step on ``"auto"`` follows a planner, which decides from the steps before it.
     ``"greedy"`` has no planner: on the CPU it moves tensors that can leave in time; on an accelerator it moves all, and
     compute waits once a quarter of a step's bytes is on its way, so it takes less memory and more time.
-    ``"all"`` moves everything above ``min_bytes`` with the least memory, ``"keep"`` nothing. A ``Policy`` object
+    ``"all"`` moves all above ``min_bytes`` with the least memory, ``"keep"`` nothing. A ``Policy`` object
     decides itself, and a ``Plan`` is followed."""
     max_slowdown: float | None = field(default=None, metadata={"kind": _SHARE})
     """How much slower a planned step may get than one that keeps everything, as a share such as 0.02. Needs
@@ -283,8 +284,8 @@ class OffloadConfig:
     bytes that they hold are not counted."""
     recompute: bool | str | Sequence[str] = field(default=False, metadata={"kind": _RECOMPUTE})
     """Modules to checkpoint: patterns of names, or ``True`` for the repeated blocks. They run as
-    ``actoffload.checkpoint``, and must compute the same when they run again. Needs ``model=``.
-    A flag takes patterns with ``,`` between them, or ``1``."""
+    ``actoffload.checkpoint``, and must compute the same again. Needs ``model=``. A flag takes ``1``, or patterns with
+    ``,`` between."""
     include: str | Sequence[str] | None = field(default=None, metadata={"kind": _GLOBS})
     """Glob patterns of the modules whose saved tensors move. All others stay. Needs ``model=``."""
     exclude: str | Sequence[str] | None = field(default=None, metadata={"kind": _GLOBS})
@@ -292,6 +293,8 @@ class OffloadConfig:
     boundaries: str = field(default="all", metadata={"kind": _BOUNDARIES})
     """Whether only the inputs of checkpointed blocks move. ``"only"`` moves these (PyTorch's checkpoint, DeepSpeed's,
     Megatron's) and nothing else; a checkpointed model saves nothing else of its blocks."""
+    codec: str = field(default="none", metadata={"kind": _CODEC})
+    """``"exact"`` saves float32 that was cast from bfloat16 in half of the bytes ([tuning.md](tuning.md))."""
     announce: str | Callable[[str], None] = field(default="first", metadata={"kind": _ANNOUNCE})
     """Which ranks print, after the first forward, what is active, what moves, what stays and why. ``"first"`` prints
     the line to stderr on rank 0, ``"all"`` on every rank, ``"none"`` nowhere; a callable takes the line."""
@@ -313,7 +316,7 @@ class OffloadConfig:
     between device memory and disk, past host memory; ``actoffload doctor`` says whether the driver offers that.
     ``"memory"`` is for tests. A callable that takes a ``SpoolFile`` makes your own (see ``CONTRIBUTING.md``)."""
     io_threads: int | None = field(default=None, metadata={"kind": _THREADS})
-    """Threads of the storage engine, or requests that ``"uring"`` has under way at once. The engine has a default."""
+    """Threads of the storage engine, or requests of ``"uring"`` under way at once. The engine has a default."""
     prefetch_bytes: Size | None = field(default=None, metadata={"kind": _SIZE})
     """Bytes that backward reads ahead. The default follows the bytes that backward needs, and is at most a quarter of
     the bytes that the forward saved, or twice its largest tensor, unless a plan sets it."""
@@ -446,6 +449,7 @@ class Options(TypedDict, total=False):
     include: str | Sequence[str] | None
     exclude: str | Sequence[str] | None
     boundaries: str
+    codec: str
     announce: str | Callable[[str], None]
     strict: bool
     verify: bool

@@ -24,6 +24,8 @@ class Statistics:
     """The bytes of these tensors, each counted in full."""
     deduplicated_bytes: int = 0
     """The part of ``packed_bytes`` that an earlier save of the same storage already held."""
+    halved_bytes: int = 0
+    """Bytes that autograd would have saved, and that ``codec="exact"`` saved in half as many; the half not saved."""
     kept_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes that stayed where they were, by reason."""
     host_written_bytes: int = 0

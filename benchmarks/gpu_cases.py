@@ -16,7 +16,8 @@ GOALS = (
 )
 """The modes that a goal or a verdict is about: those of every case are run before any other mode."""
 PEERS = ("transformers offload", "Megatron")
-EVERYTHING = (*GOALS, *PEERS, "host, all", "tiered")
+CODED = ("default, exact", "budget 35 %, exact")
+EVERYTHING = (*GOALS, *PEERS, *CODED, "host, all", "tiered")
 PAPER = ("recompute", "host", "default", "selective", "TRL")
 CHECKPOINTED = ("checkpointed, ours at equal memory", "recompute + host", "transformers offload", "recompute + nvme")
 
@@ -52,7 +53,7 @@ def cases(tiny: bool) -> list[GpuCase]:
     found = [
         _case("llama, 8k tokens", "llama", 1, llama | {"layers": 16, "seq": 8192}, modes=EVERYTHING),
         _case("1B, 2k tokens", "llama", 1, small),
-        _case("qwen, LoRA", "qwen2", 1, qwen | {"lora": 16}),
+        _case("qwen, LoRA", "qwen2", 1, qwen | {"lora": 16}, modes=(*GOALS, *PEERS, *CODED)),
         _case("llama, 32k tokens", "llama", 1, llama | {"layers": 4, "seq": 32768}),
         _paper("gpt2", 12288, 3, EVERYTHING),
         _paper("bert", 12288, 3),

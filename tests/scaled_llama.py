@@ -1,8 +1,10 @@
 """A training step like that of Llama 3 with 8 billion parameters, in virtual time on the simulated device.
 
 16 layers and 8k tokens in bf16, with all bytes divided by `BYTES` and all operations by `FLOPS`, so that a CPU computes
-a step in a second. The simulated device is an H100: 600 TFLOP/s, 2.6 TB/s and 52 GB/s each way, divided likewise, and
-so are the numbers of bytes by which the library decides. Its hooks take the host's time as in `tests.host_bound`.
+a step in a second. Float32 stands for bf16, and float64 for float32; with ``bf16`` they are what they are, and bytes
+are divided by twice as much. The simulated device is an H100: 600 TFLOP/s, 2.6 TB/s and 52 GB/s each way, divided
+likewise, and so are the numbers of bytes by which the library decides. Its hooks take the host's time as in
+`tests.host_bound`.
 
     python -m tests.scaled_llama SPEC
 
@@ -33,11 +35,11 @@ from actoffload.tiers.accelerator import Accelerator
 from tests.host_bound import charge, highest_allocated, use_virtual_time
 
 BYTES, FLOPS = 256, 8192
-LINK_BYTES_PER_S = 52e9
+LINK_BYTES_PER_S, MEMORY_BYTES_PER_S = 52e9, 2.6e12
 LAYERS, TOKENS, WIDTH, INNER, KEYS, VOCABULARY = 16, 256, 256, 896, 64, 2000
 GPU = {
     "flops": 600e12 / FLOPS,
-    "memory_bytes_per_s": 2.6e12 / BYTES,
+    "memory_bytes_per_s": MEMORY_BYTES_PER_S / BYTES,
     "to_device_bytes_per_s": LINK_BYTES_PER_S / BYTES,
     "to_host_bytes_per_s": LINK_BYTES_PER_S / BYTES,
     "latency_s": 3e-6,
@@ -70,19 +72,23 @@ class _Attention(torch.autograd.Function):
         return of_queries, of_keys[:, :KEYS] * 1.0, of_values[:, :KEYS] * 1.0
 
 
+def _wider(x: Tensor) -> Tensor:
+    return x.float() if x.dtype is torch.bfloat16 else x.double()
+
+
 def _repeated(tensor: Tensor) -> Tensor:
     return torch.cat([tensor] * (WIDTH // KEYS), 1)
 
 
 class _Norm(nn.Module):
-    """RMSNorm in twice the precision, as Llama's."""
+    """RMSNorm in twice the precision, as Llama's in Hugging Face's models."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x.double()
+        y = _wider(x)
         y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
         return self.weight * y.to(x.dtype)
 
@@ -127,7 +133,7 @@ class _Head(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         labels = torch.zeros(TOKENS, dtype=torch.long, device=hidden.device)
-        return nn.functional.cross_entropy(self.logits(self.norm(hidden)).double(), labels)
+        return nn.functional.cross_entropy(_wider(self.logits(self.norm(hidden))), labels)
 
 
 class Step:
@@ -141,6 +147,7 @@ class Step:
         plain: except these.
         head: with `_Head`.
         link: bytes per second to the host and to the device; None for those of `GPU`.
+        bf16: see above.
     """
 
     def __init__(
@@ -153,17 +160,21 @@ class Step:
         plain: Sequence[int] = (),
         head: bool = False,
         link: tuple[float, float] | None = None,
+        bf16: bool = False,
     ) -> None:
+        scale = self.scale = BYTES * (1 + bf16)
         self.device = device
         to_host, to_device = link or (LINK_BYTES_PER_S, LINK_BYTES_PER_S)
-        rates = {"to_host_bytes_per_s": to_host / BYTES, "to_device_bytes_per_s": to_device / BYTES}
+        rates = {"to_host_bytes_per_s": to_host / scale, "to_device_bytes_per_s": to_device / scale}
+        rates["memory_bytes_per_s"] = MEMORY_BYTES_PER_S / scale
         device.model(launch_s=launch_s, **GPU | rates)
         torch.manual_seed(0)
         made = [_Checkpointed(_Layer()) if checkpointed and i not in plain else _Layer() for i in range(layers)]
         self.model = nn.Sequential(*made, *([_Head()] if head else ())).to(NAME)
+        self.model.to(torch.bfloat16 if bf16 else torch.float32)
         for parameter in self.model.parameters():
             parameter.data.mul_(0.1)
-        self._x = torch.randn(TOKENS, WIDTH).to(NAME)
+        self._x = torch.randn(TOKENS, WIDTH).to(NAME, torch.bfloat16 if bf16 else torch.float32)
         self.take(nullcontext())  # makes the gradients, which stay
         device.synchronize()
         self.base_bytes = torch.accelerator.memory_allocated()
@@ -202,20 +213,20 @@ class Step:
             "step_s": step_s,
             "host_s": host_s,
             "forward_s": forward_s,
-            "peak_bytes": BYTES * peak_bytes,
-            "held_bytes": BYTES * held_bytes,
+            "peak_bytes": self.scale * peak_bytes,
+            "held_bytes": self.scale * held_bytes,
         }
 
 
-def scale(patch: pytest.MonkeyPatch) -> None:
-    """Divide the library's numbers of bytes by `BYTES`: those of every room that knows of a device."""
+def scale(patch: pytest.MonkeyPatch, by: int = BYTES) -> None:
+    """Divide the library's numbers of bytes: those of every room that knows of a device."""
     for room in ("tiers", "runtime", "planning", "autotune"):
         for module in _modules(f"actoffload.{room}"):
             for name, value in vars(module).items():
                 if name.isupper() and name.endswith("_BYTES") and isinstance(value, int):
-                    patch.setattr(module, name, value // BYTES)
+                    patch.setattr(module, name, value // by)
     slab: Any = HostPool.__init__.__kwdefaults__
-    patch.setitem(slab, "slab_bytes", slab["slab_bytes"] // BYTES)
+    patch.setitem(slab, "slab_bytes", slab["slab_bytes"] // by)
 
 
 def _modules(package: str) -> list[ModuleType]:
@@ -260,6 +271,7 @@ def run(
     plain: Sequence[int] = (),
     head: bool = False,
     link: tuple[float, float] | None = None,
+    bf16: bool = False,
 ) -> dict[str, Any]:
     """Train in one mode and return its last step, as `Step.take` does, with ``saved_bytes`` and the counts.
 
@@ -270,13 +282,14 @@ def run(
             saved bytes. ``device_memory`` excludes the memory used between steps, and has no division by `BYTES`.
         launch_s: see `LAUNCHES`.
         steps: how many are taken.
-        layers, checkpointed, plain, head, link: see `Step`.
+        layers, checkpointed, plain, head, link, bf16: see `Step`.
         seam: ``"trl"`` for TRL's context, with the ``options`` None.
     """
     with pytest.MonkeyPatch.context() as patch:
-        step = Step(install(), launch_s, layers, checkpointed=checkpointed, plain=plain, head=head, link=link)
+        shape: dict[str, Any] = {"checkpointed": checkpointed, "plain": plain, "head": head, "link": link, "bf16": bf16}
+        step = Step(install(), launch_s, layers, **shape)
         use_virtual_time(step.device, patch)
-        scale(patch)
+        scale(patch, step.scale)
         if seam:
             return _run_trl(step, steps, patch)
         if options is None:
@@ -286,10 +299,10 @@ def run(
         saved_bytes = _saved_bytes(step)
         budget = options.get("device_budget")
         if budget is not None:
-            options = options | {"device_budget": int(budget * saved_bytes if budget <= 1 else budget / BYTES)}
+            options = options | {"device_budget": int(budget * saved_bytes if budget <= 1 else budget / step.scale)}
         memory = options.get("device_memory")
         if memory is not None:
-            options = options | {"device_memory": step.base_bytes + memory // BYTES}
+            options = options | {"device_memory": step.base_bytes + memory // step.scale}
         calls = count_calls(patch)
         offloader = _offloader(options)
         taken: list[dict[str, float]] = []
@@ -307,14 +320,14 @@ def run(
         finally:
             offloader.abort()
         return found | {
-            "saved_bytes": BYTES * saved_bytes,
-            "moved_bytes": BYTES * (after.moved_bytes - before.moved_bytes),
+            "saved_bytes": step.scale * saved_bytes,
+            "moved_bytes": step.scale * (after.moved_bytes - before.moved_bytes),
             "waited_s": after.wait_s - before.wait_s,
             "once": once,
             "highest_bytes": max(one["peak_bytes"] for one in taken),
             "peaks_bytes": [one["peak_bytes"] for one in taken],
             "steps_s": [one["step_s"] for one in taken],
-            "predicted_peak_bytes": None if predicted is None else BYTES * predicted,
+            "predicted_peak_bytes": None if predicted is None else step.scale * predicted,
             "calls": found_calls,
             "driver_calls": sum(found_calls.values()),
         }

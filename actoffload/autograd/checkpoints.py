@@ -171,6 +171,7 @@ class Checkpoints:
     def _note(self, region: Region, tensor: Tensor, nbytes: int) -> None:
         if self._profiler.running and region.recorded is not None:
             with self._profiler.stopwatch.hook(), self._profiler.noting():
+                nbytes = self._packer.bytes_recorded(tensor, nbytes)
                 self._profiler.region_saved(region.recorded, nbytes, self._packer.why_unrecorded(tensor))
 
     def _name(self, function: Any) -> str:

@@ -33,6 +33,7 @@ from .handles import (
 )
 from .module_names import ModuleScopes
 from .tensor_names import name_of
+from .upcasts import Upcasts
 
 ATTRIBUTES = (
     "a saved tensor has the attribute {!r}, which backward does not find: numbers and texts alone are kept of a "
@@ -93,6 +94,7 @@ class Packer:
         """With compiled hooks, their ``KeptStorages``: the storages that a plan keeps."""
         self._only_boundaries = store.shared.config.boundaries == "only"
         self._names_count = store.decision.uses_names
+        self._upcasts = Upcasts(store) if store.shared.config.codec == "exact" else None
 
     def hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
         """Return pack and unpack: the compiled ones if there are any, else `pack` and `unpack` in Python."""
@@ -153,6 +155,13 @@ class Packer:
                 if is_filled_later(tensor):
                     return self._keep(tensor, KeepReason.FILLED_LATER, nbytes)
                 tape, module = self.tape(), self._module_names.innermost()
+                if self._upcasts is not None and tensor.dtype is torch.float32:
+                    with sharing_counters():
+                        upcast = self._upcasts.handle_of(
+                            tensor, tape, (module, self._name_of(tensor.untyped_storage()))
+                        )
+                    if upcast is not None:
+                        return upcast
                 if new and tape.planned:
                     place = store.keep_planned(nbytes, kind, tape, module)
                     if place is not None:
@@ -187,13 +196,18 @@ class Packer:
         if reason is not None:
             return self._keep(tensor, reason, end - begin)
         counters = counters or own_counter(tensor)
+        tape, module = self.tape(), self._module_names.innermost()
+        if self._upcasts is not None and tensor.dtype is torch.float32 and not counters:
+            upcast = self._upcasts.handle_of(tensor, tape, (module, self._name_of(storage)))
+            if upcast is not None:
+                return upcast
         alias = tensor.detach()
         # The compiled hooks may have kept this storage without a record: a record now would count it a second time.
         if self._kept is not None and not counters:
             again = self._kept.again(alias, begin, end)
             if again is not None:
                 return again
-        return self._save(alias, storage, (begin, end), self.tape(), self._module_names.innermost(), counters=counters)
+        return self._save(alias, storage, (begin, end), tape, module, counters=counters)
 
     def _with_attributes(self, tensor: Tensor, handle: Any) -> Any:
         """Return a handle that restores the tensor's Python attributes, as autograd does without hooks."""
@@ -224,6 +238,11 @@ class Packer:
             name = name_of(storage, only_boundaries=self._only_boundaries)
             return KeepReason.EXCLUDED if self._store.decision.excludes(self._module_names.innermost(), name) else None
         return reason
+
+    def bytes_recorded(self, tensor: Tensor, nbytes: int) -> int:
+        """Return how many of the bytes of an activation a record would have."""
+        halved = self._upcasts is not None and type(tensor) in PLAIN_TYPES and self._upcasts.halves(tensor)
+        return nbytes // 2 if halved else nbytes
 
     def _why_unfit(self, tensor: Tensor, nbytes: int) -> KeepReason | None:
         """Return why a tensor that needs ``nbytes`` stays because of its device or size, or None."""
@@ -258,11 +277,13 @@ class Packer:
             alias = alias.conj()
         if neg:
             alias = alias._neg_view()
-        name = name_of(storage, only_boundaries=self._only_boundaries) if self._names_count else None
-        record = self._store.admit(alias, span, storage, tape, (module, name), counters)
+        record = self._store.admit(alias, span, storage, tape, (module, self._name_of(storage)), counters)
         if record.stays and not conj and not neg:
             return Stayed(self._store, record, alias)
         return Handle(self._store, record, alias, conj, neg)
+
+    def _name_of(self, storage: torch.UntypedStorage) -> str | None:
+        return name_of(storage, only_boundaries=self._only_boundaries) if self._names_count else None
 
     def _keep(self, tensor: Tensor, reason: KeepReason, nbytes: int) -> Kept:
         if reason._value_ in STATIC or not nbytes:

@@ -146,6 +146,8 @@ def _headline(facts: Facts) -> list[str]:
         moved = f"{format_size(s.moved_bytes)} of {format_size(s.activation_bytes)} saved activations"
         waited = f"waited {s.wait_s:.2f} s (forward {s.pack_wait_s:.2f}, backward {s.unpack_wait_s:.2f})"
         lines.append(f"  moved              {moved} ({s.moved_share:.0%}); {waited}")
+    if s.halved_bytes:
+        lines.append(f"  halved             {format_size(2 * s.halved_bytes)} of float32, cast from bfloat16")
     if s.unhooked:
         more = f"{s.unhooked} more forward pass{'es' * (s.unhooked != 1)}"
         lines.append(f"  as nothing moves, {more} ran without hooks")

@@ -117,6 +117,18 @@ class CopyStreams:
         self._copy("write", out, side)
         self.written_bytes += out.nbytes
 
+    def look_later(self, tensor: Tensor, stream: Stream, host: Tensor) -> Event:
+        """Begin to copy a few bytes that a stream has computed to the host; return the event after the copy.
+
+        The side stream copies them behind the copies under way. On the compute stream, all that is enqueued later would
+        wait for these: a link makes one copy after the other.
+        """
+        side = self.device.side_stream(tensor.device.index or 0, "out")
+        self.device.wait(side, self.device.record(stream))
+        self.device.copy([(host, tensor)], side)
+        self.device.used_on(tensor, side)
+        return self.device.record(side)
+
     def release_sources(self, *outs: Batch) -> None:
         """Release the device memory of batches in stream order: kernels on their streams reuse it after the copies.
 

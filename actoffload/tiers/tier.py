@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
+from typing import Any
 
 import torch
 
@@ -210,6 +211,11 @@ class Tier(ABC):
 
     def count_waits(self) -> None:  # noqa: B027
         """Count the waits of streams since the last call; the host does not see them as they happen."""
+
+    def stream_of(self, device: torch.device) -> Any:
+        """The stream on which the calling thread computes on a device; None where there is none."""
+        copies = self.copies
+        return None if copies is None or copies.inert else copies.device.current_stream(device.index or 0)
 
     def capturing(self, index: int | None = None) -> bool:
         """Whether a stream is being captured into a graph, so that nothing may move; see `CopyStreams.capturing`."""

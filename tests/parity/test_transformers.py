@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from actoffload import Offloader
 from tests.harness import assert_same_bits
 
 from .architectures import ARCHITECTURES, Architecture
+from .places import PLACES
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # warnings of models
 
@@ -68,6 +70,20 @@ def check(model: nn.Module, batch: dict[str, Tensor], offloader: Offloader, *, i
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
 def test_architecture(architecture: Architecture, offloader: Offloader) -> None:
     check(architecture.build(), architecture.batch(), offloader, inside=False)
+
+
+def test_float32_that_was_cast_from_bfloat16(tmp_path: Path) -> None:
+    """Some architectures that save such tensors, in half of the bytes."""
+    names = {"llama", "gemma3_text", "mamba", "xlstm", "t5", "qwen3_moe", "switch_transformers", "jamba"}
+    offloader = PLACES[0].make(tmp_path, {"codec": "exact", "debug": True})
+    for architecture in (architecture for architecture in ARCHITECTURES if architecture.name in names):
+        before = offloader.statistics().halved_bytes
+        batch = {name: t.bfloat16() if t.is_floating_point() else t for name, t in architecture.batch().items()}
+        check(architecture.build().bfloat16(), batch, offloader, inside=False)
+        assert offloader.statistics().halved_bytes > before, architecture.name
+        names.remove(architecture.name)
+    assert not names
+    offloader.close()
 
 
 @pytest.mark.sampled(3)

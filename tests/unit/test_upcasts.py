@@ -1,0 +1,433 @@
+"""``codec="exact"``: the bits of float32 tensors that were cast from bfloat16 come back, from half of the bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from actoffload import Decision, Offloader, TensorFacts
+from actoffload.autograd import upcasts
+from actoffload.errors import SavedTensorModifiedError
+from actoffload.runtime.profiler import Profiler
+from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
+from tests.harness import (
+    ADVERSARIES,
+    ON_EACH_DEVICE,
+    Adversary,
+    assert_empty,
+    assert_same_bits,
+    forget_failed_backward,
+    hinder,
+    on_stream,
+    simulated,
+)
+
+Make = Callable[..., Offloader]
+EVERY_NUMBER = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+"""Each bfloat16: zeros, denormals, infinities, and all NaNs with their payloads."""
+
+
+class Save(torch.autograd.Function):
+    """Saves tensors, and notes what backward finds."""
+
+    found: tuple[Tensor, ...] = ()
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return tensors[0].sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        Save.found = tuple(tensor.clone() for tensor in ctx.saved_tensors)
+        return tuple(None for _ in ctx.saved_tensors)
+
+
+class Keep:
+    """A policy under which every half stays."""
+
+    def decide(self, facts: TensorFacts) -> Decision:
+        return Decision.KEEP
+
+
+def numbers(where: str, count: int = 1 << 16) -> Tensor:
+    return EVERY_NUMBER[:count].clone().to(where).requires_grad_()
+
+
+@pytest.fixture
+def offloader(make_offloader: Make) -> Offloader:
+    return make_offloader(codec="exact", policy="all", debug=True)
+
+
+@ON_EACH_DEVICE
+@pytest.mark.parametrize("count", [1 << 16, 1001, 7])
+def test_every_bit_comes_back_from_half_of_the_bytes(where: str, count: int, offloader: Offloader) -> None:
+    x = numbers(where, count)
+    with offloader:
+        loss = Save.apply(x.float())
+    offloader.synchronize()
+    loss.backward()
+    assert_same_bits(Save.found, [x.detach().float()])
+    statistics = offloader.statistics()
+    assert statistics.activation_bytes == statistics.halved_bytes == 2 * count
+    assert statistics.moved_bytes > 0
+    assert_empty(offloader)
+
+
+@ON_EACH_DEVICE
+def test_views_share_one_half(where: str, offloader: Offloader) -> None:
+    x = numbers(where)
+
+    def views() -> list[Tensor]:
+        wide = x.view(256, 256).float()
+        return [wide, wide.t(), wide[3:, 1:], wide.view(-1)[::2], wide[17], wide[255, 255:].expand(4)]
+
+    with offloader:
+        loss = Save.apply(*views())
+    offloader.synchronize()
+    loss.backward()
+    with torch.no_grad():
+        expected = views()
+    assert_same_bits(Save.found, expected)
+    assert [one.stride() for one in Save.found[:2]] == [(256, 1), (1, 256)]
+    statistics = offloader.statistics()
+    assert statistics.activation_bytes == statistics.halved_bytes == 2 * x.numel()
+    assert_empty(offloader)
+
+
+class Block(nn.Module):
+    """A norm as in Hugging Face's models, and a layer with an adapter in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+        self.linear = nn.Linear(64, 64, dtype=torch.bfloat16)
+        self.down, self.up = nn.Linear(64, 4), nn.Linear(4, 64)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        x = hidden.float()
+        x = self.weight.to(torch.bfloat16) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)).bfloat16()
+        x = self.linear(x) + nn.functional.dropout(self.up(self.down(x.float())), 0.1).bfloat16()
+        return hidden + nn.functional.gelu(x)
+
+
+class Model(nn.Module):
+    def __init__(self, where: str, *, checkpointed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks: Any = nn.ModuleList(Block() for _ in range(3)).to(where)
+        self.blocks = blocks
+        self.checkpointed = checkpointed
+        self.x = torch.randn(32, 64).bfloat16().to(where).requires_grad_()
+
+    def forward(self) -> Tensor:
+        torch.manual_seed(1)
+        x = self.x
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return x.float().square().mean()
+
+    def gradients(self, offloader: Offloader | None, *, twice: bool = False) -> list[Tensor | None]:
+        """Of one step, whose saved tensors are all away before backward begins."""
+        self.zero_grad()
+        self.x.grad = None
+        with offloader or nullcontext():
+            loss = self()
+        for again in [True, False] if twice else [False]:
+            if offloader is not None:
+                offloader.synchronize()
+            loss.backward(retain_graph=again)
+        return [self.x.grad, *(parameter.grad for parameter in self.blocks.parameters())]
+
+
+@ON_EACH_DEVICE
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("options", [{"policy": "all"}, {"policy": "auto"}, {"device_budget": 1 << 15}], ids=str)
+def test_gradients(where: str, twice: bool, checkpointed: bool, options: dict[str, Any], make_offloader: Make) -> None:
+    model = Model(where, checkpointed=checkpointed)
+    expected = model.gradients(None, twice=twice)
+    offloader = make_offloader(codec="exact", debug=True, **options)
+    for _ in range(6):
+        assert_same_bits(model.gradients(offloader, twice=twice), expected)
+    assert offloader.statistics().halved_bytes > 0
+    assert_empty(offloader)
+
+
+@ON_EACH_DEVICE
+def test_only_what_was_cast_from_bfloat16_is_halved(where: str, offloader: Offloader) -> None:
+    x = torch.randn(1000).to(where).requires_grad_()
+    cast = [x * 2, x.half().float(), x.double().float(), x.bfloat16().double(), x.bfloat16().float() * 3]
+    cast += [x.bfloat16().float().detach(), x.bfloat16().float().add_(1)]
+    cast += [x.bfloat16().float()._neg_view(), x.bfloat16().float()]
+    with torch.no_grad():
+        cast[-1].mul_(1.1)
+    with offloader:
+        losses = [Save.apply(tensor, x) for tensor in cast]
+    offloader.synchronize()
+    expected = [tensor.detach().clone() for tensor in cast]
+    del cast
+    for loss, tensor in zip(losses, expected, strict=True):
+        loss.backward(retain_graph=True)
+        assert_same_bits(Save.found[:1], [tensor])
+    assert offloader.statistics().halved_bytes == 0
+
+
+@ON_EACH_DEVICE
+def test_a_change_in_place_raises(where: str, offloader: Offloader) -> None:
+    wide = numbers(where).float()
+    with offloader:
+        loss = Save.apply(wide)
+    with torch.no_grad():
+        wide.add_(1)
+    offloader.synchronize()
+    with pytest.raises(SavedTensorModifiedError, match="modified by an inplace operation"):
+        loss.backward()
+    del loss
+    forget_failed_backward()
+    assert_empty(offloader)
+
+
+@ON_EACH_DEVICE
+def test_backward_reads_the_present_contents_of_a_tensor_that_the_program_holds(
+    where: str, offloader: Offloader
+) -> None:
+    wide = numbers(where).float()
+    with offloader:
+        loss = Save.apply(wide)
+    offloader.synchronize()
+    wide.data[:4] = torch.tensor([1.1, 2.2, 3.3, 4.4])  # which bumps no version counter
+    loss.backward()
+    assert_same_bits(Save.found, [wide.detach()])
+    halved = offloader.statistics().halved_bytes
+    wide = numbers(where).float()
+    with offloader:
+        loss = Save.apply(wide)
+    loss.backward()
+    assert offloader.statistics().halved_bytes == halved, "such a place is not halved again: that freed nothing"
+
+
+@ON_EACH_DEVICE
+def test_a_tensor_with_a_version_counter_of_its_own_is_another_one(where: str, offloader: Offloader) -> None:
+    """Its counter is 0 although the contents have changed since the first save."""
+    x = numbers(where)
+    wide = x.float()
+    with offloader:
+        first = Save.apply(wide)
+        wide.data.view(-1)[:4].mul_(1.1)
+        changed = wide.detach().clone()
+        second = Save.apply(wide.data, x)
+        del wide
+    offloader.synchronize()
+    second.backward()
+    assert_same_bits(Save.found[:1], [changed])
+    del second
+    first.backward()
+    assert_same_bits(Save.found, [x.detach().float()])  # as without a codec: a known gap of a storage that has died
+
+
+@ON_EACH_DEVICE
+def test_a_storage_that_its_owner_frees_and_fills_again(where: str, offloader: Offloader) -> None:
+    """It has the same number and version, and other bytes at another address."""
+    x = numbers(where)
+    wide = x.float()
+    storage, expected = wide.untyped_storage(), []
+    with offloader:
+        losses = [Save.apply(wide)]
+        for times in (1, 2):
+            storage.resize_(0)
+            held = torch.zeros(1 << 16, device=where)
+            storage.resize_(times * held.nbytes)
+            torch.empty(0, device=where).set_(storage).copy_(torch.arange(times << 16) / 3)
+            expected.append(wide.detach().clone())
+            losses.append(Save.apply(wide, x))
+        offloader.synchronize()
+        del wide, storage
+        losses[2].backward()  # the storage is larger than the tensor was, so it was saved whole
+        assert_same_bits(Save.found[:1], expected[1:])
+        # The other bytes are no cast of `x`. On the CPU they were saved whole.
+        with nullcontext() if where == "cpu" else pytest.raises(SavedTensorModifiedError):
+            losses[1].backward()
+        if where == "cpu":
+            assert_same_bits(Save.found[:1], expected[:1])
+
+
+@ON_EACH_DEVICE
+@pytest.mark.parametrize("inside", [True, False], ids=["backward", "read outside of backward"])
+def test_a_change_before_the_save_that_bumps_no_counter(where: str, inside: bool, offloader: Offloader) -> None:
+    """On the CPU it is seen at once. Elsewhere backward raises before it returns: of `abs` no bit would be NaN."""
+    x = torch.ones(1000, dtype=torch.bfloat16).to(where).requires_grad_()
+    for _ in range(2):
+        wide = x.float()
+        wide.data[5] = -1.1
+        with offloader:
+            loss = wide.abs().sum()
+        del wide
+        offloader.synchronize()
+        if where == "cpu":
+            (found,) = torch.autograd.grad(loss, x)
+            assert [place.tolist() for place in (found != 1).nonzero()] == [[5]]
+            continue
+        function: Any = loss.grad_fn
+        with pytest.raises(SavedTensorModifiedError, match="codec='none'"):
+            torch.autograd.grad(loss, x) if inside else function.next_functions[0][0]._saved_self
+        del loss, function
+        forget_failed_backward()
+    with offloader:
+        loss = x.float().abs().sum()
+    assert torch.autograd.grad(loss, x)[0].sum() == 1000
+    del loss
+    assert_empty(offloader)
+
+
+def test_the_nodes_that_are_read_are_limited(offloader: Offloader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch frees a long chain of nodes with Python objects recursively."""
+    model = Model("cpu")
+    expected = model.gradients(None)
+    halved = []
+    for most in (100, 3, 3, 0):
+        monkeypatch.setattr(upcasts, "MOST", most)
+        before = offloader.statistics().halved_bytes
+        assert_same_bits(model.gradients(offloader), expected)
+        halved.append(offloader.statistics().halved_bytes - before)
+    assert halved[0] > halved[1] == halved[2] > halved[3] == 0
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize("adversary", ADVERSARIES)
+@pytest.mark.parametrize("where", ["host", "nvme", "kept"])
+def test_streams(adversary: Adversary, where: str, tmp_path: Any, device: SimulatedDevice) -> None:
+    """Made on one stream, saved on another, used by backward on both: late kernels and copies change no bit."""
+    accelerator = SimulatedAccelerator()
+    other = torch.Stream(torch.device(NAME, 0))
+    model = Model(NAME)
+
+    def gradients(context: Any) -> list[Tensor | None]:
+        model.zero_grad()
+        model.x.grad = None
+        with context:
+            x = model.x
+            for number, block in enumerate(model.blocks):
+                wide = x.float()
+                with on_stream(other) if number % 2 else nullcontext():
+                    y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+                    x = block.linear(y.bfloat16())
+                z = torch.ones(32, 64, device=NAME) * 7  # may get memory that was freed just now
+                x = x + (wide * z).bfloat16()
+                del wide, y, z
+            for saves in range(2):
+                wide, ahead = x.float(), torch.accelerator.current_stream()
+                other.wait_stream(ahead)  # not for the kernels that make this stream's half
+                if saves:  # this stream is the second one to save it
+                    x = x + (wide * model.blocks[0].weight).bfloat16()
+                with on_stream(other, ordered=False):
+                    y = (wide * model.blocks[1].weight).bfloat16()
+                del wide
+                z = torch.ones(32, 64, device=NAME) * 7
+                ahead.wait_stream(other)
+                x = x + y * z.bfloat16()
+                del y, z
+            wide = x.float()  # two branches, of which neither waits for the other
+            with on_stream(other):
+                there = (wide * model.blocks[1].linear.bias).sum()
+            loss = (wide * model.blocks[0].linear.bias).sum() + there
+            del wide, there
+        loss.backward()
+        return [model.x.grad, *(parameter.grad for parameter in model.blocks.parameters())]
+
+    expected = [None if one is None else one.cpu() for one in gradients(nullcontext())]
+    options: dict[str, Any] = {"policy": Keep(), "target": "host"} if where == "kept" else {"target": where}
+    with simulated(accelerator, path=str(tmp_path), codec="exact", debug=True, **options) as offloader:
+        for seed in range(4):
+            device.synchronize()
+            hinder(device, accelerator, adversary, seed)
+            found = gradients(offloader)
+            device.reset()
+            assert_same_bits([None if one is None else one.cpu() for one in found], expected)
+        assert offloader.statistics().halved_bytes > 0
+
+
+@pytest.mark.simulated
+def test_each_stream_has_a_half_of_its_own(device: SimulatedDevice) -> None:
+    """Another one has not waited for the kernels that make the first one's."""
+    x = torch.randn(64, 64).bfloat16().to(NAME).requires_grad_()
+    other = torch.Stream(torch.device(NAME, 0))
+    with simulated(policy=Keep(), codec="exact") as offloader:
+        with offloader:
+            wide = x.float()
+            losses = [wide.abs(), wide.abs()]
+            with on_stream(other):
+                losses.append(wide.abs())
+        assert offloader.statistics().halved_bytes == 2 * x.nbytes
+        del losses
+
+
+@pytest.mark.simulated
+def test_another_stream_does_not_use_memory_that_this_one_will_fill(device: SimulatedDevice) -> None:
+    here, other = torch.accelerator.current_stream(), torch.Stream(torch.device(NAME, 0))
+    x = torch.randn(64, 64).bfloat16().to(NAME).requires_grad_()
+    expected = x.detach().float().cpu()
+    with simulated(policy=Keep(), codec="exact") as offloader:
+        with offloader:
+            y = x.float().abs()
+        function: Any = y.grad_fn
+        assert function._saved_self.shape == x.shape  # waits for the flag, so that no later read does
+        other.wait_stream(here)
+        other.synchronize()
+        with device.paused(here):
+            held = function._saved_self  # its kernel has not begun
+            with on_stream(other, ordered=False):
+                there = function._saved_self * 1.0
+            other.synchronize()
+        device.synchronize()
+        assert_same_bits([held.cpu(), there.cpu()], [expected] * 2)
+
+
+def test_nothing_is_halved_where_a_mode_of_the_program_would_see_it(make_offloader: Make) -> None:
+    seen: list[str] = []
+    runs = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    x = numbers("cpu")
+    for codec in ("none", "none", "exact"):  # the first one makes what later ones have
+        seen.clear()
+        with Mode(), make_offloader(codec=codec, policy="all"):
+            Save.apply(x.float())
+        runs.append(list(seen))
+    assert runs[1] == runs[2]
+
+
+def test_a_recorded_region_has_the_bytes_that_it_would_save(
+    make_offloader: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan that lets it run once counts on them."""
+    noted: list[int] = []
+    note = Profiler.region_saved
+
+    def region_saved(profiler: Profiler, region: Any, nbytes: int, reason: Any) -> None:
+        noted.extend([nbytes] if reason is None else [])
+        note(profiler, region, nbytes, reason)
+
+    monkeypatch.setattr(Profiler, "region_saved", region_saved)
+    model = Model("cpu", checkpointed=True)
+    recording = make_offloader(codec="exact", policy="auto")
+    while not noted:
+        model.gradients(recording)
+    plain = Model("cpu")
+    alone = make_offloader(codec="exact", policy="all")
+    plain.gradients(alone)
+    saved = Counter(entry.nbytes for entry in alone.plan.entries)
+    assert saved - Counter(noted) == {model.x.nbytes: 1}, "the half that the loss saves"
+    assert not Counter(noted) - saved
