@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..errors import SavedTensorModifiedError
+from ..errors import SavedTensorModifiedError, StateError
+from ..locks import renewed_in_child
 from ..runtime.backward_end import BackwardEnd
 from ..runtime.identity import same_counter
+from ..tiers.device_tier import CAPTURED
 from ..tiers.record import Record, State
 from ..tiers.storage_ref import StorageRef
 from .handles import Handle, check_version, empty, version_probe, view_in
@@ -33,6 +35,7 @@ MOST = 5_000
 frees a chain of such nodes recursively: one of 20,000 is freed, one of 60,000 ends the process (a stack of 8 MiB)."""
 LOWER = 0 if sys.byteorder == "little" else 1
 """Which 16 bits of a float32 a bfloat16 lacks."""
+_checking = renewed_in_child(threading.Lock())
 CHANGED = (
     'with codec="exact" a float32 tensor is saved as the bfloat16 tensor that it was cast from, but one had been '
     "changed in between, and no version counter showed it (a change through .data, or by a kernel of the program's "
@@ -124,6 +127,8 @@ class Upcast(Handle):
             self.round = store.passed(record, self.round)
             self._upcasts.held.add((record.index, record.nbytes))
             return view_in(self, wide, 0)
+        if store.tiers.by_device[record.kind].capturing(record.device.index):
+            raise StateError(CAPTURED)  # no copy of the flag may be enqueued
         storage, _, self.round = store.obtain(record, self.round)
         try:
             wide = half.widened(storage, store)
@@ -157,6 +162,8 @@ class Upcasts:
         """Copies of such flags to the host: the device, the event after the copy, and the copy."""
         self._unused: list[Tensor] = []
         """Page-locked memory for such copies."""
+        self._failed = False
+        """A tensor had been changed, and one saved before that may be alive: no backward of these may return."""
         self._backward_end = BackwardEnd(self._check)
 
     def handle_of(self, tensor: Tensor, tape: Tape[Record], names: tuple[str | None, str | None]) -> Upcast | None:
@@ -196,7 +203,7 @@ class Upcasts:
         if whole.nbytes != whole.untyped_storage().nbytes() or torch._C._len_torch_dispatch_stack():
             return False
         if not self.store.shared.accounts.live_records:
-            self._nodes = 0
+            self._nodes, self._failed = 0, False
         self._nodes += 1
         return self._nodes <= MOST and _is_cast(whole)
 
@@ -248,7 +255,7 @@ class Upcasts:
         if copies is not None and not copies.inert and changed is not None:
             host = self._unused.pop() if self._unused else torch.zeros((), dtype=torch.bool, device="cpu").pin_memory()
             self._asked.append((copies.device, copies.look_later(changed, half.stream, host), host))
-        if self._asked and not self._backward_end.expect():
+        if (self._asked or self._failed) and not self._backward_end.expect():
             self._check()
 
     def _check(self) -> None:
@@ -257,16 +264,17 @@ class Upcasts:
         Raises:
             SavedTensorModifiedError: a tensor had been changed.
         """
-        asked, self._asked = self._asked, []
         try:
-            for device, event, _ in asked:
-                device.synchronize(event)
+            with _checking:  # a backward of another thread may have taken this one's flags, and must know first
+                asked, self._asked = self._asked, []
+                for device, event, host in asked:
+                    device.synchronize(event)
+                    self._failed |= bool(host.item())
+                    self._unused.append(host)
         except BaseException as error:
             self.store.abort_if_interrupted(error)
             raise
-        changed = any(host.item() for _, _, host in asked)
-        self._unused += [host for _, _, host in asked]
-        if changed:
+        if self._failed:
             raise SavedTensorModifiedError(CHANGED)
 
 

@@ -288,6 +288,26 @@ def test_a_change_before_the_save_that_bumps_no_counter(where: str, inside: bool
     assert_empty(offloader)
 
 
+@pytest.mark.simulated
+def test_no_backward_of_what_was_saved_with_a_changed_tensor_returns(device: SimulatedDevice) -> None:
+    """One backward takes the flag of a stream for all forwards before it."""
+    x = torch.ones(1000, dtype=torch.bfloat16).to(NAME).requires_grad_()
+    with simulated(policy=Keep(), codec="exact") as offloader:
+        with offloader:
+            wide = x.float()
+            wide.data[5] = -1.1
+            losses = [x.float().abs().sum(), wide.abs().sum()]
+            del wide
+        for loss in losses:
+            with pytest.raises(SavedTensorModifiedError):
+                torch.autograd.grad(loss, x)
+        del loss, losses
+        forget_failed_backward()
+        with offloader:
+            loss = x.float().abs().sum()
+        assert torch.autograd.grad(loss, x)[0].sum() == 1000
+
+
 def test_the_nodes_that_are_read_are_limited(offloader: Offloader, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch frees a long chain of nodes with Python objects recursively."""
     model = Model("cpu")
