@@ -25,7 +25,8 @@ class Statistics:
     deduplicated_bytes: int = 0
     """The part of ``packed_bytes`` that an earlier save of the same storage already held."""
     halved_bytes: int = 0
-    """Bytes that autograd would have saved, and that ``codec="exact"`` saved in half as many; the half not saved."""
+    """Bytes that ``codec="exact"`` did not save: half of each float32 tensor that was cast from bfloat16. No other
+    field counts them."""
     kept_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes that stayed where they were, by reason."""
     host_written_bytes: int = 0

@@ -196,9 +196,9 @@ class Packer:
         if reason is not None:
             return self._keep(tensor, reason, end - begin)
         counters = counters or own_counter(tensor)
-        tape, module = self.tape(), self._module_names.innermost()
         if self._upcasts is not None and tensor.dtype is torch.float32 and not counters:
-            upcast = self._upcasts.handle_of(tensor, tape, (module, self._name_of(storage)))
+            names = self._module_names.innermost(), self._name_of(storage)
+            upcast = self._upcasts.handle_of(tensor, self.tape(), names)
             if upcast is not None:
                 return upcast
         alias = tensor.detach()
@@ -207,7 +207,7 @@ class Packer:
             again = self._kept.again(alias, begin, end)
             if again is not None:
                 return again
-        return self._save(alias, storage, (begin, end), tape, module, counters=counters)
+        return self._save(alias, storage, (begin, end), self.tape(), self._module_names.innermost(), counters=counters)
 
     def _with_attributes(self, tensor: Tensor, handle: Any) -> Any:
         """Return a handle that restores the tensor's Python attributes, as autograd does without hooks."""
@@ -241,7 +241,7 @@ class Packer:
 
     def bytes_recorded(self, tensor: Tensor, nbytes: int) -> int:
         """Return how many of the bytes of an activation a record would have."""
-        halved = self._upcasts is not None and type(tensor) in PLAIN_TYPES and self._upcasts.halves(tensor)
+        halved = self._upcasts is not None and type(tensor) in PLAIN_TYPES and self._upcasts.can_halve(tensor)
         return nbytes // 2 if halved else nbytes
 
     def _why_unfit(self, tensor: Tensor, nbytes: int) -> KeepReason | None:
@@ -277,7 +277,8 @@ class Packer:
             alias = alias.conj()
         if neg:
             alias = alias._neg_view()
-        record = self._store.admit(alias, span, storage, tape, (module, self._name_of(storage)), counters)
+        name = self._name_of(storage) if self._names_count else None
+        record = self._store.admit(alias, span, storage, tape, (module, name), counters)
         if record.stays and not conj and not neg:
             return Stayed(self._store, record, alias)
         return Handle(self._store, record, alias, conj, neg)

@@ -52,18 +52,22 @@ class Half:
         stream: that has made them; None on the CPU.
     """
 
-    __slots__ = ("__weakref__", "_address", "_identity", "_nbytes", "_probe", "_thread", "_wide", "record", "stream")
+    __slots__ = ("__weakref__", "_address", "_identity", "_probe", "_thread", "_wide", "record", "stream")
 
     def __init__(self, tensor: Tensor, record: Record, stream: Any) -> None:
         storage = tensor.untyped_storage()
         self._identity = StorageRef(storage)  # pins the storage's number, by which `Upcasts` knows it
         self._address = storage.data_ptr()
-        self._nbytes = storage.nbytes()
         self._probe = version_probe(tensor.detach())
         self._thread = threading.get_ident()
         self._wide: tuple[StorageRef, Any] | None = None
         self.record = record
         self.stream = stream
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the float32 storage."""
+        return 2 * self.record.nbytes
 
     def has_bytes_of(self, tensor: Tensor, stream: Any) -> bool:
         """Return whether these are the bytes of a tensor of version 0, in a storage with this half's number."""
@@ -77,7 +81,7 @@ class Half:
     def original(self) -> torch.UntypedStorage | None:
         """Return the float32 storage if the program still holds it, and its owner has not freed it for now."""
         storage = self._identity.lock()
-        return storage if storage is not None and storage.nbytes() >= self._nbytes else None
+        return storage if storage is not None and storage.nbytes() >= self.nbytes else None
 
     def widened(self, storage: torch.UntypedStorage, store: ActivationStore) -> torch.UntypedStorage:
         """Return a storage with all bytes of the float32 tensor, safe to use on the current stream.
@@ -95,7 +99,7 @@ class Half:
         wide = self._wide[0].lock() if self._wide is not None and self._wide[1] == stream else None
         if wide is None:
             with store.shared.lock:
-                tier.make_room(self._nbytes)
+                tier.make_room(self.nbytes)
             with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():
                 wide = numbers.to(torch.float32).untyped_storage()
             self._wide = StorageRef(wide), stream
@@ -132,7 +136,7 @@ class Upcast(Handle):
         storage, _, self.round = store.obtain(record, self.round)
         try:
             wide = half.widened(storage, store)
-            self._upcasts.used(half)
+            self._upcasts.note_use(half)
         except BaseException as error:
             store.abort_if_interrupted(error)
             raise
@@ -158,7 +162,7 @@ class Upcasts:
         """How many nodes have been read since the last moment at which no saved tensor was alive."""
         self._changed: dict[Any, Tensor] = {}
         """For each stream, whether a tensor had been changed: two streams must not write to one flag at once."""
-        self._asked: list[tuple[Any, Any, Tensor]] = []
+        self._flags: list[tuple[Any, Any, Tensor]] = []
         """Copies of such flags to the host: the device, the event after the copy, and the copy."""
         self._unused: list[Tensor] = []
         """Page-locked memory for such copies."""
@@ -178,7 +182,7 @@ class Upcasts:
         stream = tier.stream_of(tensor.device)
         half = None if tensor._version or tensor.is_neg() else self._halves.get(number)
         if half is None or not half.has_bytes_of(tensor, stream) or not self._hold_again(half.record, names[1]):
-            if (len(tape.records), tensor.untyped_storage().nbytes() // 2) in self.held or not self.halves(tensor):
+            if (len(tape.records), tensor.untyped_storage().nbytes() // 2) in self.held or not self.can_halve(tensor):
                 return None
             numbers = self._numbers(tensor, stream)
             if numbers is None:
@@ -194,7 +198,7 @@ class Upcasts:
             tier.copies.device.used_on(tensor, stream)
         return Upcast(self, half, tensor.detach())
 
-    def halves(self, tensor: Tensor) -> bool:
+    def can_halve(self, tensor: Tensor) -> bool:
         """Return whether a plain tensor is a view of a float32 tensor that was cast from bfloat16, and not changed."""
         whole = tensor if tensor._base is None else tensor._base
         if not tensor.dtype == whole.dtype == torch.float32 or whole._version or tensor._version or tensor.is_neg():
@@ -244,7 +248,7 @@ class Upcasts:
         numbers = empty(torch.bfloat16, tensor.device).detach()
         return numbers.set_(upper.clone().untyped_storage(), 0, whole.shape, whole.stride())
 
-    def used(self, half: Half) -> None:
+    def note_use(self, half: Half) -> None:
         """Note that backward uses a half: before it returns, it learns whether the tensor had been changed.
 
         Raises:
@@ -254,8 +258,8 @@ class Upcasts:
         changed = self._changed.pop(half.stream, None)
         if copies is not None and not copies.inert and changed is not None:
             host = self._unused.pop() if self._unused else torch.zeros((), dtype=torch.bool, device="cpu").pin_memory()
-            self._asked.append((copies.device, copies.look_later(changed, half.stream, host), host))
-        if (self._asked or self._failed) and not self._backward_end.expect():
+            self._flags.append((copies.device, copies.copy_flag(changed, half.stream, host), host))
+        if (self._flags or self._failed) and not self._backward_end.expect():
             self._check()
 
     def _check(self) -> None:
@@ -266,8 +270,8 @@ class Upcasts:
         """
         try:
             with _checking:  # a backward of another thread may have taken this one's flags, and must know first
-                asked, self._asked = self._asked, []
-                for device, event, host in asked:
+                flags, self._flags = self._flags, []
+                for device, event, host in flags:
                     device.synchronize(event)
                     self._failed |= bool(host.item())
                     self._unused.append(host)

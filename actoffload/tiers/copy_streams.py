@@ -117,16 +117,16 @@ class CopyStreams:
         self._copy("write", out, side)
         self.written_bytes += out.nbytes
 
-    def look_later(self, tensor: Tensor, stream: Stream, host: Tensor) -> Event:
-        """Begin to copy a few bytes that a stream has computed to the host; return the event after the copy.
+    def copy_flag(self, flag: Tensor, stream: Stream, host: Tensor) -> Event:
+        """Begin to copy a flag that a compute stream has computed to page-locked memory; return the event after that.
 
-        The side stream copies them behind the copies under way. On the compute stream, all that is enqueued later would
-        wait for these: a link makes one copy after the other.
+        On the side stream, because a link makes one copy after the other: the compute stream would wait for all copies
+        that began before.
         """
-        side = self.device.side_stream(tensor.device.index or 0, "out")
-        self.device.wait(side, self.device.record(stream))
-        self.device.copy([(host, tensor)], side)
-        self.device.used_on(tensor, side)
+        side = self.device.side_stream(flag.device.index or 0, "out")
+        self.device.wait(side, self.device.record(stream))  # the flag is computed first
+        self.device.copy([(host, flag)], side)
+        self.device.used_on(flag, side)  # the caller drops it, and the compute stream may use its memory again
         return self.device.record(side)
 
     def release_sources(self, *outs: Batch) -> None:

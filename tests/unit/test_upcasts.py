@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import actoffload
 from actoffload import Decision, Offloader, TensorFacts
 from actoffload.autograd import upcasts
-from actoffload.errors import SavedTensorModifiedError
+from actoffload.errors import SavedTensorModifiedError, StateError
 from actoffload.runtime.profiler import Profiler
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
+from actoffload.tiers.tier import Tier
 from tests.harness import (
     ADVERSARIES,
     ON_EACH_DEVICE,
@@ -409,6 +411,85 @@ def test_another_stream_does_not_use_memory_that_this_one_will_fill(device: Simu
             other.synchronize()
         device.synchronize()
         assert_same_bits([held.cpu(), there.cpu()], [expected] * 2)
+
+
+@pytest.mark.simulated
+def test_memory_that_another_stream_still_reads_has_no_new_owner(device: SimulatedDevice) -> None:
+    here, other = torch.accelerator.current_stream(), torch.Stream(torch.device(NAME, 0))
+    x = torch.randn(64, 64).bfloat16().to(NAME).requires_grad_()
+    expected = x.detach().float().cpu()
+    with simulated(policy=Keep(), codec="exact", debug=True) as offloader:
+        with offloader:
+            y = x.float().abs()
+        function: Any = y.grad_fn
+        assert function._saved_self.shape == x.shape  # waits for the flag, so that no later read does
+        other.wait_stream(here)
+        other.synchronize()
+        with device.paused(other):
+            with on_stream(other, ordered=False):
+                there = function._saved_self  # the kernel that reads the half has not begun
+            del function, y
+            offloader.statistics()
+            filled = [torch.full((64, 64), 9.0, dtype=torch.bfloat16, device=NAME) for _ in range(20)]
+            here.synchronize()
+        device.synchronize()
+        assert_same_bits([there.cpu()], [expected])
+        del filled
+
+
+@ON_EACH_DEVICE
+def test_a_budget_has_room_for_the_half_and_for_what_backward_widens(
+    where: str, make_offloader: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    make_room = Tier.make_room
+
+    def noted(tier: Tier, nbytes: int) -> float:
+        asked.append(nbytes)
+        return make_room(tier, nbytes)
+
+    monkeypatch.setattr(Tier, "make_room", noted)
+    x = numbers(where)
+    offloader = make_offloader(codec="exact", policy="all", device_budget=1 << 20)
+    with offloader:
+        loss = Save.apply(x.float())
+        assert asked == [x.nbytes] * 2, "before the half is made, and for the storage that follows"
+    offloader.synchronize()
+    asked.clear()
+    loss.backward()
+    assert 2 * x.nbytes in asked
+
+
+@pytest.mark.simulated
+def test_no_half_is_used_in_a_captured_graph(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy of the flag would be captured, and would run at each replay."""
+    x = torch.ones(64, 64, dtype=torch.bfloat16).to(NAME).requires_grad_()
+    with simulated(policy=Keep(), codec="exact") as offloader:
+        with offloader:
+            loss = x.float().abs().sum()
+        with monkeypatch.context() as patch:
+            patch.setattr(SimulatedAccelerator, "is_capturing", lambda accelerator, index: True)
+            with pytest.raises(StateError, match="captured graph"):
+                torch.autograd.grad(loss, x, retain_graph=True)
+        assert torch.autograd.grad(loss, x)[0].sum() == x.numel()
+        del loss
+
+
+@ON_EACH_DEVICE
+def test_a_name_between_two_saves(where: str, make_offloader: Make) -> None:
+    """It is known from the second forward on, as for any tensor."""
+    x = numbers(where)
+    offloader = make_offloader(codec="exact", policy="all", include="tensor:wide")
+    for moves in (False, True):
+        with offloader:
+            wide = x.float()
+            losses = [Save.apply(wide)]
+            losses.append(Save.apply(actoffload.name(wide, "wide")))
+            del wide
+        offloader.synchronize()
+        assert (offloader.statistics().moved_bytes > 0) == moves
+        for loss in losses:
+            loss.backward()
 
 
 def test_nothing_is_halved_where_a_mode_of_the_program_would_see_it(make_offloader: Make) -> None:
