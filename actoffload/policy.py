@@ -76,6 +76,7 @@ class KeepReason(Enum):
     )
     IN_BACKWARD = "saved during backward", Kind.FIXED, "by a recomputation; it is used at once"
     RECOMPUTED = "recomputed", Kind.FIXED, "by a checkpointed region that runs again in backward; it is used at once"
+    DERIVED = "computed again", Kind.FIXED, "by backward, from other saved tensors; it is used at once"
     SUBCLASS = "unknown tensor subclass", Kind.FIXED, "how to take it apart is not known"
     LAYOUT = "not strided", Kind.FIXED, "sparse, or another layout without plain memory"
     FILLED_LATER = "filled after it was saved", Kind.FIXED, "its operator (rrelu) saves it before it is computed"

@@ -27,6 +27,9 @@ class Statistics:
     halved_bytes: int = 0
     """Bytes that ``codec="exact"`` did not save: half of each float32 tensor that was cast from bfloat16. No other
     field counts them."""
+    derived_bytes: int = 0
+    """Bytes that ``codec="exact"`` did not save because backward computes them again: products and activations. No
+    other field counts them."""
     kept_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes that stayed where they were, by reason."""
     host_written_bytes: int = 0

@@ -176,7 +176,7 @@ def highest_allocated() -> Iterator[list[int]]:
 
 def charge(device: SimulatedDevice, patch: pytest.MonkeyPatch, host: Host = Host()) -> None:
     """Have the hooks take their time of the host: each that moves a tensor, and each that gives backward one."""
-    offload, fetch_now = DeviceTier.offload, ActivationStore._fetch_now
+    offload, fetch_now = DeviceTier.offload, ActivationStore.fetch_now
 
     def offload_slowly(tier: DeviceTier, record: Any) -> Any:
         reason = offload(tier, record)
@@ -199,7 +199,7 @@ def charge(device: SimulatedDevice, patch: pytest.MonkeyPatch, host: Host = Host
             patch.setattr(owner, name, slow)
 
     patch.setattr(DeviceTier, "offload", offload_slowly)
-    patch.setattr(ActivationStore, "_fetch_now", fetch_slowly)
+    patch.setattr(ActivationStore, "fetch_now", fetch_slowly)
     slowly(Packer, "_save", host.pack_s * host.outside)
     slowly(Handle, "unpack", host.unpack_s * host.outside)
     slowly(Profiler, "saved", host.recording_s / 2)

@@ -220,7 +220,7 @@ class Step:
 
 def scale(patch: pytest.MonkeyPatch, by: int = BYTES) -> None:
     """Divide the library's numbers of bytes: those of every room that knows of a device."""
-    for room in ("tiers", "runtime", "planning", "autotune"):
+    for room in ("tiers", "runtime", "planning", "autotune", "autograd"):
         for module in _modules(f"actoffload.{room}"):
             for name, value in vars(module).items():
                 if name.isupper() and name.endswith("_BYTES") and isinstance(value, int):

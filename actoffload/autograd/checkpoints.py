@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from ..locks import renewed_in_child
+from ..planning.profile import DERIVED
 from ..runtime.identity import PLAIN_TYPES, storages
 from ..runtime.regions import Recomputation, Region
 from ..runtime.store import ActivationStore
@@ -171,8 +172,11 @@ class Checkpoints:
     def _note(self, region: Region, tensor: Tensor, nbytes: int) -> None:
         if self._profiler.running and region.recorded is not None:
             with self._profiler.stopwatch.hook(), self._profiler.noting():
-                nbytes = self._packer.bytes_recorded(tensor, nbytes)
-                self._profiler.region_saved(region.recorded, nbytes, self._packer.why_unrecorded(tensor))
+                reason = self._packer.why_unrecorded(tensor)
+                kept = "" if reason is None else reason.value
+                saved_bytes = self._packer.bytes_recorded(tensor, nbytes)
+                saved = (saved_bytes, kept) if saved_bytes else (nbytes, DERIVED)
+                self._profiler.region_saved(region.recorded, *saved)
 
     def _name(self, function: Any) -> str:
         """Return a name for a region: the qualified name of its module, else the name of its class or function."""

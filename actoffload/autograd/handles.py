@@ -23,6 +23,7 @@ from ..locks import renewed_in_child
 from ..runtime.identity import Counter, inner_names, same_counter, storages
 from ..runtime.regions import Regions
 from ..runtime.untraced import untraced
+from ..tiers.record import State
 
 if TYPE_CHECKING:
     from ..runtime.profiler import SavedStorage
@@ -293,20 +294,50 @@ class Handle:
         storage, begin, self.round = self.store.obtain(record, self.round)
         return view_in(self, storage, begin)
 
+    def peek(self, fetch: bool) -> Tensor | None:
+        """Return the saved view, unless it was changed in place; this is no use by backward.
+
+        ``fetch``: wherever its bytes are. Otherwise None is returned if they are not on their device.
+        """
+        if self.probe._version != self.version:
+            return None
+        found = present(self.record, self.store, fetch=fetch)
+        return None if found is None else view_in(self, *found)
+
     def __del__(self) -> None:
         store = getattr(self, "store", None)
         if store is not None:
             store.drop(self.record, self.round)
 
 
-def view_in(handle: Handle, storage: torch.UntypedStorage, begin: int) -> Tensor:
-    """Return the saved view in a storage that begins at byte ``begin`` of the original storage."""
+def present(record: Record, store: ActivationStore, *, fetch: bool) -> tuple[torch.UntypedStorage, int] | None:
+    """Return the storage with a record's bytes, and its first byte; this is no use by backward.
+
+    ``fetch``: wherever they are. Otherwise None is returned if they are not on the device.
+    """
+    tier = store.tiers.by_device[record.kind]
+    with store.shared.lock, tier.watched():
+        storage = record.original()
+        if storage is not None:
+            return storage, 0
+        arrives = record.incoming is not None or record.filling is not None or record.state is State.FETCHING
+        if record.data is not None and not arrives:
+            return record.data, record.data_begin
+        if not fetch:
+            return None
+        found = store.fetch_now(record, tier), record.data_begin
+        tier.evict(record)  # the caller holds the storage for as long as it needs it
+        return found
+
+
+def view_in(handle: Any, storage: torch.UntypedStorage, begin: int) -> Tensor:
+    """Return the view that a handle saved, in a storage that begins at byte ``begin`` of the original storage."""
     offset = (handle.offset - begin) // handle.dtype.itemsize
-    view = empty(handle.dtype, handle.record.device).detach()
+    view = empty(handle.dtype, storage.device).detach()
     view.set_(storage, offset, handle.shape, handle.stride)
     # The view shares the version counter of the saved tensor. If backward changes the view in place, the next unpack
     # raises, as autograd's own does.
-    shared = handle.probe.detach()
+    shared: Tensor = handle.probe.detach()
     shared.data = view
     if handle.conj:
         shared = shared.conj()
@@ -339,6 +370,10 @@ class Kept:
             check_version(alias._version, self.version, alias.dtype, shape_of(alias), self.module)
         # A new alias each time: its receiver may swap its `.data`, and the next unpack must not see that.
         return alias if self.itself else alias.detach()
+
+    def peek(self, fetch: bool) -> Tensor | None:
+        """Return the saved tensor, or None if it was changed in place; this is no use by backward."""
+        return None if self.alias._version != self.version else self.alias.detach()
 
     @property
     def module(self) -> str | None:
@@ -419,6 +454,11 @@ class Attributed:
         tensor: Tensor = self.handle.unpack()
         vars(tensor).update(self.attributes)
         return tensor
+
+    def peek(self, fetch: bool) -> Tensor | None:
+        """As the inner handle's; without the attributes, which no operation sees."""
+        found: Tensor | None = self.handle.peek(fetch)
+        return found
 
 
 class Wrapped:

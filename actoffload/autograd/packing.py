@@ -18,6 +18,7 @@ from ..runtime.untraced import untraced
 from ..tiers.accounts import MANY_DEFERRED
 from ..tiers.record import Record
 from . import native
+from .codec import Codec
 from .exclusions import MARKED, Exclusions, is_filled_later
 from .handles import (
     Attributed,
@@ -33,7 +34,6 @@ from .handles import (
 )
 from .module_names import ModuleScopes
 from .tensor_names import name_of
-from .upcasts import Upcasts
 
 ATTRIBUTES = (
     "a saved tensor has the attribute {!r}, which backward does not find: numbers and texts alone are kept of a "
@@ -94,7 +94,7 @@ class Packer:
         """With compiled hooks, their ``KeptStorages``: the storages that a plan keeps."""
         self._only_boundaries = store.shared.config.boundaries == "only"
         self._names_count = store.decision.uses_names
-        self._upcasts = Upcasts(store) if store.shared.config.codec == "exact" else None
+        self._codec = Codec(store) if store.shared.config.codec == "exact" else None
 
     def hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
         """Return pack and unpack: the compiled ones if there are any, else `pack` and `unpack` in Python."""
@@ -155,13 +155,12 @@ class Packer:
                 if is_filled_later(tensor):
                     return self._keep(tensor, KeepReason.FILLED_LATER, nbytes)
                 tape, module = self.tape(), self._module_names.innermost()
-                if self._upcasts is not None and tensor.dtype is torch.float32:
+                if self._codec is not None:
                     with sharing_counters():
-                        upcast = self._upcasts.handle_of(
-                            tensor, tape, (module, self._name_of(tensor.untyped_storage()))
-                        )
-                    if upcast is not None:
-                        return upcast
+                        names = module, self._name_of(tensor.untyped_storage())
+                        coded = self._codec.handle_of(tensor, tape, names)
+                    if coded is not None:
+                        return coded
                 if new and tape.planned:
                     place = store.keep_planned(nbytes, kind, tape, module)
                     if place is not None:
@@ -196,11 +195,11 @@ class Packer:
         if reason is not None:
             return self._keep(tensor, reason, end - begin)
         counters = counters or own_counter(tensor)
-        if self._upcasts is not None and tensor.dtype is torch.float32 and not counters:
+        if self._codec is not None and not counters:
             names = self._module_names.innermost(), self._name_of(storage)
-            upcast = self._upcasts.handle_of(tensor, self.tape(), names)
-            if upcast is not None:
-                return upcast
+            coded = self._codec.handle_of(tensor, self.tape(), names)
+            if coded is not None:
+                return coded
         alias = tensor.detach()
         # The compiled hooks may have kept this storage without a record: a record now would count it a second time.
         if self._kept is not None and not counters:
@@ -240,9 +239,8 @@ class Packer:
         return reason
 
     def bytes_recorded(self, tensor: Tensor, nbytes: int) -> int:
-        """Return how many of the bytes of an activation a record would have."""
-        halved = self._upcasts is not None and type(tensor) in PLAIN_TYPES and self._upcasts.can_halve(tensor)
-        return nbytes // 2 if halved else nbytes
+        """Return how many of the bytes of an activation a record would have; 0 for no record."""
+        return self._codec.bytes_of(tensor, nbytes) if self._codec and type(tensor) in PLAIN_TYPES else nbytes
 
     def _why_unfit(self, tensor: Tensor, nbytes: int) -> KeepReason | None:
         """Return why a tensor that needs ``nbytes`` stays because of its device or size, or None."""

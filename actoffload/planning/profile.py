@@ -24,6 +24,7 @@ from .constants import PREFETCH_BYTES
 
 VERSION = 2
 RECOMPUTED = KeepReason.RECOMPUTED.value
+DERIVED = KeepReason.DERIVED.value
 ROUNDING = 1e-9
 
 
@@ -71,6 +72,11 @@ class Storage:
     def movable(self) -> bool:
         """Whether a plan may move it."""
         return self.index is not None and not self.kept and self.nbytes > 0
+
+    @property
+    def held(self) -> bool:
+        """Whether backward makes it: a recomputation, or from other storages (`KeepReason.DERIVED`)."""
+        return self.kept in (RECOMPUTED, DERIVED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,8 +199,11 @@ class Profile:
 
     @property
     def recompute_bytes(self) -> int:
-        """The most bytes that the recomputation of one region held."""
-        return max((s.nbytes for s in self.storages if s.kept == RECOMPUTED), default=0)
+        """The most bytes that backward makes at once: in the recomputation of one region, or from other storages."""
+        derived = [s for s in self.storages if s.kept == DERIVED]
+        changes = sorted(change for s in derived for change in ((s.birth_s, s.nbytes), (s.last_need_s, -s.nbytes)))
+        region = max((s.nbytes for s in self.storages if s.kept == RECOMPUTED), default=0)
+        return max(region, *accumulate((nbytes for _, nbytes in changes), initial=0))
 
     @property
     def forwards(self) -> int:
@@ -231,9 +240,8 @@ class Profile:
         changes = []
         for s in self.storages:
             birth, death = moment(s.birth_s), moment(s.last_need_s)
-            held, at_once = s.kept == RECOMPUTED, birth == death
-            changes.append((birth, 3 if held else 1, s.nbytes))
-            changes.append((death, 2 if not held else 4 if at_once else 0, -s.nbytes))
+            changes.append((birth, 3 if s.held else 1, s.nbytes))
+            changes.append((death, 2 if not s.held else 4 if birth == death else 0, -s.nbytes))
         return max(accumulate((nbytes for _, _, nbytes in sorted(changes)), initial=0))
 
     def with_links(self, *, host: Link | None = None, disk: Link | None = None) -> Profile:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..policy import KeepReason
-from .profile import RECOMPUTED, ROUNDING, Profile, Region, RegionSave, Storage
+from .profile import DERIVED, RECOMPUTED, ROUNDING, Profile, Region, RegionSave, Storage
 
 PLACED = ("", KeepReason.EXCLUDED.value)
 """A storage that may move has a place on its tape, and so has one that the user's patterns keep."""
@@ -42,7 +42,9 @@ def more_beside(base: Profile, once: Collection[int]) -> int:
     more = sum(storage.nbytes for storage in held if storage.input_of in once)
     if once and {region.place for region in base.regions} <= set(once):
         more += max(sum(save.nbytes for save in region.saves) for region in base.regions)
-    return more
+    # Backward may still hold one that it computed again, which counts no more, beside the gradients of the next nodes.
+    derived = (save.nbytes for r in base.regions if r.place in once for save in r.saves if save.kept == DERIVED)
+    return more + max(derived, default=0)
 
 
 def with_regions(base: Profile, once: Collection[int]) -> Profile:
@@ -183,7 +185,7 @@ def _moved_region(region: Region, shift: _Shift) -> Region:
 
 
 def _saved_once(region: Region, shift: _Shift) -> list[Storage]:
-    """The storages that a region saves in its forward if it runs once."""
+    """The storages that a region saves in its forward if it runs once, and the ones that backward makes of them."""
     assert region.backward_end_s is not None, "it is choosable"
     begin_s, forward_s = shift(region.begin_s), shift(region.end_s) - shift(region.begin_s)
     until_s = shift(region.backward_end_s)
@@ -195,19 +197,25 @@ def _saved_once(region: Region, shift: _Shift) -> list[Storage]:
     forward_s = min(forward_s, whole_s)  # the second run ends at the last save, so what follows is not in its times
     # An operator's forward ends as the next storage is saved. Backward reverses that: the operator, which needs its own
     # storage, begins as backward has left the next storage.
+    again = [until_s - following * backward_s for _, following in pairwise([*shares, 1.0])]
+    derived = [number for number, save in enumerate(saves) if save.kept == DERIVED]
+    for number, later in reversed(list(pairwise(derived))):
+        # The later one may be computed from it, as a product is from an activation, with the other factor in between.
+        if later - number <= 2:
+            again[number] = again[later]
     return [
         Storage(
             index=0 if save.kept in PLACED else None,
             nbytes=save.nbytes,
-            birth_s=begin_s + share * forward_s,
-            need_s=until_s - following * backward_s,
+            birth_s=need_s if save.kept == DERIVED else begin_s + share * forward_s,
+            need_s=None if save.kept == DERIVED else need_s,
             last_need_s=until_s - share * backward_s,
             module=region.name,
             tape=region.tape,
             kept=save.kept,
             region=region.place,
         )
-        for save, (share, following) in zip(saves, pairwise([*shares, 1.0]), strict=True)
+        for save, share, need_s in zip(saves, shares, again, strict=True)
     ]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..policy import Decision
 from .plan import Plan, PlanEntry
-from .profile import RECOMPUTED, ROUNDING, Profile, moment
+from .profile import ROUNDING, Profile, moment
 
 KEEP, HOST, NVME = range(3)
 """Where a storage goes: it is kept, sent to host memory, or sent to disk."""
@@ -16,7 +16,7 @@ TIER_NAMES = {KEEP: "", HOST: "host", NVME: "nvme"}
 
 DROP, LEAVE, BIRTH, ENTER, NEED, DEATH, HOLD, DROP_AT_ONCE = range(8)
 """Events, in the order of their execution at one moment. `HOLD` and `DROP` are the birth and the death of a storage
-that a recomputation holds. At one moment backward lets go of its region first, then needs the inputs of the next
+that backward makes. At one moment backward lets go of its region first, then needs the inputs of the next
 region, and then the next recomputation begins. `DROP_AT_ONCE` is the death of such a storage that lives for no time.
 `ENTER` and `LEAVE` begin and end a region's forward; they have the region's place."""
 
@@ -52,12 +52,12 @@ class Workload:
 
     Attributes:
         nbytes: size.
-        need: base time of the first use in backward; None if there is no use, or if a recomputation holds the storage.
+        need: base time of the first use in backward; None if there is no use, or if backward makes the storage.
         events: ``(base time, kind, storage or place)`` in order.
         order: the storages that backward needs, in that order.
         place: the place of a storage in ``order``; -1 if backward never needs it.
         recorded: whether a forward has a record of the storage; a storage without one is small, or stays for good.
-        held: whether a recomputation holds it.
+        held: as `Storage.held`.
         reach: bytes of the records in ``order`` before each place of it.
         items: the decisions, in the order of places.
     """
@@ -67,7 +67,7 @@ class Workload:
         storages = profile.storages
         self.nbytes = [s.nbytes for s in storages]
         self.recorded = [s.index is not None for s in storages]
-        self.held = [s.kept == RECOMPUTED for s in storages]
+        self.held = [s.held for s in storages]
         # Backward never waits for these: they are on the device until it has used them.
         self.need = [None if held else s.need_s for s, held in zip(storages, self.held, strict=True)]
         self.items = self._find_items()

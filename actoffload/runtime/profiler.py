@@ -252,10 +252,10 @@ class Profiler:
             region.end = self.stopwatch.stamp()
             region.count_collectives()
 
-    def region_saved(self, region: RunRegion, nbytes: int, reason: KeepReason | None) -> None:
-        """Note a new storage that a second run saves; ``reason``: why it would stay."""
+    def region_saved(self, region: RunRegion, nbytes: int, kept: str) -> None:
+        """Note a new storage that a second run saves; ``kept``: as `RegionSave.kept`."""
         if region in self._regions and region.again_end is None:
-            region.saves.append((self.stopwatch.stamp(), nbytes, "" if reason is None else reason.value))
+            region.saves.append((self.stopwatch.stamp(), nbytes, kept))
 
     def recomputation_begins(self, region: RunRegion, *, nested: bool) -> SavedStorage | None:
         """Note that backward runs a region, or a checkpoint nested in it, again; return an entry for its bytes."""
@@ -280,8 +280,15 @@ class Profiler:
             region.again_end = self.stopwatch.stamp()
             region.count_collectives()
 
+    def computed(self, nbytes: int) -> SavedStorage:
+        """Note that backward has computed a storage of ``nbytes`` again; return its entry."""
+        stamp = self.stopwatch.stamp()
+        held = SavedStorage(nbytes, stamp, 0, None, None, None, KeepReason.DERIVED.value, need=stamp)
+        self._recomputations.append(held)
+        return held
+
     def recomputation_left(self, held: SavedStorage) -> None:
-        """Note that backward has used all bytes of a recomputation."""
+        """Note that backward has used all bytes of a recomputation, or a storage that it computed again."""
         if held in self._recomputations and held.death is None:
             held.death = self.stopwatch.stamp()
 

@@ -6,6 +6,8 @@ import weakref
 from collections.abc import Callable
 from typing import ClassVar
 
+import torch
+
 from ..errors import ConfigError
 from ..interrupts import aborts_when_interrupted
 from ..tiers.record import Record
@@ -65,6 +67,24 @@ class Recomputation:
         return sum(nbytes for _, nbytes in self.saved.values())
 
 
+class Derived:
+    """A storage that backward has computed again from saved tensors.
+
+    Attributes:
+        held: as in `Recomputation`.
+    """
+
+    __slots__ = ("_nbytes", "_storage", "held")
+
+    def __init__(self, storage: torch.UntypedStorage, held: SavedStorage | None) -> None:
+        self._storage, self._nbytes = StorageRef(storage), storage.nbytes()
+        self.held = held
+
+    def alive_bytes(self) -> int:
+        """Return its bytes while it is alive, else 0."""
+        return 0 if self._storage.gone() else self._nbytes
+
+
 class Regions:
     """A plan's choice among the checkpointed regions. The place in its forward identifies a region.
 
@@ -82,7 +102,7 @@ class Regions:
         last: for each region of the last forward, whether it ran once.
         any_once: a region of this process has run once.
         expected: the number of regions that the first forward must have under the user's plan.
-        held: the recomputations that held bytes at the last count; ``running``: those that have not ended.
+        held: what backward has made and still held at the last count; ``running``: recomputations that have not ended.
         in_forward: as `Beside.in_forward`, for the running step; ``count``: the regions of each of its forwards.
         most: the most regions that a forward had.
     """
@@ -105,8 +125,10 @@ class Regions:
         self._abort = weakref.WeakMethod(abort)
         self._bytes: dict[int, int] = {}
         """The most that each region held when it ran again, by `Recomputation.key`."""
-        self.held: list[Recomputation] = []
+        self.held: list[Recomputation | Derived] = []
         self.running: list[Recomputation] = []
+        self._most_derived = 0
+        """The most bytes that backward has computed again at once."""
         self.in_forward: dict[int, int] = {}
         self.count = 0
         self._turn: tuple[Tape[Record], int, int] | None = None
@@ -277,6 +299,19 @@ class Regions:
             self.passed()
             self.look_at_memory()
 
+    @aborts_when_interrupted
+    def computed(self, storage: torch.UntypedStorage) -> None:
+        """Note that backward has computed a storage again. It counts as a recomputation does, until it dies."""
+        with self._shared.lock:
+            held = self._profiler.computed(storage.nbytes()) if self._profiler.running else None
+            self.held.append(Derived(storage, held))
+            self.passed()
+            derived = sum(one.alive_bytes() for one in self.held if isinstance(one, Derived))
+            if derived > self._most_derived:
+                self._most_derived = derived
+                self._reserve()
+            self.look_at_memory()
+
     def released(self, record: Record) -> None:
         """Note that a record died in a recomputation: the cached output of a selective checkpoint, for example."""
         if record.outgoing is not None and record.identity is not None:
@@ -290,8 +325,8 @@ class Regions:
                 self._run.look_at_memory(self.tiers, place, born=born, used=used)
 
     def passed(self) -> None:
-        """Count the bytes that recomputations still hold. The lock is held."""
-        nbytes, held = 0, []
+        """Count the bytes that backward has made and still holds. The lock is held."""
+        nbytes, held = 0, list[Recomputation | Derived]()
         for recomputation in self.held:
             alive = recomputation.alive_bytes()
             nbytes += alive
@@ -304,6 +339,6 @@ class Regions:
             self._shared.accounts.recomputed(nbytes)
 
     def _reserve(self) -> None:
-        """Leave prefetch no room that a recomputation needs at once."""
+        """Leave prefetch no room that backward needs at once for what it makes."""
         again = (nbytes for place, nbytes in self._bytes.items() if place not in self.once)
-        self._shared.budget.recompute_bytes = max(again, default=0)
+        self._shared.budget.recompute_bytes = max([self._most_derived, *again])

@@ -149,8 +149,7 @@ class ActivationStore:
             if record is not None:
                 accounts.deduplicated_bytes += end - begin
                 tier.saved_again(record, tensor)  # perhaps on another stream, which uses its memory from now on
-                record.handles += 1
-                record.waiting += 1
+                record.add_handle()
                 if names[1] is not None and record.name is None:
                     self.decision.named_late(record, names[1])
                 return record
@@ -327,7 +326,7 @@ class ActivationStore:
                 if not on_device and not record.counted:
                     tier.make_room(record.nbytes)
                 try:
-                    storage = self._fetch_now(record, tier)
+                    storage = self.fetch_now(record, tier)
                 except torch.OutOfMemoryError as error:
                     self.out_of_memory.note(error, () if record.tape is None else record.tape.decisions)
                     raise
@@ -395,8 +394,9 @@ class ActivationStore:
                 if self.profiler.running or self.shared.config.device_memory is not None:
                     self.run.backward_ends(self.tiers, recorded=bool(self.profiler.running))
 
-    def _fetch_now(self, record: Record, tier: Tier) -> torch.UntypedStorage:
-        record.error = None  # of a prefetch, which is tried once more
+    def fetch_now(self, record: Record, tier: Tier) -> torch.UntypedStorage:
+        """Return the storage with a record's bytes, once it has them. The lock is held."""
+        record.error = None  # of a prefetch
         while True:
             if not record.on_device and (self.forked or (self.shared.stopped and not tier.recover(record))):
                 where = "in a forked process" if self.forked else "after abort()"

@@ -148,6 +148,8 @@ def _headline(facts: Facts) -> list[str]:
         lines.append(f"  moved              {moved} ({s.moved_share:.0%}); {waited}")
     if s.halved_bytes:
         lines.append(f"  halved             {format_size(2 * s.halved_bytes)} of float32, cast from bfloat16")
+    if s.derived_bytes:
+        lines.append(f"  computed again     {format_size(s.derived_bytes)} of products and activations")
     if s.unhooked:
         more = f"{s.unhooked} more forward pass{'es' * (s.unhooked != 1)}"
         lines.append(f"  as nothing moves, {more} ran without hooks")

@@ -35,6 +35,7 @@ class Accounts:
     packed_bytes: int = 0
     deduplicated_bytes: int = 0
     halved_bytes: int = 0
+    derived_bytes: int = 0
     moved_bytes: int = 0
     kept_bytes: Counter[str] = field(default_factory=Counter)
     forwarded_bytes: int = 0

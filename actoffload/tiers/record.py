@@ -110,6 +110,11 @@ class Record:
         self.nbytes = self.end - self.begin
         self.kind = self.device.type
 
+    def add_handle(self) -> None:
+        """Count one more handle, which was not unpacked in this round of backward."""
+        self.handles += 1
+        self.waiting += 1
+
     def to(self, state: State) -> None:
         """Change the state.
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import actoffload
 from actoffload import Decision, Offloader, TensorFacts
-from actoffload.autograd import upcasts
+from actoffload.autograd import originals
 from actoffload.errors import SavedTensorModifiedError, StateError
 from actoffload.runtime.profiler import Profiler
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
@@ -316,7 +316,7 @@ def test_the_nodes_that_are_read_are_limited(offloader: Offloader, monkeypatch: 
     expected = model.gradients(None)
     halved = []
     for most in (100, 3, 3, 0):
-        monkeypatch.setattr(upcasts, "MOST", most)
+        monkeypatch.setattr(originals, "MOST", most)
         before = offloader.statistics().halved_bytes
         assert_same_bits(model.gradients(offloader), expected)
         halved.append(offloader.statistics().halved_bytes - before)
@@ -517,9 +517,9 @@ def test_a_recorded_region_has_the_bytes_that_it_would_save(
     noted: list[int] = []
     note = Profiler.region_saved
 
-    def region_saved(profiler: Profiler, region: Any, nbytes: int, reason: Any) -> None:
-        noted.extend([nbytes] if reason is None else [])
-        note(profiler, region, nbytes, reason)
+    def region_saved(profiler: Profiler, region: Any, nbytes: int, kept: str) -> None:
+        noted.extend([] if kept else [nbytes])
+        note(profiler, region, nbytes, kept)
 
     monkeypatch.setattr(Profiler, "region_saved", region_saved)
     model = Model("cpu", checkpointed=True)

@@ -1,0 +1,48 @@
+"""``codec="exact"``: which saved tensors are saved in another form, from which backward gets every bit back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .originals import Originals
+from .results import Results
+from .upcasts import Upcasts
+
+if TYPE_CHECKING:
+    from ..runtime.store import ActivationStore
+    from ..runtime.tape import Tape
+    from ..tiers.record import Record
+
+
+class Codec:
+    """The forms of saved tensors.
+
+    Args:
+        store: of the tensors.
+    """
+
+    def __init__(self, store: ActivationStore) -> None:
+        originals = Originals(store)
+        self._upcasts, self._results = Upcasts(originals), Results(originals)
+
+    def handle_of(self, tensor: Tensor, tape: Tape[Record], names: tuple[str | None, str | None]) -> Any:
+        """Return the handle of a plain tensor that is saved in another form; None if it is saved as it is.
+
+        Args:
+            tensor: is about to be saved, and may move.
+            tape: of the forward that saves it.
+            names: of the module that runs, and of the tensor, where they are known.
+        """
+        if not tensor.is_floating_point():
+            return None
+        halved = self._upcasts.handle_of(tensor, tape, names) if tensor.dtype is torch.float32 else None
+        return self._results.handle_of(tensor, names) if halved is None else halved
+
+    def bytes_of(self, tensor: Tensor, nbytes: int) -> int:
+        """Return how many of the bytes of a plain tensor are saved."""
+        if self._upcasts.can_halve(tensor):
+            return nbytes // 2
+        return 0 if self._results.can_compute(tensor) else nbytes

@@ -1,0 +1,151 @@
+"""``codec="exact"``: storages of the program's for which something else is saved, and checks that it has their bits."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..errors import SavedTensorModifiedError
+from ..locks import renewed_in_child
+from ..runtime.backward_end import BackwardEnd
+from ..runtime.identity import same_counter
+from ..tiers.storage_ref import StorageRef
+from .handles import version_probe
+
+if TYPE_CHECKING:
+    from ..runtime.store import ActivationStore
+
+MOST = 5_000
+"""So many nodes are read at most while saved tensors are alive. To read one gives it a Python object, and PyTorch
+frees a chain of such nodes recursively: one of 20,000 is freed, one of 60,000 ends the process (a stack of 8 MiB)."""
+_checking = renewed_in_child(threading.Lock())
+CHANGED = (
+    'with codec="exact" a tensor is saved as the tensor that it was cast from, or computed again as the product or the '
+    "activation that it is. One had been changed before it was saved, and no version counter showed it (a change "
+    "through .data, or by a kernel of the program's own): the gradients of this backward are wrong. Set codec='none'"
+)
+
+
+class Original:
+    """A storage of the program's, for which something else is saved.
+
+    Args:
+        tensor: a view of it, as it is saved first.
+        stream: that saves it; None on the CPU.
+    """
+
+    __slots__ = ("_address", "_identity", "_probe", "_thread", "nbytes", "stream")
+
+    def __init__(self, tensor: Tensor, stream: Any) -> None:
+        storage = tensor.untyped_storage()
+        self._identity = StorageRef(storage)  # pins the storage's number, by which others find this object
+        self._address = storage.data_ptr()
+        self._probe = version_probe(tensor.detach())
+        self._thread = threading.get_ident()
+        self.nbytes = storage.nbytes()
+        self.stream = stream
+
+    def has_bytes_of(self, tensor: Tensor, stream: Any) -> bool:
+        """Return whether a tensor of version 0, in a storage with this one's number, has the bytes of the first save.
+
+        Args:
+            tensor: is about to be saved.
+            stream: that saves it. Another one than the first has not waited for the kernels of what is saved instead.
+        """
+        return (
+            self.stream == stream
+            and self._address == tensor.untyped_storage().data_ptr()  # else it was resized and has moved: other bytes
+            and self._thread == threading.get_ident()  # another thread might see the bump of `same_counter`
+            and same_counter(self._probe, tensor)
+        )
+
+    def storage(self) -> torch.UntypedStorage | None:
+        """Return the storage if the program still holds it, and its owner has not freed it for now."""
+        storage = self._identity.lock()
+        return storage if storage is not None and storage.nbytes() >= self.nbytes else None
+
+
+class Originals:
+    """Reads the graph for tensors of which something else can be saved, and checks that it has their bits.
+
+    An accelerator's host cannot wait for a comparison. It collects one flag for each stream, and learns what it says
+    before backward returns.
+
+    Args:
+        store: has the tiers.
+    """
+
+    def __init__(self, store: ActivationStore) -> None:
+        self.store = store
+        self._nodes = 0
+        """How many nodes have been read since the last moment at which no saved tensor was alive."""
+        self._differs: dict[Any, Tensor] = {}
+        """For each stream, whether a tensor had been changed: two streams must not write to one flag at once."""
+        self._flags: list[tuple[Any, Any, Tensor]] = []
+        """Copies of such flags to the host: the device, the event after the copy, and the copy."""
+        self._unused: list[Tensor] = []
+        """Page-locked memory for such copies."""
+        self._failed = False
+        """A tensor had been changed, and one saved before that may be alive: no backward of these may return."""
+        self._backward_end = BackwardEnd(self._check)
+
+    def node_of(self, tensor: Tensor) -> Any:
+        """Return the node that made the whole storage of a plain tensor; None if it was changed since, or is a leaf's.
+
+        Args:
+            tensor: is about to be saved: the result of the node, or a view of it.
+        """
+        whole = tensor if tensor._base is None else tensor._base
+        if tensor.dtype is not whole.dtype or whole._version or tensor._version or tensor.is_neg() or tensor.is_conj():
+            return None
+        # A mode of the program would see our kernels, and its second run of a region would lack them.
+        if whole.nbytes != whole.untyped_storage().nbytes() or torch._C._len_torch_dispatch_stack():
+            return None
+        if not self.store.shared.accounts.live_records:
+            self._nodes, self._failed = 0, False
+        self._nodes += 1
+        node = whole.grad_fn if self._nodes <= MOST else None
+        return node if type(node).__module__ == "builtins" else None  # else a custom Function, of any name
+
+    def note(self, stream: Any, differs: Tensor) -> None:
+        """Note that a tensor differs from what is saved for it if ``differs``, computed on this stream, says so."""
+        before = self._differs.get(stream)
+        self._differs[stream] = differs if before is None else before.logical_or_(differs)
+
+    def used(self, kind: str, stream: Any) -> None:
+        """Note that backward uses what was saved on a stream of a device of this type.
+
+        Before it returns, it learns whether any tensor that the stream had saved by then differs.
+
+        Raises:
+            SavedTensorModifiedError: one does, and the program reads the saved tensor outside of backward.
+        """
+        copies = self.store.tiers.by_device[kind].copies
+        differs = self._differs.pop(stream, None)
+        if copies is not None and not copies.inert and differs is not None:
+            host = self._unused.pop() if self._unused else torch.zeros((), dtype=torch.bool, device="cpu").pin_memory()
+            self._flags.append((copies.device, copies.copy_flag(differs, stream, host), host))
+        if (self._flags or self._failed) and not self._backward_end.expect():
+            self._check()
+
+    def _check(self) -> None:
+        """Wait for the copies of the flags: the device has work until backward's end, so it does not wait.
+
+        Raises:
+            SavedTensorModifiedError: a tensor had been changed.
+        """
+        try:
+            with _checking:  # a backward of another thread may have taken this one's flags, and must know first
+                flags, self._flags = self._flags, []
+                for device, event, host in flags:
+                    device.synchronize(event)
+                    self._failed |= bool(host.item())
+                    self._unused.append(host)
+        except BaseException as error:
+            self.store.abort_if_interrupted(error)
+            raise
+        if self._failed:
+            raise SavedTensorModifiedError(CHANGED)

@@ -1,0 +1,341 @@
+"""``codec="exact"``: backward computes a product or an activation again, from the factors that autograd saves anyway.
+
+``silu(gate) * up`` saves ``gate``, ``silu(gate)`` and ``up``, and the layer after it saves the product. Two of the four
+are elementwise functions of the others, whose saved tensors the graph shows. They are neither moved nor kept: the
+program's own memory of them is free as soon as the program drops it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..errors import SavedTensorModifiedError
+from ..runtime.backward_end import BackwardEnd
+from ..runtime.identity import PLAIN_TYPES
+from .handles import Handle, check_version, empty, version_probe, view_in
+from .hook_stack import OUR_UNPACKS
+from .originals import CHANGED, Original, Originals
+
+if TYPE_CHECKING:
+    from ..runtime.store import ActivationStore
+
+Operation = Callable[..., Tensor]
+OPERATIONS: dict[str, tuple[Operation, tuple[str, ...], tuple[str, ...]]] = {
+    "MulBackward0": (torch.mul, ("self", "other"), ()),
+    "SiluBackward0": (torch.nn.functional.silu, ("self",), ()),
+    "GeluBackward0": (torch.nn.functional.gelu, ("self",), ("approximate",)),
+}
+"""By the name of a node: the operation, the tensors that the node saves for it, and its options."""
+LEVELS = 2
+"""So many operations follow each other at most: a chain of products would hold all its results at once in backward."""
+PART_BYTES, MOST_PARTS = 8 << 20, 16
+"""A comparison takes about so many bytes at a time."""
+ONE_IN = 16
+"""The results of a module are compared with the program's in the first forward that has them. Then one result of so
+many is in each forward, another one each time: a comparison reads and writes as much memory as the operation does. On
+the CPU the others are as well, unless their operands have been moved away by then."""
+
+
+class Result:
+    """One storage that is computed again: for the handles of all views that one stream saves.
+
+    Attributes:
+        operation: computes it from the operands.
+
+    Args:
+        whole: the result of the operation, as the program has it.
+        original: its storage.
+        operation: computes it.
+        operands: the handles of the saved tensors that it is computed from.
+        store: makes room.
+        module: the name of the module that ran, if known.
+    """
+
+    __slots__ = ("__weakref__", "_like", "_made", "_operands", "_store", "level", "module", "operation", "original")
+
+    def __init__(
+        self,
+        whole: Tensor,
+        original: Original,
+        operation: Operation,
+        operands: tuple[Any, ...],
+        store: ActivationStore,
+        module: str | None,
+    ) -> None:
+        self._like = whole.shape, whole.stride(), whole.dtype, whole.device
+        self.operation, self._operands = operation, tuple(map(_own, operands))
+        self._store = store
+        self._made: tuple[torch.UntypedStorage, Any] | None = None
+        self.original = original
+        self.module = module
+        levels: list[int] = [operand.result.level for operand in operands if isinstance(operand, Again)]
+        self.level: int = 1 + max(levels, default=0)
+
+    @property
+    def kind(self) -> str:
+        """The type of its device."""
+        return self._like[3].type
+
+    def computed(self) -> Tensor:
+        """Return the tensor, computed anew on the current stream."""
+        # Neither a graph nor a call that a mode of the program sees.
+        modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+        with torch.no_grad(), modes:
+            return self.operation(*map(_present, self._operands))
+
+    def peek(self, fetch: bool) -> list[Tensor] | None:
+        """Return the operands in the forward that saves the result, or None; see `Handle.peek`."""
+        operands = [operand.peek(fetch) for operand in self._operands]
+        if any(operand is None for operand in operands):
+            return None
+        copies = self._store.tiers.by_device[self.kind].copies
+        if copies is not None:
+            for operand in operands:  # it may have been made on another stream, whose allocator may use it again
+                copies.device.used_on(operand, self.original.stream)
+        return operands
+
+    def storage(self) -> torch.UntypedStorage:
+        """Return a storage with the bytes of the original, safe to use on the current stream.
+
+        It is held until `forget`, or until no handle is left: the next node may need it as well.
+        """
+        shape, stride, dtype, device = self._like
+        tier = self._store.tiers.by_device[device.type]
+        current = tier.stream_of(device)
+        # A storage that another stream computes may not be there yet when this stream reads it.
+        if self._made is None or self._made[1] != current:
+            with self._store.shared.lock:
+                tier.make_room(self.original.nbytes)
+            made = self.computed()
+            if made.stride() != stride:
+                made = empty(dtype, device).new_empty_strided(shape, stride).copy_(made)
+            self._made = made.untyped_storage(), current
+            self._store.regions.computed(self._made[0])
+        return self._made[0]
+
+    def forget(self) -> None:
+        """Hold the computed storage no longer."""
+        self._made = None
+
+
+def _own(handle: Any) -> Any:
+    """Return another handle of a tensor that moves: it counts, so that the tensor stays until both are unpacked."""
+    if not isinstance(handle, Handle):
+        return handle
+    record, other = handle.record, copy.copy(handle)
+    with handle.store.shared.lock:
+        record.add_handle()
+        other.round = record.round
+    return other
+
+
+def _present(handle: Any) -> Tensor:
+    """Return the tensor of an operand's handle.
+
+    Raises:
+        SavedTensorModifiedError: it was changed in place.
+        StorageReadError: it could not be read back.
+    """
+    # Of a tensor that stays only the node that saved it counts as the user: a second use would begin a second backward.
+    found: Tensor | None = None if isinstance(handle, (Handle, Again)) else handle.peek(False)
+    return handle.unpack() if found is None else found
+
+
+class Again:
+    """The handle of one saved view of a `Result`."""
+
+    __slots__ = ("conj", "dtype", "neg", "offset", "probe", "result", "results", "shape", "stride", "version")
+
+    def __init__(self, results: Results, result: Result, alias: Tensor) -> None:
+        self.dtype, self.shape, self.stride = alias.dtype, alias.shape, alias.stride()
+        self.offset = alias.storage_offset() * alias.dtype.itemsize
+        self.conj = self.neg = False
+        self.version = alias._version
+        self.probe = version_probe(alias)
+        self.results = results
+        self.result = result
+
+    def unpack(self) -> Tensor:
+        """Return the saved view, bit for bit.
+
+        Raises:
+            SavedTensorModifiedError: it, or a tensor that it is computed from, was changed in place.
+            StorageReadError: such a tensor could not be read back.
+        """
+        result = self.result
+        if self.probe._version != self.version:
+            check_version(self.probe._version, self.version, self.dtype, self.shape, result.module)
+        storage = result.original.storage()
+        if storage is not None:  # with its present contents, which plain PyTorch would read
+            return view_in(self, storage, 0)
+        try:
+            storage = result.storage()
+            self.results.used(result)
+        except BaseException as error:
+            self.results.originals.store.abort_if_interrupted(error)
+            raise
+        return view_in(self, storage, 0)
+
+    def peek(self, fetch: bool) -> Tensor | None:
+        """As `Handle.peek`."""
+        if self.probe._version != self.version:
+            return None
+        storage = self.result.original.storage()
+        if storage is None:
+            operands = self.result.peek(fetch)
+            with torch.no_grad():
+                storage = None if operands is None else self.result.operation(*operands).untyped_storage()
+        return None if storage is None else view_in(self, storage, 0)
+
+
+class Results:
+    """Finds tensors that backward can compute again.
+
+    Args:
+        originals: reads the graph, and has the store.
+    """
+
+    def __init__(self, originals: Originals) -> None:
+        self.originals = originals
+        self._store = originals.store
+        self._known: weakref.WeakValueDictionary[int, Result] = weakref.WeakValueDictionary()
+        """By the number of the program's storage."""
+        self._checked: dict[tuple[Any, ...], int] = {}
+        """For an operation in a module: the first forward in which results were compared."""
+        self._unsure: set[tuple[Any, ...]] = set()
+        """The operations in a module of which, on the CPU, not every result was compared."""
+        self._forward = self._count = 0
+        """The running forward, and its results so far."""
+        self._made: weakref.WeakSet[Result] = weakref.WeakSet()
+        """The results that hold a computed storage."""
+        self._backward_end = BackwardEnd(self._forget)
+
+    def handle_of(self, tensor: Tensor, names: tuple[str | None, str | None]) -> Again | None:
+        """Return the handle of a plain tensor, or None if autograd does not save what it is computed from.
+
+        Args:
+            tensor: is about to be saved, and may move.
+            names: of the module that runs, and of the tensor, where they are known.
+        """
+        store, number = self._store, tensor.untyped_storage()._cdata
+        tier = store.tiers.by_device[tensor.device.type]
+        stream = tier.stream_of(tensor.device)
+        result = None if tensor._version else self._known.get(number)
+        if result is None or not result.original.has_bytes_of(tensor, stream):
+            if number in store.identities.records:  # it has been saved as it is
+                return None
+            result = self._find(tensor, stream, names[0])
+            if result is None:
+                return None
+            self._known[number] = result
+            with store.shared.lock:
+                store.shared.accounts.derived_bytes += result.original.nbytes
+        if tier.copies is not None:
+            # Plain PyTorch holds the memory until backward. Here the stream that owns it may use it again once the
+            # program has dropped the tensor, while this stream still reads it.
+            tier.copies.device.used_on(tensor, stream)
+        return Again(self, result, tensor.detach())
+
+    def can_compute(self, tensor: Tensor) -> bool:
+        """Return whether a plain tensor is the result of an operation, and hooks have all that it is computed from."""
+        node = self.originals.node_of(tensor) if tensor.is_floating_point() else None
+        _, names, _ = OPERATIONS.get(type(node).__name__, (None, (), ()))
+        return bool(names) and all(getattr(node, f"_raw_saved_{name}").unpack_hook is not None for name in names)
+
+    def _find(self, tensor: Tensor, stream: Any, module: str | None) -> Result | None:
+        node = self.originals.node_of(tensor)
+        kind = type(node).__name__
+        if kind not in OPERATIONS:
+            return None
+        operation, names, options = OPERATIONS[kind]
+        saved = [getattr(node, f"_raw_saved_{name}") for name in names]
+        # A tensor that the node does not save has no hook, and hooks of the program's own may return anything.
+        if any(one.unpack_hook not in OUR_UNPACKS for one in saved):
+            return None
+        if options:
+            operation = functools.partial(operation, **{name: getattr(node, f"_saved_{name}") for name in options})
+        whole = tensor if tensor._base is None else tensor._base
+        original = Original(tensor, stream)
+        result = Result(whole, original, operation, tuple(one.data for one in saved), self._store, module)
+        return result if result.level <= LEVELS and self._is_right(kind, whole, result) else None
+
+    def _is_right(self, kind: str, whole: Tensor, result: Result) -> bool:
+        """Return whether a result has the program's bits, as far as that is checked in this forward."""
+        forward = self._store.shared.accounts.steps
+        if forward != self._forward:
+            self._forward, self._count = forward, 0
+        self._count += 1
+        key = kind, result.module, whole.dtype, whole.dim()
+        known = self._checked.get(key, forward) < forward
+        turn = (forward + self._count) % ONE_IN == 0
+        if known and result.original.stream is not None and not turn:
+            return True
+        same = self._has_bits_of(whole, result, fetch=not known or (turn and result.original.stream is None))
+        if same is None:
+            self._unsure.add(key)
+        elif same:
+            self._checked.setdefault(key, forward)
+        elif key in self._unsure:
+            raise SavedTensorModifiedError(CHANGED)  # others like it have not been compared
+        return known if same is None else same
+
+    def _has_bits_of(self, whole: Tensor, result: Result, *, fetch: bool) -> bool | None:
+        """Return whether a result has the program's bits, which on an accelerator is true until backward learns it.
+
+        Without ``fetch`` it is None if an operand has been moved away by now.
+        """
+        operands, stream = result.peek(fetch), result.original.stream
+        if operands is None:
+            return None
+        # In parts: a whole result beside the program's own would raise the peak of the forward.
+        count = 1 if stream is None else min(MOST_PARTS, 1 + whole.nbytes // PART_BYTES)
+        with torch.no_grad():
+            for part, *needed in _parts(count, whole.detach(), *operands):
+                made = result.operation(*needed)
+                if made.dtype != part.dtype or made.shape != part.shape or type(made) not in PLAIN_TYPES:
+                    return False
+                bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[part.dtype.itemsize]
+                differs = made.view(bits).ne(part.view(bits)).any()  # bits: a NaN differs from itself
+                if stream is not None:
+                    self.originals.note(stream, differs)
+                elif differs:
+                    return False
+        return True
+
+    def used(self, result: Result) -> None:
+        """Note that backward uses a result, which is held until then and no longer."""
+        self._made.add(result)
+        if not self._backward_end.expect():
+            result.forget()
+        self.originals.used(result.kind, result.original.stream)
+
+    def _forget(self) -> None:
+        for result in list(self._made):
+            result.forget()
+        self._made.clear()
+
+
+def _parts(count: int, whole: Tensor, *operands: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield a tensor and the operands that it is computed from, in about ``count`` parts of equal size."""
+    place = next((place for place, size in enumerate(whole.shape) if size >= count), None)
+    if place is None:
+        yield whole, *operands
+        return
+    size, back = whole.shape[place], whole.dim() - place
+    step = -(-size // count)
+    for begin in range(0, size, step):
+        length = min(step, size - begin)
+        yield tuple(
+            # An operand that is broadcast has no such dimension, or one of size 1.
+            one.narrow(-back, begin, length) if one.dim() >= back and one.shape[-back] == size else one
+            for one in (whole, *operands)
+        )

@@ -1,0 +1,433 @@
+"""``codec="exact"``: products and activations that backward computes again have every bit, and are not saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, silu
+from torch.utils.checkpoint import checkpoint
+
+from actoffload import Offloader
+from actoffload.autograd import results
+from actoffload.errors import SavedTensorModifiedError
+from actoffload.runtime.backward_end import BackwardEnd
+from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
+from tests.harness import (
+    ADVERSARIES,
+    ON_EACH_DEVICE,
+    Adversary,
+    accounts_of,
+    assert_empty,
+    assert_same_bits,
+    autopilot_of,
+    forget_failed_backward,
+    hinder,
+    on_stream,
+    simulated,
+)
+
+Make = Callable[..., Offloader]
+NBYTES = 4 * 64 * 64
+"""Of each tensor of the programs below."""
+
+
+@pytest.fixture
+def offloader(make_offloader: Make) -> Offloader:
+    return make_offloader(codec="exact", policy="all", debug=True)
+
+
+def inputs(where: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    x, weight = torch.randn(64, 64), torch.randn(64, 64)
+    x[0, :4] = torch.tensor([float("nan"), float("inf"), -0.0, 1e-40])
+    return tuple(one.to(where, dtype).requires_grad_() for one in (x, weight, weight + 1))  # type: ignore[return-value]
+
+
+def gated(x: Tensor, weight: Tensor, other: Tensor) -> Tensor:
+    """The feed-forward part of a Llama: of four saved tensors, two are functions of the others."""
+    return (silu(x @ weight) * (x @ other)) @ weight
+
+
+def scaled(x: Tensor, weight: Tensor, other: Tensor) -> Tensor:
+    """A norm's weight, which is broadcast, and a transposed operand."""
+    return ((x * 1.0 * other[0]) @ weight) + (((x @ weight).t() * (x @ other).t()) @ weight)
+
+
+def activated(x: Tensor, weight: Tensor, other: Tensor) -> Tensor:
+    return gelu(x @ weight) @ other + gelu(x @ other, approximate="tanh").view(-1).view(64, 64).t() @ weight
+
+
+def gradients(
+    program: Callable[..., Tensor], tensors: tuple[Tensor, ...], offloader: Offloader | None, *, twice: bool = False
+) -> list[Tensor]:
+    """Of one step, whose saved tensors are all away before backward begins."""
+    with offloader or nullcontext():
+        loss = program(*tensors).square().mean()
+    found: list[Tensor] = []
+    for again in [True, False] if twice else [False]:
+        if offloader is not None:
+            offloader.synchronize()
+        found += torch.autograd.grad(loss, tensors, retain_graph=again)
+    return found
+
+
+@ON_EACH_DEVICE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(("program", "derived"), [(gated, 2), (scaled, 2), (activated, 2)])
+def test_every_bit_comes_back(
+    where: str, dtype: torch.dtype, program: Any, derived: int, offloader: Offloader, make_offloader: Make
+) -> None:
+    tensors = inputs(where, dtype)
+    expected = gradients(program, tensors, None, twice=True)
+    plain = make_offloader(policy="all")
+    assert_same_bits(gradients(program, tensors, plain, twice=True), expected)
+    for step in (1, 2, 3):
+        assert_same_bits(gradients(program, tensors, offloader, twice=True), expected)
+        found, nbytes = offloader.statistics(), NBYTES * dtype.itemsize // 4
+        assert found.derived_bytes == step * derived * nbytes
+        saved_bytes = step * plain.statistics().activation_bytes
+        assert found.activation_bytes + found.derived_bytes + found.halved_bytes == saved_bytes
+        assert_empty(offloader)
+
+
+@ON_EACH_DEVICE
+def test_backward_of_backward(where: str, offloader: Offloader) -> None:
+    tensors = inputs(where)
+
+    def twice(context: Any) -> tuple[Tensor, ...]:
+        with context:
+            first = torch.autograd.grad(gated(*tensors).square().mean(), tensors, create_graph=True)
+            return torch.autograd.grad(sum(one.square().sum() for one in first), tensors)  # type: ignore[arg-type]
+
+    assert_same_bits(twice(offloader), twice(nullcontext()))
+    assert offloader.statistics().derived_bytes > 0
+
+
+@ON_EACH_DEVICE
+def test_each_tensor_is_read_back_once(where: str, make_offloader: Make) -> None:
+    """The node that saved an operand uses it after the result was computed from it, so it stays until then."""
+    offloader = make_offloader(codec="exact", policy="all", prefetch_bytes=1)
+    tensors = inputs(where)
+    for _ in range(3):
+        before = offloader.statistics()
+        gradients(gated, tensors, offloader)
+    after, moved = offloader.statistics(), offloader.statistics().moved_bytes - before.moved_bytes
+    name = "nvme_read_bytes" if where == "cpu" else "host_read_bytes"
+    assert getattr(after, name) - getattr(before, name) == moved > 0
+
+
+@ON_EACH_DEVICE
+def test_nothing_is_held_after_backward(where: str, offloader: Offloader) -> None:
+    """Not even while the graph is retained: a later backward computes it once more."""
+    tensors = inputs(where)
+    with offloader:
+        loss = gated(*tensors).sum()
+    for _ in range(2):
+        torch.autograd.grad(loss, tensors, retain_graph=True)
+        offloader.synchronize()
+        offloader.statistics()
+        accounts = accounts_of(offloader)
+        assert accounts.recompute_peak_bytes >= 2 * NBYTES, "both count while backward holds them"
+        accounts.recompute_peak_bytes = 0
+    torch.autograd.grad(loss, tensors)
+    del loss
+    assert_empty(offloader)
+    assert accounts.recomputed_bytes == 0
+
+
+@ON_EACH_DEVICE
+@pytest.mark.parametrize("changed", ["result", "operand"])
+def test_a_change_in_place_raises(where: str, changed: str, offloader: Offloader) -> None:
+    x, weight, other = inputs(where)
+    with offloader:
+        gate, up = x @ weight, x @ other
+        product = gate * up
+        loss = (product @ weight).sum()
+    with torch.no_grad():
+        (product if changed == "result" else up).add_(1)
+    del product, gate, up
+    offloader.synchronize()
+    with pytest.raises(SavedTensorModifiedError, match="modified by an inplace operation"):
+        loss.backward()
+    del loss
+    forget_failed_backward()
+    assert_empty(offloader)
+
+
+@ON_EACH_DEVICE
+def test_backward_reads_the_present_contents_of_a_result_that_the_program_holds(
+    where: str, offloader: Offloader
+) -> None:
+    x, weight, _ = inputs(where)
+    with offloader:
+        product = (x @ weight) * (x @ weight)
+        loss = (product @ weight).sum()
+    product.data.fill_(2.0)  # which bumps no version counter
+    (found,) = torch.autograd.grad(loss, weight, retain_graph=True)
+    assert found.isfinite().all() or where, "the bits of the other terms are not the point"
+    assert_same_bits([product.detach()], [torch.full_like(product, 2.0)])
+    (mine,) = torch.autograd.grad(product.detach().requires_grad_() @ weight, weight, torch.ones_like(product))
+    direct: Any = loss.grad_fn
+    assert_same_bits([direct.next_functions[0][0]._saved_self], [product.detach()])
+    assert mine.shape == found.shape
+
+
+@ON_EACH_DEVICE
+@pytest.mark.parametrize("before", [0, 3], ids=["first forward", "later"])
+def test_a_change_before_the_save_that_bumps_no_counter(where: str, before: int, offloader: Offloader) -> None:
+    """On the CPU the first such tensor is saved as it is. Otherwise a step raises: the first one, or one of sixteen."""
+    x, weight, other = (one.detach().nan_to_num(1.0, 1.0).requires_grad_() for one in inputs(where))
+
+    def program(change: bool) -> Tensor:
+        product = (x @ weight) * (x @ other)
+        if change:
+            product.data[5, 5] += 1.0
+        return (product @ weight).sum()
+
+    def step(change: bool) -> tuple[Tensor, ...]:
+        with offloader:
+            loss = program(change)
+        offloader.synchronize()
+        return torch.autograd.grad(loss, (x, weight, other))
+
+    for _ in range(before):
+        step(False)
+    if where == "cpu" and not before:
+        assert_same_bits(step(True), torch.autograd.grad(program(True), (x, weight, other)))
+        return
+
+    def steps() -> None:
+        for _ in range(results.ONE_IN if before else 1):
+            step(True)
+
+    with pytest.raises(SavedTensorModifiedError, match="codec='none'"):
+        steps()
+    forget_failed_backward()
+    assert_same_bits(step(False), torch.autograd.grad(program(False), (x, weight, other)))
+    assert_empty(offloader)
+
+
+@ON_EACH_DEVICE
+def test_one_in_sixteen_is_compared_after_the_first_forward(
+    where: str, offloader: Offloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each in its turn."""
+    compared: list[int] = []
+    has_bits_of = results.Results._has_bits_of
+
+    def noted(found: Any, whole: Tensor, *others: Any, **options: Any) -> Any:
+        compared.append(round(whole.detach().view(-1)[0].item()))
+        return has_bits_of(found, whole, *others, **options)
+
+    monkeypatch.setattr(results.Results, "_has_bits_of", noted)
+    ones = torch.ones(64, 64).to(where).requires_grad_()
+    count = results.ONE_IN + 1
+
+    def step() -> int:
+        compared.clear()
+        with offloader:
+            loss = sum(((ones * number) * (ones * 1.0)) @ ones for number in range(count)).sum()  # type: ignore[union-attr]
+        loss.backward()
+        return len(compared)
+
+    assert step() == count
+    if where == "cpu":
+        assert step() == count
+        return
+    seen = set()
+    for _ in range(results.ONE_IN):
+        assert step() <= 2
+        seen.update(compared)
+    assert seen == set(range(count))
+
+
+@ON_EACH_DEVICE
+def test_what_the_graph_does_not_show_is_saved_as_it_is(where: str, offloader: Offloader) -> None:
+    x, weight, other = inputs(where)
+
+    class Product(torch.autograd.Function):
+        """Named like an operator of PyTorch."""
+
+        @staticmethod
+        def forward(ctx: Any, one: Tensor, two: Tensor) -> Tensor:
+            ctx.save_for_backward(one, two)
+            return one * two
+
+        @staticmethod
+        def backward(ctx: Any, *given: Tensor) -> Any:
+            one, two = ctx.saved_tensors
+            return given[0] * two, given[0] * one
+
+    Product.__name__ = "MulBackward0"
+
+    def program(x: Tensor, weight: Tensor, other: Tensor) -> Tensor:
+        held = torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach() * 1.0, lambda t: t * 1.0)
+        with held:  # hooks of the program's own hold the operands
+            product = (x @ weight) * (x @ other)
+        total = product @ weight
+        total = total + ((x @ weight) * other.detach()) @ weight  # its node does not save the first operand
+        total = total + (x @ weight * 2.0) @ weight + Product.apply(x @ weight, x @ other) @ weight
+        return total + (torch.mul(x @ weight, x @ other).add_(1.0)) @ weight
+
+    expected = gradients(program, (x, weight, other), None)
+    for _ in range(2):
+        assert_same_bits(gradients(program, (x, weight, other), offloader), expected)
+    assert offloader.statistics().derived_bytes == 0
+    assert_empty(offloader)
+
+
+@ON_EACH_DEVICE
+def test_a_long_chain_of_products_is_not_computed_at_once(where: str, offloader: Offloader) -> None:
+    factors = tuple((1.0 + torch.rand(64, 64) / 10).to(where).requires_grad_() for _ in range(9))
+
+    def program(*factors: Tensor) -> Tensor:
+        product = factors[0]
+        for factor in factors[1:]:
+            product = product * factor
+        return product
+
+    expected = gradients(program, factors, None)
+    for _ in range(2):
+        assert_same_bits(gradients(program, factors, offloader), expected)
+    assert accounts_of(offloader).recompute_peak_bytes <= (results.LEVELS + 1) * NBYTES
+    assert offloader.statistics().derived_bytes > 0
+
+
+@ON_EACH_DEVICE
+def test_a_result_that_another_graph_saves_as_well(where: str, offloader: Offloader) -> None:
+    """It outlives the graph that shows how it is computed."""
+    x, weight, other = inputs(where)
+
+    def program(context: Any) -> list[Tensor]:
+        with context:
+            product = (x @ weight) * (x @ other)
+            first = (product @ weight).sum()
+            second = (product.detach() @ weight).sum()
+            del product
+        found = list(torch.autograd.grad(first, (x, weight, other)))
+        del first
+        return [*found, *torch.autograd.grad(second, weight)]
+
+    assert_same_bits(program(offloader), program(nullcontext()))
+    assert_empty(offloader)
+
+
+class Layers(nn.Module):
+    """Layers with gates, each under a checkpoint."""
+
+    def __init__(self, where: str, count: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers: Any = nn.ModuleList(
+            nn.ModuleDict({name: nn.Linear(64, 64) for name in ("gate", "up", "down")}) for _ in range(count)
+        ).to(where)
+        self.x = torch.randn(64, 64).to(where)
+
+    def gradients(self, context: Any) -> list[Tensor | None]:
+        def run(layer: Any, x: Tensor) -> Tensor:
+            return x + layer["down"](silu(layer["gate"](x)) * layer["up"](x))  # type: ignore[no-any-return]
+
+        self.zero_grad()
+        x = self.x
+        with context:
+            for layer in self.layers:
+                x = checkpoint(run, layer, x, use_reentrant=False)
+            loss = x.square().mean()
+        loss.backward()
+        return [parameter.grad for parameter in self.parameters()]
+
+
+@ON_EACH_DEVICE
+def test_regions_that_run_once_do_not_save_them(where: str, make_offloader: Make) -> None:
+    """And a plan on paper knows that: it is made for the places that the forward then has."""
+    model = Layers(where)
+    expected = model.gradients(nullcontext())
+    offloader = make_offloader(codec="exact", policy="auto", device_budget=16 * NBYTES)
+    for _ in range(16):
+        assert_same_bits(model.gradients(offloader), expected)
+    pilot = autopilot_of(offloader)
+    assert pilot.plan.once, "some regions run once"
+    assert offloader.statistics().derived_bytes > 0
+    assert not [reason for reason in pilot.history if "other sizes" in reason]
+    assert offloader.statistics().plan_peak_bytes <= 17 * NBYTES, "as without the codec, at these sizes"
+    assert_empty(offloader)
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize("adversary", ADVERSARIES)
+@pytest.mark.parametrize("target", ["host", "nvme"])
+def test_streams(adversary: Adversary, target: str, tmp_path: Any, device: SimulatedDevice) -> None:
+    """Computed on one stream, saved on another, used by backward on both: late kernels and copies change no bit."""
+    accelerator = SimulatedAccelerator()
+    other = torch.Stream(torch.device(NAME, 0))
+    layers = Layers(NAME)
+
+    def step(context: Any) -> list[Tensor]:
+        layers.zero_grad()
+        x = layers.x
+        with context:
+            for number, layer in enumerate(layers.layers):
+                with on_stream(other) if number % 2 else nullcontext():
+                    x = x + layer["down"](silu(layer["gate"](x)) * layer["up"](x))
+                z = torch.ones(64, 64, device=NAME) * 7  # may get memory that was freed just now
+                x = x * z
+                del z
+            ahead = torch.accelerator.current_stream()
+            product = layers.layers[0]["gate"](x) * layers.layers[0]["up"](x)
+            other.wait_stream(ahead)
+            x = x + (product * layers.layers[0]["down"].weight).tanh()
+            with on_stream(other, ordered=False):  # a second stream saves the product
+                y = (product * layers.layers[1]["down"].weight).tanh()
+            del product
+            z = torch.ones(64, 64, device=NAME) * 7
+            ahead.wait_stream(other)
+            x = x + y * z
+            del y, z
+            loss = x.square().mean()
+        loss.backward()
+        return [parameter.grad for parameter in layers.parameters() if parameter.grad is not None]
+
+    expected = [one.cpu() for one in step(nullcontext())]
+    with simulated(accelerator, path=str(tmp_path), codec="exact", target=target, debug=True) as offloader:
+        for seed in range(4):
+            device.synchronize()
+            hinder(device, accelerator, adversary, seed)
+            found = step(offloader)
+            device.synchronize()
+            assert_same_bits([one.cpu() for one in found], expected)
+            device.delay(0)
+        assert offloader.statistics().derived_bytes > 0
+
+
+@pytest.mark.simulated
+def test_what_one_stream_computes_another_does_not_take(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may not be there yet."""
+    other = torch.Stream(torch.device(NAME, 0))
+    x, weight, more = (one.detach().nan_to_num(1.0, 1.0).requires_grad_() for one in inputs(NAME))
+    with simulated(codec="exact", debug=True) as offloader:
+        with offloader:
+            product = (x @ weight) * (x @ more)
+            expected = product.detach().cpu()
+            loss = product @ weight
+            del product
+        function: Any = loss.grad_fn
+        offloader.synchronize()
+        assert function._saved_self.shape == x.shape  # waits for the flag, so that no later read does
+        monkeypatch.setattr(BackwardEnd, "expect", lambda end: True)  # as in backward, which holds what it computes
+        here = torch.accelerator.current_stream()
+        other.wait_stream(here)
+        other.synchronize()
+        with device.paused(here):
+            held = function._saved_self  # its kernel has not begun
+            with on_stream(other, ordered=False):
+                there = function._saved_self * 1.0
+            other.synchronize()
+        device.synchronize()
+        assert_same_bits([held.cpu(), there.cpu()], [expected] * 2)
