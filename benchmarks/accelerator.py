@@ -16,6 +16,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 from benchmarks import harness
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--links", nargs="+", choices=list(LINKS), default=list(LINKS), help="checkpointed: only these")
     options = parser.parse_args(arguments)
     configuration = {"launch_s": LAUNCHES, "layers": LAYERS, "steps": STEPS, "modes": MODES, "links": LINKS}
-    variant = CODED if options.hosts == [CODED] else ""
+    variant = options.hosts[0] if options.hosts in ([CODED], [CHECKPOINTED]) else ""
     results = harness.Results("accelerator", arguments, configuration, variant=variant)
     rows: dict[str, Rows] = {host: {} for host in options.hosts}
     bounds = []
@@ -117,10 +118,12 @@ def _checkpointed(
     take("keep")
     alone = take("checkpointing", checkpointed=True)
     bounds = []
-    for link, room in ((link, room) for link in options.links for room in ROOMS):
+    for link, room, codec in product(options.links, ROOMS, CODECS if shorter else CODECS[:1]):
         limit = room * alone["peak_bytes"]
         what = f"{link}, {f'+ {100 * room - 100:.0f} %' if room > 1 else 'default'}"
-        given = {"device_memory": int(limit)} if room > 1 else {}
+        what += f", codec {codec}" if codec != "none" else ""
+        given: dict[str, Any] = {"device_memory": int(limit)} if room > 1 else {}
+        given["codec"] = codec
         row = take(what, options=given, link=LINKS[link], steps=CHECKPOINTED_STEPS, checkpointed=True)
         step, peak = (None, None) if "error" in row else (row["step_s"] / alone["step_s"], row["highest_bytes"] / limit)
         bound = shorter.get((link, room), NO_SHORTER)
@@ -130,7 +133,7 @@ def _checkpointed(
 
 
 def _coded(take: Callable[..., Row], options: argparse.Namespace) -> list[Bound]:
-    """Float32 tensors that were cast from bf16, saved in half of the bytes: never slower than without."""
+    """With fewer bytes: never slower than without."""
     keep = take("keep", bf16=True)
     bounds = []
     for link, (name, given) in ((link, row) for link in options.links for row in CODED_ROWS.items()):

@@ -330,7 +330,8 @@ class Layers(nn.Module):
 
     def gradients(self, context: Any) -> list[Tensor | None]:
         def run(layer: Any, x: Tensor) -> Tensor:
-            return x + layer["down"](silu(layer["gate"](x)) * layer["up"](x))  # type: ignore[no-any-return]
+            out: Tensor = layer["down"](silu(layer["gate"](x)) * layer["up"](x))
+            return x + out
 
         self.zero_grad()
         x = self.x
