@@ -78,6 +78,9 @@ MODES = {
     "checkpointed, ours at equal memory": Mode(
         peer="actoffload", recompute=True, options={"device_memory": "recompute"}
     ),
+    "checkpointed, exact": Mode(
+        peer="actoffload", recompute=True, options={"device_memory": "recompute", "codec": "exact"}
+    ),
     "recompute + host": _ours(recompute=True, target="host"),
     "recompute + nvme": _ours(recompute=True, target="nvme"),
     "attached": Mode(peer="attached", options={"target": "nvme"}),

@@ -111,6 +111,16 @@ def test_gradients_with_checkpointing(target: str, make_offloader: MakeOffloader
     assert offloader.statistics().moved_bytes > 0
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_from_fewer_bytes(recompute: bool, make_offloader: MakeOffloader) -> None:
+    model = make_model(torch.bfloat16, recompute=recompute)
+    reference = gradients(model, nullcontext())
+    offloader = make_offloader(target="host", codec="exact", policy="auto", device_budget=2 * LITTLE_BYTES)
+    for _ in range(6):
+        assert_identical(gradients(model, offloader), reference)
+    assert recompute or offloader.statistics().derived_bytes > 0
+
+
 @pytest.mark.parametrize("target", ["host", "nvme"])
 def test_gradients_with_a_budget_and_several_micro_batches(target: str, make_offloader: MakeOffloader) -> None:
     model = make_model()

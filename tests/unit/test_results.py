@@ -269,7 +269,7 @@ def test_what_the_graph_does_not_show_is_saved_as_it_is(where: str, offloader: O
         held = torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach() * 1.0, lambda t: t * 1.0)
         with held:  # hooks of the program's own hold the operands
             product = (x @ weight) * (x @ other)
-        total = product @ weight
+        total: Tensor = product @ weight
         total = total + ((x @ weight) * other.detach()) @ weight  # its node does not save the first operand
         total = total + (x @ weight * 2.0) @ weight + Product.apply(x @ weight, x @ other) @ weight
         return total + (torch.mul(x @ weight, x @ other).add_(1.0)) @ weight
