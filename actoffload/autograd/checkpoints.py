@@ -175,7 +175,7 @@ class Checkpoints:
                 reason = self._packer.why_unrecorded(tensor)
                 kept = "" if reason is None else reason.value
                 saved_bytes = self._packer.bytes_recorded(tensor, nbytes)
-                saved = (saved_bytes, kept) if saved_bytes else (nbytes, DERIVED)
+                saved = (nbytes, DERIVED) if not saved_bytes and not kept else (saved_bytes or nbytes, kept)
                 self._profiler.region_saved(region.recorded, *saved)
 
     def _name(self, function: Any) -> str:

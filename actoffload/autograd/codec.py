@@ -25,8 +25,9 @@ class Codec:
     """
 
     def __init__(self, store: ActivationStore) -> None:
-        originals = Originals(store)
-        self._upcasts, self._results = Upcasts(originals), Results(originals)
+        self._store = store
+        self._originals = Originals(store)
+        self._upcasts, self._results = Upcasts(self._originals), Results(self._originals)
 
     def handle_of(self, tensor: Tensor, tape: Tape[Record], names: tuple[str | None, str | None]) -> Any:
         """Return the handle of a plain tensor that is saved in another form; None if it is saved as it is.
@@ -36,8 +37,9 @@ class Codec:
             tape: of the forward that saves it.
             names: of the module that runs, and of the tensor, where they are known.
         """
-        if not tensor.is_floating_point():
+        if not tensor.is_floating_point() or self._store.closed or self._store.shared.stopped:
             return None
+        self._originals.begin_save(tape)
         halved = self._upcasts.handle_of(tensor, tape, names) if tensor.dtype is torch.float32 else None
         return self._results.handle_of(tensor, names) if halved is None else halved
 

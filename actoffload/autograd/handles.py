@@ -325,6 +325,7 @@ def present(record: Record, store: ActivationStore, *, fetch: bool) -> tuple[tor
             return record.data, record.data_begin
         if not fetch:
             return None
+        tier.make_room(record.nbytes)
         found = store.fetch_now(record, tier), record.data_begin
         tier.evict(record)  # the caller holds the storage for as long as it needs it
         return found
@@ -371,10 +372,6 @@ class Kept:
         # A new alias each time: its receiver may swap its `.data`, and the next unpack must not see that.
         return alias if self.itself else alias.detach()
 
-    def peek(self, fetch: bool) -> Tensor | None:
-        """Return the saved tensor, or None if it was changed in place; this is no use by backward."""
-        return None if self.alias._version != self.version else self.alias.detach()
-
     @property
     def module(self) -> str | None:
         """The name of the module that it was saved in, if that is known."""
@@ -402,6 +399,10 @@ class Stayed(Kept):
         self.round = self.store.passed(self.record, self.round)
         return alias
 
+    def peek(self, fetch: bool) -> Tensor | None:
+        """As of a `Handle`."""
+        return self.alias.detach() if self.alias._version == self.version else None
+
     @property
     def module(self) -> str | None:
         """The name of the module that it was saved in, if that is known."""
@@ -425,6 +426,10 @@ class KeptActivation(Kept):
         self.store = store
         # Append only once `store` is set: from then on the finalizer subtracts these bytes again.
         store.shared.accounts.deferred.append((reason, nbytes, True))
+
+    def peek(self, fetch: bool) -> Tensor | None:
+        """As of a `Handle`."""
+        return self.alias.detach() if self.alias._version == self.version else None
 
     def __del__(self) -> None:
         store = getattr(self, "store", None)
@@ -454,11 +459,6 @@ class Attributed:
         tensor: Tensor = self.handle.unpack()
         vars(tensor).update(self.attributes)
         return tensor
-
-    def peek(self, fetch: bool) -> Tensor | None:
-        """As the inner handle's; without the attributes, which no operation sees."""
-        found: Tensor | None = self.handle.peek(fetch)
-        return found
 
 
 class Wrapped:

@@ -246,12 +246,13 @@ PyObject* kept_unpack(PyObject* self, PyObject*) {
 // As `Kept.peek` of handles.py; the argument makes no difference to a tensor that stays.
 PyObject* kept_peek(PyObject* self, PyObject*) {
   const Kept* const kept = as_kept(self);
-  return version_of(kept->alias) != kept->version ? Py_NewRef(Py_None) : new_alias(kept->alias).release();
+  const bool is_static = kept->notes == nullptr && kept->storage == nullptr;
+  return is_static || version_of(kept->alias) != kept->version ? Py_NewRef(Py_None) : new_alias(kept->alias).release();
 }
 
 PyMethodDef kept_methods[] = {
     {"unpack", kept_unpack, METH_NOARGS, "The saved tensor; raises SavedTensorModifiedError if it was changed in place."},
-    {"peek", kept_peek, METH_O, "The saved tensor, or None if it was changed in place: no use by backward."},
+    {"peek", kept_peek, METH_O, "The saved activation, or None if it was changed in place: no use by backward."},
     {nullptr, nullptr, 0, nullptr}};
 
 // The handle of a tensor whose storage a plan keeps.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +19,8 @@ from .handles import version_probe
 
 if TYPE_CHECKING:
     from ..runtime.store import ActivationStore
+    from ..runtime.tape import Tape
+    from ..tiers.record import Record
 
 MOST = 5_000
 """So many nodes are read at most while saved tensors are alive. To read one gives it a Python object, and PyTorch
@@ -37,7 +41,7 @@ class Original:
         stream: that saves it; None on the CPU.
     """
 
-    __slots__ = ("_address", "_identity", "_probe", "_thread", "nbytes", "stream")
+    __slots__ = ("__weakref__", "_address", "_identity", "_probe", "_thread", "nbytes", "stream")
 
     def __init__(self, tensor: Tensor, stream: Any) -> None:
         storage = tensor.untyped_storage()
@@ -80,8 +84,11 @@ class Originals:
 
     def __init__(self, store: ActivationStore) -> None:
         self.store = store
+        self._alive: weakref.WeakSet[Original] = weakref.WeakSet()
+        """The originals of which a handle is alive."""
+        self._tape: Callable[[], Any] = lambda: None
+        """The forward that began while no saved tensor was alive, and how many nodes have been read since."""
         self._nodes = 0
-        """How many nodes have been read since the last moment at which no saved tensor was alive."""
         self._differs: dict[Any, Tensor] = {}
         """For each stream, whether a tensor had been changed: two streams must not write to one flag at once."""
         self._flags: list[tuple[Any, Any, Tensor]] = []
@@ -91,6 +98,18 @@ class Originals:
         self._failed = False
         """A tensor had been changed, and one saved before that may be alive: no backward of these may return."""
         self._backward_end = BackwardEnd(self._check)
+
+    def begin_save(self, tape: Tape[Record]) -> None:
+        """Note that a forward saves a tensor: the nodes of earlier ones are freed if its tape has all that is alive."""
+        if tape is not self._tape() and not self._alive and self.store.shared.accounts.live_records <= tape.live:
+            self._tape = weakref.ref(tape)
+            self._nodes, self._failed = 0, False
+
+    def original(self, tensor: Tensor, stream: Any) -> Original:
+        """Return the original of a tensor that this stream saves."""
+        original = Original(tensor, stream)
+        self._alive.add(original)
+        return original
 
     def node_of(self, tensor: Tensor) -> Any:
         """Return the node that made the whole storage of a plain tensor; None if it was changed since, or is a leaf's.
@@ -104,8 +123,6 @@ class Originals:
         # A mode of the program would see our kernels, and its second run of a region would lack them.
         if whole.nbytes != whole.untyped_storage().nbytes() or torch._C._len_torch_dispatch_stack():
             return None
-        if not self.store.shared.accounts.live_records:
-            self._nodes, self._failed = 0, False
         self._nodes += 1
         node = whole.grad_fn if self._nodes <= MOST else None
         return node if type(node).__module__ == "builtins" else None  # else a custom Function, of any name
@@ -124,11 +141,14 @@ class Originals:
             SavedTensorModifiedError: one does, and the program reads the saved tensor outside of backward.
         """
         copies = self.store.tiers.by_device[kind].copies
+        if copies is None or copies.inert:
+            return
         differs = self._differs.pop(stream, None)
-        if copies is not None and not copies.inert and differs is not None:
+        if differs is not None:
             host = self._unused.pop() if self._unused else torch.zeros((), dtype=torch.bool, device="cpu").pin_memory()
             self._flags.append((copies.device, copies.copy_flag(differs, stream, host), host))
-        if (self._flags or self._failed) and not self._backward_end.expect():
+        # Also without a flag: another thread may have taken it, and `_check` waits for what that thread learns.
+        if not self._backward_end.expect():
             self._check()
 
     def _check(self) -> None:

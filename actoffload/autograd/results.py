@@ -1,4 +1,4 @@
-"""``codec="exact"``: backward computes a product or an activation again, from the factors that autograd saves anyway.
+"""``codec="exact"``: backward computes a product or an activation again, from the operands that autograd saves anyway.
 
 ``silu(gate) * up`` saves ``gate``, ``silu(gate)`` and ``up``, and the layer after it saves the product. Two of the four
 are elementwise functions of the others, whose saved tensors the graph shows. They are neither moved nor kept: the
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..errors import SavedTensorModifiedError
+from ..errors import SavedTensorModifiedError, StateError
 from ..runtime.backward_end import BackwardEnd
 from ..runtime.identity import PLAIN_TYPES
+from ..tiers.device_tier import CAPTURED
 from .handles import Handle, check_version, empty, version_probe, view_in
 from .hook_stack import OUR_UNPACKS
 from .originals import CHANGED, Original, Originals
@@ -29,14 +30,19 @@ if TYPE_CHECKING:
     from ..runtime.store import ActivationStore
 
 Operation = Callable[..., Tensor]
+PRODUCT = "MulBackward0"
 OPERATIONS: dict[str, tuple[Operation, tuple[str, ...], tuple[str, ...]]] = {
-    "MulBackward0": (torch.mul, ("self", "other"), ()),
+    PRODUCT: (torch.mul, ("self", "other"), ()),
     "SiluBackward0": (torch.nn.functional.silu, ("self",), ()),
     "GeluBackward0": (torch.nn.functional.gelu, ("self",), ("approximate",)),
 }
-"""By the name of a node: the operation, the tensors that the node saves for it, and its options."""
+"""By the name of a node: the operation, the tensors that the node saves for it, and its options. On the CPU only a
+product has the same bits whatever the number of threads is, as the last elements of each thread's part are computed
+without vector instructions."""
 LEVELS = 2
 """So many operations follow each other at most: a chain of products would hold all its results at once in backward."""
+HELD = LEVELS + 1
+"""So many computed results are held at most: a retained graph would otherwise hold all of them until backward ends."""
 PART_BYTES, MOST_PARTS = 8 << 20, 16
 """A comparison takes about so many bytes at a time."""
 ONE_IN = 16
@@ -48,9 +54,6 @@ the CPU the others are as well, unless their operands have been moved away by th
 class Result:
     """One storage that is computed again: for the handles of all views that one stream saves.
 
-    Attributes:
-        operation: computes it from the operands.
-
     Args:
         whole: the result of the operation, as the program has it.
         original: its storage.
@@ -58,9 +61,12 @@ class Result:
         operands: the handles of the saved tensors that it is computed from.
         store: makes room.
         module: the name of the module that ran, if known.
+
+    Attributes:
+        made: the storage once it is computed, and the stream that has done so.
     """
 
-    __slots__ = ("__weakref__", "_like", "_made", "_operands", "_store", "level", "module", "operation", "original")
+    __slots__ = ("__weakref__", "_like", "_operands", "_store", "made", "module", "operation", "original")
 
     def __init__(
         self,
@@ -74,57 +80,44 @@ class Result:
         self._like = whole.shape, whole.stride(), whole.dtype, whole.device
         self.operation, self._operands = operation, tuple(map(_own, operands))
         self._store = store
-        self._made: tuple[torch.UntypedStorage, Any] | None = None
+        self.made: tuple[torch.UntypedStorage, Any] | None = None
         self.original = original
         self.module = module
-        levels: list[int] = [operand.result.level for operand in operands if isinstance(operand, Again)]
-        self.level: int = 1 + max(levels, default=0)
 
     @property
-    def kind(self) -> str:
-        """The type of its device."""
-        return self._like[3].type
-
-    def computed(self) -> Tensor:
-        """Return the tensor, computed anew on the current stream."""
-        # Neither a graph nor a call that a mode of the program sees.
-        modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
-        with torch.no_grad(), modes:
-            return self.operation(*map(_present, self._operands))
+    def device(self) -> torch.device:
+        """Its device."""
+        return self._like[3]
 
     def peek(self, fetch: bool) -> list[Tensor] | None:
         """Return the operands in the forward that saves the result, or None; see `Handle.peek`."""
         operands = [operand.peek(fetch) for operand in self._operands]
-        if any(operand is None for operand in operands):
+        if not all(map(_has_bytes, operands)):
             return None
-        copies = self._store.tiers.by_device[self.kind].copies
+        copies = self._store.tiers.by_device[self.device.type].copies
         if copies is not None:
             for operand in operands:  # it may have been made on another stream, whose allocator may use it again
                 copies.device.used_on(operand, self.original.stream)
         return operands
 
     def storage(self) -> torch.UntypedStorage:
-        """Return a storage with the bytes of the original, safe to use on the current stream.
-
-        It is held until `forget`, or until no handle is left: the next node may need it as well.
-        """
+        """Return a storage with the bytes of the original, safe to use on the current stream."""
         shape, stride, dtype, device = self._like
         tier = self._store.tiers.by_device[device.type]
-        current = tier.stream_of(device)
+        current, made = tier.stream_of(device), self.made
         # A storage that another stream computes may not be there yet when this stream reads it.
-        if self._made is None or self._made[1] != current:
+        if made is None or made[1] != current:
             with self._store.shared.lock:
                 tier.make_room(self.original.nbytes)
-            made = self.computed()
-            if made.stride() != stride:
-                made = empty(dtype, device).new_empty_strided(shape, stride).copy_(made)
-            self._made = made.untyped_storage(), current
-            self._store.regions.computed(self._made[0])
-        return self._made[0]
-
-    def forget(self) -> None:
-        """Hold the computed storage no longer."""
-        self._made = None
+            # Neither a graph nor a call that a mode of the program sees.
+            modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+            with torch.no_grad(), modes:
+                tensor = self.operation(*map(_present, self._operands))
+                if tensor.stride() != stride:
+                    tensor = empty(dtype, device).new_empty_strided(shape, stride).copy_(tensor)
+            made = self.made = tensor.untyped_storage(), current
+            self._store.regions.computed(made[0])
+        return made[0]
 
 
 def _own(handle: Any) -> Any:
@@ -138,16 +131,31 @@ def _own(handle: Any) -> Any:
     return other
 
 
+def _has_bytes(tensor: Tensor | None) -> bool:
+    """Return whether there is a tensor, whose storage its owner has not freed for now."""
+    if tensor is None:
+        return False
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (tensor.storage_offset() + reach) * tensor.dtype.itemsize <= tensor.untyped_storage().nbytes()
+
+
 def _present(handle: Any) -> Tensor:
     """Return the tensor of an operand's handle.
 
     Raises:
         SavedTensorModifiedError: it was changed in place.
         StorageReadError: it could not be read back.
+        StateError: its owner has freed it.
     """
     # Of a tensor that stays only the node that saved it counts as the user: a second use would begin a second backward.
     found: Tensor | None = None if isinstance(handle, (Handle, Again)) else handle.peek(False)
-    return handle.unpack() if found is None else found
+    tensor: Tensor = handle.unpack() if found is None else found
+    if not _has_bytes(tensor):
+        raise StateError(
+            f"codec='exact': backward computes a tensor again from one of shape {list(tensor.shape)}, whose owner has "
+            "freed its memory for now. Set codec='none'"
+        )
+    return tensor
 
 
 class Again:
@@ -170,18 +178,21 @@ class Again:
         Raises:
             SavedTensorModifiedError: it, or a tensor that it is computed from, was changed in place.
             StorageReadError: such a tensor could not be read back.
+            StateError: such a tensor was freed by its owner, or a graph is being captured.
         """
-        result = self.result
+        result, store = self.result, self.results.originals.store
         if self.probe._version != self.version:
             check_version(self.probe._version, self.version, self.dtype, self.shape, result.module)
         storage = result.original.storage()
         if storage is not None:  # with its present contents, which plain PyTorch would read
             return view_in(self, storage, 0)
+        if store.tiers.by_device[result.device.type].capturing(result.device.index):
+            raise StateError(CAPTURED)  # no copy of the flag may be enqueued
         try:
             storage = result.storage()
             self.results.used(result)
         except BaseException as error:
-            self.results.originals.store.abort_if_interrupted(error)
+            store.abort_if_interrupted(error)
             raise
         return view_in(self, storage, 0)
 
@@ -215,8 +226,8 @@ class Results:
         """The operations in a module of which, on the CPU, not every result was compared."""
         self._forward = self._count = 0
         """The running forward, and its results so far."""
-        self._made: weakref.WeakSet[Result] = weakref.WeakSet()
-        """The results that hold a computed storage."""
+        self._made: list[weakref.ref[Result]] = []
+        """The results that hold a computed storage, the latest last. Weak, as a result ends with its last handle."""
         self._backward_end = BackwardEnd(self._forget)
 
     def handle_of(self, tensor: Tensor, names: tuple[str | None, str | None]) -> Again | None:
@@ -226,10 +237,14 @@ class Results:
             tensor: is about to be saved, and may move.
             names: of the module that runs, and of the tensor, where they are known.
         """
-        store, number = self._store, tensor.untyped_storage()._cdata
-        tier = store.tiers.by_device[tensor.device.type]
+        store, storage = self._store, tensor.untyped_storage()
+        if tensor._version or tensor.is_neg() or 2 * tensor.nbytes < storage.nbytes():  # of a small view its bytes move
+            return None
+        if store.decision.uses_names and store.decision.excludes(*names):
+            return None
+        tier, number = store.tiers.by_device[tensor.device.type], storage._cdata
         stream = tier.stream_of(tensor.device)
-        result = None if tensor._version else self._known.get(number)
+        result = self._known.get(number)
         if result is None or not result.original.has_bytes_of(tensor, stream):
             if number in store.identities.records:  # it has been saved as it is
                 return None
@@ -247,45 +262,65 @@ class Results:
 
     def can_compute(self, tensor: Tensor) -> bool:
         """Return whether a plain tensor is the result of an operation, and hooks have all that it is computed from."""
-        node = self.originals.node_of(tensor) if tensor.is_floating_point() else None
-        _, names, _ = OPERATIONS.get(type(node).__name__, (None, (), ()))
-        return bool(names) and all(getattr(node, f"_raw_saved_{name}").unpack_hook is not None for name in names)
+        node = self.originals.node_of(tensor)
+        if not 0 < _level(node, tensor) <= LEVELS:
+            return False
+        _, names, _ = OPERATIONS[type(node).__name__]
+        return all(getattr(node, f"_raw_saved_{name}").unpack_hook is not None for name in names)
 
     def _find(self, tensor: Tensor, stream: Any, module: str | None) -> Result | None:
-        node = self.originals.node_of(tensor)
-        kind = type(node).__name__
-        if kind not in OPERATIONS:
+        # In backward a tensor that the program's own hooks have returned may have a node with other bytes.
+        node = self.originals.node_of(tensor) if torch._C._current_graph_task_id() == -1 else None
+        if not 0 < _level(node, tensor) <= LEVELS:
             return None
+        kind = type(node).__name__
         operation, names, options = OPERATIONS[kind]
         saved = [getattr(node, f"_raw_saved_{name}") for name in names]
         # A tensor that the node does not save has no hook, and hooks of the program's own may return anything.
         if any(one.unpack_hook not in OUR_UNPACKS for one in saved):
             return None
+        handles = tuple(one.data for one in saved)
+        if not all(self._is_operand(handle, tensor.device) for handle in handles):
+            return None
         if options:
             operation = functools.partial(operation, **{name: getattr(node, f"_saved_{name}") for name in options})
         whole = tensor if tensor._base is None else tensor._base
-        original = Original(tensor, stream)
-        result = Result(whole, original, operation, tuple(one.data for one in saved), self._store, module)
-        return result if result.level <= LEVELS and self._is_right(kind, whole, result) else None
+        result = Result(whole, self.originals.original(tensor, stream), operation, handles, self._store, module)
+        return result if self._is_right(kind, whole, result) else None
+
+    def _is_operand(self, handle: Any, device: torch.device) -> bool:
+        """Return whether a handle's tensor is an activation of this store, unchanged, on a result's device.
+
+        A parameter is none: its owner may free or change it between forward and backward (FSDP, ZeRO-3, an optimizer).
+        """
+        if isinstance(handle, (Handle, Again)):
+            store = handle.store if isinstance(handle, Handle) else handle.results.originals.store
+            return store is self._store and handle.probe._version == handle.version
+        stays = handle.peek(False) if hasattr(handle, "peek") else None
+        return stays is not None and stays.device == device
 
     def _is_right(self, kind: str, whole: Tensor, result: Result) -> bool:
-        """Return whether a result has the program's bits, as far as that is checked in this forward."""
-        forward = self._store.shared.accounts.steps
+        """Return whether a result has the program's bits, as far as that is checked in this forward.
+
+        Raises:
+            SavedTensorModifiedError: it has not, and others like it were not compared.
+        """
+        forward, on_cpu = self._store.shared.accounts.steps, whole.is_cpu
         if forward != self._forward:
             self._forward, self._count = forward, 0
         self._count += 1
         key = kind, result.module, whole.dtype, whole.dim()
         known = self._checked.get(key, forward) < forward
         turn = (forward + self._count) % ONE_IN == 0
-        if known and result.original.stream is not None and not turn:
+        if known and not on_cpu and not turn:
             return True
-        same = self._has_bits_of(whole, result, fetch=not known or (turn and result.original.stream is None))
+        same = self._has_bits_of(whole, result, fetch=not known or (turn and on_cpu))
         if same is None:
             self._unsure.add(key)
         elif same:
             self._checked.setdefault(key, forward)
         elif key in self._unsure:
-            raise SavedTensorModifiedError(CHANGED)  # others like it have not been compared
+            raise SavedTensorModifiedError(CHANGED)
         return known if same is None else same
 
     def _has_bits_of(self, whole: Tensor, result: Result, *, fetch: bool) -> bool | None:
@@ -293,11 +328,11 @@ class Results:
 
         Without ``fetch`` it is None if an operand has been moved away by now.
         """
-        operands, stream = result.peek(fetch), result.original.stream
+        operands = result.peek(fetch)
         if operands is None:
-            return None
+            return False if fetch else None
         # In parts: a whole result beside the program's own would raise the peak of the forward.
-        count = 1 if stream is None else min(MOST_PARTS, 1 + whole.nbytes // PART_BYTES)
+        count = 1 if whole.is_cpu else min(MOST_PARTS, 1 + whole.nbytes // PART_BYTES)
         with torch.no_grad():
             for part, *needed in _parts(count, whole.detach(), *operands):
                 made = result.operation(*needed)
@@ -305,29 +340,51 @@ class Results:
                     return False
                 bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[part.dtype.itemsize]
                 differs = made.view(bits).ne(part.view(bits)).any()  # bits: a NaN differs from itself
-                if stream is not None:
-                    self.originals.note(stream, differs)
+                if not whole.is_cpu:
+                    self.originals.note(result.original.stream, differs)
                 elif differs:
                     return False
         return True
 
     def used(self, result: Result) -> None:
-        """Note that backward uses a result, which is held until then and no longer."""
-        self._made.add(result)
-        if not self._backward_end.expect():
-            result.forget()
-        self.originals.used(result.kind, result.original.stream)
+        """Note that backward uses a result, which is held for the next nodes, and no longer than backward runs."""
+        inside = self._backward_end.expect()
+        with self._store.shared.lock:  # another thread may run backward, too
+            held = [one for one in self._made if one() not in (None, result)]
+            held.append(weakref.ref(result))
+            dropped, self._made = (held[:-HELD], held[-HELD:]) if inside else (held, [])
+        _forget(dropped)
+        self.originals.used(result.device.type, result.original.stream)
 
     def _forget(self) -> None:
-        for result in list(self._made):
-            result.forget()
-        self._made.clear()
+        with self._store.shared.lock:
+            made, self._made = self._made, []
+        _forget(made)
+
+
+def _forget(made: Iterable[weakref.ref[Result]]) -> None:
+    for one in made:
+        result = one()
+        if result is not None:
+            result.made = None
+
+
+def _level(node: Any, tensor: Tensor) -> int:
+    """Return how many operations compute a node's result from tensors that are saved; 0 if it is the result of none."""
+    kind = type(node).__name__
+    if kind not in OPERATIONS or (tensor.is_cpu and kind != PRODUCT):
+        return 0
+    operands = [following for following, _ in node.next_functions]
+    # A leaf: see `Results._is_operand`. Without a node an operand needs no gradient, so its node does not save another.
+    if any(operand is None or type(operand).__name__ == "AccumulateGrad" for operand in operands):
+        return 0
+    return 1 + max(_level(operand, tensor) for operand in operands)
 
 
 def _parts(count: int, whole: Tensor, *operands: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield a tensor and the operands that it is computed from, in about ``count`` parts of equal size."""
-    place = next((place for place, size in enumerate(whole.shape) if size >= count), None)
-    if place is None:
+    """Yield a tensor and the operands that it is computed from, in at most ``count`` parts of the tensor's memory."""
+    place = max(range(whole.dim()), key=lambda one: (whole.shape[one] > 1, whole.stride(one)), default=None)
+    if place is None or count == 1:
         yield whole, *operands
         return
     size, back = whole.shape[place], whole.dim() - place

@@ -159,7 +159,7 @@ class Upcasts:
             with self.store.shared.lock:
                 self.store.shared.accounts.halved_bytes += record.nbytes
             version_probe(numbers)  # the record alone holds the memory
-            half = self._halves[number] = Half(Original(tensor, stream), record)
+            half = self._halves[number] = Half(self.originals.original(tensor, stream), record)
         if tier.copies is not None:
             # Plain PyTorch holds the memory until backward. Here the stream that owns it may use it again once the
             # program has dropped the tensor, while this stream still reads it.
