@@ -203,9 +203,12 @@ def test_a_build_needs_nobody_who_reads_its_line(
     source.write_text('extern "C" int seven() { return 7; }\n')
     reader, writer = os.pipe()
     os.close(reader)  # as after `2>&1 | head`
-    with monkeypatch.context() as patched, pytest.raises(BrokenPipeError), os.fdopen(writer, "w") as closed:
-        patched.setattr(sys, "stderr", closed)
+    unread = os.fdopen(writer, "w")
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", unread)
         library = native_build.build(source, [], ())
+    with pytest.raises(BrokenPipeError):
+        unread.close()
     assert ctypes.CDLL(str(library)).seven() == 7
     assert library.parent == fresh
     assert capsys.readouterr().out == ""
