@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import functional_call, grad, jvp, vmap
 
 import actoffload
@@ -89,7 +90,13 @@ def _forward_mode(model: nn.Module) -> Tensor:
     return torch.autograd.grad(tangent.sum(), list(model.parameters()))[0]
 
 
-@pytest.mark.parametrize("transformed", [_gradient, _per_sample, _batched, _forward_mode])
+def _without_hooks(model: nn.Module) -> Tensor:
+    with disable_saved_tensors_hooks("none here"):
+        loss = model(batch()).square().sum()
+    return torch.autograd.grad(loss, list(model.parameters()))[0]
+
+
+@pytest.mark.parametrize("transformed", [_gradient, _per_sample, _batched, _forward_mode, _without_hooks])
 def test_a_transform_runs_blocks_as_they_are(tmp_path: Path, transformed: Callable[[nn.Module], Tensor]) -> None:
     model = _model()
     expected = transformed(model), train_step(model, batch())
