@@ -254,11 +254,15 @@ def _note_version(versions: list[tuple[Tensor, int]], tensor: Tensor) -> None:
     """Note a tensor's counter and version. They show at the second run whether the tensor was changed since."""
     if _is_strided(tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         with _disable_current_modes(), sharing_counters():  # the region's modes must not see this `detach`
-            versions.append((version_probe(tensor.detach()), tensor._version))
+            alias = tensor.detach()
+            alias = alias.conj() if alias.is_conj() else alias  # a lazy view is no plain memory: see `Packer._save`
+            alias = alias._neg_view() if alias.is_neg() else alias
+            versions.append((version_probe(alias), tensor._version))
 
 
 def _is_strided(tensor: Tensor) -> bool:
-    return type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided and not tensor.is_meta
+    plain_memory = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
+    return type(tensor) in PLAIN_TYPES and plain_memory
 
 
 def _bound(function: Any) -> Iterator[Any]:

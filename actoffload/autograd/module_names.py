@@ -183,9 +183,14 @@ class ModelInputs(Hooking):
         self.note(args, kwargs)
         called = self._called() if self._called is not None and torch.is_grad_enabled() else None
         leaves = tree_leaves((args, kwargs))
-        shapes = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
+        shapes = tuple(_shape_of(leaf) for leaf in leaves if isinstance(leaf, Tensor))
         if called is not None and shapes:
             called(shapes, functools.partial(_signature, module, leaves))
+
+
+def _shape_of(tensor: Tensor) -> tuple[int, ...]:
+    """Return a tensor's shape; of a nested tensor, whose sizes are no plain numbers, its parts and its elements."""
+    return (tensor.size(0), tensor.numel()) if tensor.is_nested else tuple(tensor.shape)
 
 
 def _signature(module: nn.Module, leaves: Sequence[Any]) -> Hashable:
@@ -197,5 +202,5 @@ def _signature(module: nn.Module, leaves: Sequence[Any]) -> Hashable:
 
 def _signature_of(argument: Any) -> Hashable:
     if isinstance(argument, Tensor):
-        return tuple(argument.shape), argument.dtype, argument.requires_grad
+        return _shape_of(argument), argument.dtype, argument.requires_grad
     return argument if isinstance(argument, (bool, int, float, str, bytes)) else type(argument).__qualname__

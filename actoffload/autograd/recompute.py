@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -10,10 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from ..autotune.blocks import find_blocks
 from ..errors import ConfigError
 from .checkpoints import checkpoint
+from .hook_stack import enabled
 
 Wanted = bool | tuple[str, ...]
 
@@ -95,19 +98,30 @@ class Checkpointed:
     Attributes:
         forward: the original forward; ``was_attribute``: whether it was an attribute of the instance.
         active: whether it runs as a region.
+        early_stop: whether backward may end the second run early, by an exception: TorchScript would report it.
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self.module = module
         self.forward = module.forward
         self.was_attribute = "forward" in vars(module)
         self.active = True
+        self.early_stop = not any(isinstance(part, torch.jit.ScriptModule) for part in module.modules())
 
     def __reduce__(self) -> Any:  # a copy of the module, or a pickled module, has its original forward
         return _itself, (self.forward,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.active or not torch.is_grad_enabled():
+        # A checkpoint would be part of the graph of an export or a trace.
+        recorded = torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None
+        if not self.active or not torch.is_grad_enabled() or recorded:
             return self.forward(*args, **kwargs)
+        if torch.compiler.is_compiling():  # the compiler runs it again in its own graph, and would guard on each `id`
+            return checkpoint(functools.partial(self.forward, **kwargs), *args)
+        # The tensors of a transform (`torch.func.grad`, `vmap`) do not outlive it, so backward cannot run it again.
+        if torch._C._functorch.peek_interpreter_stack() is not None or not enabled():
+            return self.forward(*args, **kwargs)
+        forward = _with_its_tensors(self.module, self.forward)
         values, count, names = [*args, *kwargs.values()], len(args), tuple(kwargs)
         # A checkpoint saves its positional tensors through autograd, where hooks see them. Each tensor is passed once,
         # because a block may compare two of its arguments by identity.
@@ -119,9 +133,47 @@ class Checkpointed:
         @functools.wraps(self.forward)  # so that reports find the region's module
         def run(*given: Any) -> Any:
             full = [other if at is None else given[at] for other, at in zip(others, places, strict=True)]
-            return self.forward(*full[:count], **dict(zip(names, full[count:], strict=True)))
+            return forward(*full[:count], **dict(zip(names, full[count:], strict=True)))
 
-        return checkpoint(run, *tensors.values())
+        return checkpoint(run, *tensors.values(), early_stop=self.early_stop)
+
+
+class _Bound(nn.Module):
+    """Calls a block's forward, for `functional_call`, which calls modules."""
+
+    def __init__(self, block: nn.Module, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.block, self.bound = block, forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
+        return self.bound(*args, **kwargs)
+
+
+def _with_its_tensors(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a block's forward, bound to its present tensors inside `functional_call`, which takes them away again.
+
+    Elsewhere a block has the parameters that it has as it runs, because FSDP makes new ones each time.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != "torch.nn.utils.stateless":
+        frame = frame.f_back  # type: ignore[assignment]  # the thread's first frame has none
+    if frame is None:
+        return forward
+    bound = _Bound(block, forward)
+    # Each place once, however many names its module has: `functional_call` would restore what it has just set.
+    found = {
+        f"{prefix}.{name}": tensor
+        for prefix, part in bound.named_modules()
+        for name, tensor in (*part._parameters.items(), *part._buffers.items())
+        if tensor is not None
+    }
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return functional_call(bound, found, args, kwargs, tie_weights=False)
+
+    return run
 
 
 def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:

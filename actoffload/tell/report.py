@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import re
 import sys
@@ -104,8 +105,9 @@ def say(config: OffloadConfig, line: str) -> None:
     line += f" [rank {rank} of {world}]" if world > 1 else ""
     if callable(config.announce):
         expected(config.announce, line)
-    else:
-        print(line, file=sys.stderr, flush=True)
+    elif sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):  # its terminal or pipe is gone, which must not end the training
+            print(line, file=sys.stderr, flush=True)
 
 
 def closing_line(facts: Facts) -> str:

@@ -40,6 +40,8 @@ _SIDES: dict[str, dict[tuple[int, str], torch.Stream]] = {}
 _UNHELD: dict[tuple[str, int, bool], deque[torch.Event]] = {}
 """The unused events of this process, by the device's type and index, and whether they have a time."""
 _HERE = contextlib.nullcontext()
+_Key, _Keys = torch._C.DispatchKey, torch._C.DispatchKeySet
+_TRANSFORMS = _Keys(_Key.FuncTorchDynamicLayerFrontMode) | _Keys(_Key.FuncTorchDynamicLayerBackMode)
 ALLOCATED = "allocated_bytes.all.current"
 """The count of the bytes that PyTorch's allocator has in use."""
 
@@ -152,7 +154,10 @@ class Accelerator:
 
     def copy(self, copies: Iterable[tuple[Tensor, Tensor]], stream: Stream) -> None:
         """Copy flat bytes on ``stream``, to the first tensor of each pair; waits for nothing and blocks no host."""
-        with self.on_device(stream.device_index):
+        # `torch.func.jvp` and its like refuse to let the function that they transform write to memory from outside.
+        inside = torch._C._functorch.peek_interpreter_stack() is not None
+        untransformed = torch._C._ExcludeDispatchKeyGuard(_TRANSFORMS) if inside else _HERE
+        with self.on_device(stream.device_index), untransformed:
             previous = self.current_stream(stream.device_index)
             _set_stream(stream)
             try:

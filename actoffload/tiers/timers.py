@@ -50,15 +50,17 @@ class Stopwatch:
 
     def __init__(self, accounts: Accounts) -> None:
         self._accounts = accounts
-        self._origin_s = 0.0
+        self._origin_s = self._latest_s = 0.0
 
     def begin(self) -> None:
         """The step begins."""
-        self._origin_s = self._compute_s()
+        self._origin_s, self._latest_s = self._compute_s(), 0.0
 
     def stamp(self) -> Stamp:
         """This moment, as a position in the work enqueued so far."""
-        return self._compute_s() - self._origin_s
+        # Threads that have waited at once would turn this clock back: the waits of all of them count.
+        self._latest_s = max(self._latest_s, self._compute_s() - self._origin_s)
+        return self._latest_s
 
     def hook(self) -> AbstractContextManager[None]:
         """Return a context for a hook of ours."""

@@ -20,7 +20,7 @@ import actoffload
 from actoffload import Offloader, Policy
 from actoffload.policy import Decision, TensorFacts
 from tests.harness import assert_same_gradients, gradients
-from tests.integration.compiled import ADVICE, STEPS, Tower, gradients_of, tokens, tower, train
+from tests.integration.compiled import ADVICE, STEPS, WIDTH, Tower, gradients_of, tokens, tower, train
 from tests.integration.evidence import Run, assert_evidence
 
 pytestmark = [
@@ -173,3 +173,36 @@ def test_a_copy_of_an_attached_model_shares_its_offloader(tmp_path: Path) -> Non
     torch.load(buffer, weights_only=False)(tokens(0)).backward()
     assert attachment.offloader.statistics().steps == 1
     attachment.offloader.close()
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_compiled_blocks_that_run_again_are_compiled_once(order: str, tmp_path: Path) -> None:
+    """``recompute=`` is traced with the block: a guard on an object of one call would fail in the next call."""
+    blocks, compiled = tower("eager").blocks, list[str]()
+    x = torch.randn(4, 64, WIDTH)
+
+    def step(model: nn.Module) -> dict[str, Tensor]:
+        model(x).square().sum().backward()
+        return gradients(model)
+
+    def backend(graph: Any, inputs: list[Tensor]) -> Any:
+        compiled.append("graph")
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    model = nn.Sequential(*blocks)
+    expected = step(model)
+    if order == "before":
+        for block in model:
+            block.compile(backend=backend, fullgraph=True)
+    attachment = actoffload.attach(
+        model, target="nvme", path=str(tmp_path), min_bytes=0, policy="all", recompute=True, announce="none"
+    )
+    if order == "after":
+        for block in model:
+            block.compile(backend=backend, fullgraph=True)
+    for _ in range(3):
+        assert_same_gradients(step(model), expected)
+    # The first block's input needs no gradient, so its graph is another one.
+    assert len(compiled) == 2
+    kept = attachment.offloader.statistics()
+    assert kept.packed_bytes < 3 * len(model) * 3 * x.nbytes, "the blocks save little more than their inputs"

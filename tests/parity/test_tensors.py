@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
+import actoffload
 from actoffload import Offloader
 from tests.harness import assert_same_bits
 
@@ -215,3 +217,24 @@ def test_jagged_nested_tensors(offloader: Offloader, made: str) -> None:
     assert len(found) == 6
     assert_same_bits(found, expected)
     assert offloader.statistics().moved_bytes > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+@pytest.mark.parametrize("policy", ["all", "auto"])
+def test_a_nested_tensor_is_the_input_of_a_model(tmp_path: Path, layout: torch.layout, policy: str) -> None:
+    """Its sizes are symbols, which cannot be added up, or unknown; a plan is for one shape of a model's inputs."""
+
+    def train(attached: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+        if attached:
+            options = {"policy": policy, "path": str(tmp_path), "min_bytes": 0, "announce": "none"}
+            actoffload.attach(model, target="nvme", **options)  # type: ignore[arg-type]
+        for step in range(5):
+            parts = [torch.randn(rows, 64) for rows in (3, 5 + step % 2)]
+            y = model(torch.nested.nested_tensor(parts, layout=layout))
+            y.to_padded_tensor(0.0).square().sum().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    assert_same_bits(train(attached=True), train(attached=False))

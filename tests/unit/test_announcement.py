@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import io
 import logging
 import re
 import threading
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 import actoffload
 from actoffload.errors import NothingOffloadedError
 from actoffload.runtime.saved_by_node import MANY, SavedByNode, advice
-from tests.harness import Chain, MakeOffloader, batch, train_step
+from tests.harness import Chain, MakeOffloader, assert_same_gradients, batch, train_step
 
 
 def test_one_line_has_the_target_and_the_bytes_that_move_and_stay(make_offloader: MakeOffloader, tmp_path: Any) -> None:
@@ -62,6 +64,30 @@ def test_the_last_line_is_of_the_whole_run_and_keeps_nothing_alive(tmp_path: Pat
     assert store() is None
     assert re.fullmatch(r"actoffload: [24] forward passes: activations' peak .*iB, .*; details: .*", lines[-1])
     assert ("2 forward" in lines[-1]) == interrupted
+
+
+class _Gone(io.StringIO):
+    """The standard error of a program whose terminal was closed."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+
+@pytest.mark.parametrize("stream", [_Gone(), None, "closed", "ascii"])
+def test_a_line_that_nobody_can_read_ends_no_training(
+    make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stream: Any
+) -> None:
+    if isinstance(stream, str):
+        closed, stream = stream == "closed", io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+        if closed:
+            stream.close()
+    offloader = make_offloader(announce="first")
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setattr("actoffload.autograd.offloader.announcement", lambda facts: "actoffload: päth")
+    model = Chain()
+    expected = train_step(model, batch())
+    assert_same_gradients(train_step(model, batch(), offloader), expected)
+    assert capsys.readouterr().out == "", "nor does it go elsewhere"
 
 
 def test_announce_none_writes_nothing(make_offloader: MakeOffloader, capfd: pytest.CaptureFixture[str]) -> None:

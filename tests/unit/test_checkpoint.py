@@ -9,6 +9,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from actoffload.errors import ConfigError, SavedTensorModifiedError
 from actoffload.planning.regions import choosable
 from actoffload.testing.gpt import GPT, GPTConfig
 from tests.harness import (
+    ON_EACH_DEVICE,
     Chain,
     MakeOffloader,
     accounts_of,
@@ -390,6 +392,61 @@ def test_a_region_whose_saves_are_changed_in_place_goes_on_running_again(
     profile = offloader.store.profiler.profile()
     assert profile is not None
     assert choosable(profile) == [raises, raises + 2]
+
+
+class _SavesOddTensors(torch.autograd.Function):
+    """Saves a quantized tensor and a nested one, which have no plain memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        quantized = torch.quantize_per_tensor(x.detach(), 0.05, 0, torch.qint8)
+        ctx.save_for_backward(quantized, torch.nested.nested_tensor([x.detach()[:3], x.detach()[3:]]))
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        quantized, nested = ctx.saved_tensors
+        found: Tensor = grads[0] * quantized.dequantize() * nested.unbind()[1].sum()
+        return found
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning", "ignore:.*quantiz:UserWarning")
+def test_a_recorded_region_may_save_tensors_without_plain_memory(make_offloader: MakeOffloader) -> None:
+    def call(function: Any, x: Tensor) -> Any:
+        # PyTorch's check reads the shape, which a nested tensor has not.
+        def region(y: Tensor) -> Any:
+            return function(_SavesOddTensors.apply(y))
+
+        return checkpoint(region, x, use_reentrant=False, determinism_check="none")
+
+    model = Blocks(call=call)
+    expected = train_step(model, batch())
+    offloader = make_offloader(policy="auto").use(model)
+    for _ in range(4):
+        assert_same_gradients(train_step(model, batch(), offloader), expected)
+    assert offloader.autopilot is not None
+    assert offloader.autopilot.profile is not None, "a step was recorded"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the simulated device lacks `view_as_real`, and says so
+@ON_EACH_DEVICE
+def test_a_recorded_region_may_save_lazy_views(tmp_path: Path, where: str) -> None:
+    """A view with a conjugation or a negation that nobody has computed yet."""
+
+    def call(function: Any, x: Tensor) -> Any:
+        def region(y: Tensor) -> Any:
+            lazy = torch.complex(y, function(y)).conj()
+            return (lazy * lazy.imag).abs()
+
+        return checkpoint(region, x, use_reentrant=False)
+
+    model = Blocks(call=call).to(where)
+    expected = train_step(model, batch().to(where))
+    attachment = actoffload.attach(model, path=str(tmp_path), min_bytes=0, announce="none")
+    for _ in range(4):
+        assert_same_gradients(train_step(model, batch().to(where)), expected)
+    assert attachment.offloader.profile is not None, "a step was recorded"
+    attachment.offloader.close()
 
 
 def raised(x: Tensor) -> list[Any]:

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
-from torch.func import functional_call, grad, hessian, jacrev, vjp, vmap
+from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
 import actoffload
 from actoffload import Offloader, no_offload
 from actoffload.errors import StateError
 from tests import pages
-from tests.harness import Chain, MakeOffloader, assert_empty, assert_same_bits, batch, same_bits
+from tests.harness import ON_EACH_DEVICE, Chain, MakeOffloader, assert_empty, assert_same_bits, batch, same_bits
 
 Build = Callable[[], AbstractContextManager[object]]
 
@@ -275,6 +275,26 @@ def test_forward_mode_and_vmap_are_as_ever(make_offloader: MakeOffloader) -> Non
     with make_offloader(policy="all", min_bytes=1):
         assert same_bits(torch.func.jacfwd(net)(x), expected)
         assert torch.allclose(vmap(net)(x), net(x))
+
+
+@ON_EACH_DEVICE
+def test_copies_are_no_part_of_a_transform(tmp_path: Path, where: str) -> None:
+    """A transform in forward mode leaves hooks on, and refuses writes to memory that its function did not make."""
+
+    def train(net: nn.Module) -> list[Tensor]:
+        tangent = jvp(lambda x: jvp(net, (x,), (x.cos(),))[1], (x,), (x.sin(),))[1]
+        rows = vmap(lambda row: jvp(net, (row,), (row,))[1])(x)
+        loss = net(x).sum() + tangent.square().sum() + rows.square().sum()
+        return list(torch.autograd.grad(loss, list(net.parameters())))
+
+    net, x = Chain().to(where), batch().to(where)
+    expected = train(net)
+    attachment = actoffload.attach(net, policy="all", min_bytes=0, path=str(tmp_path), keep_last_bytes=0)
+    for _ in range(2):
+        assert_same_bits(train(net), expected)
+    attachment.offloader.synchronize()
+    assert attachment.offloader.statistics().moved_bytes > 0
+    attachment.offloader.close()
 
 
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,3 +194,21 @@ def test_a_cache_under_another_users_directory_is_not_trusted(cached: Cached) ->
     cached.home.mkdir(mode=0o755)
     os.chown(cached.home, 12345, 12345)
     assert not cached.build().is_relative_to(cached.home)
+
+
+def test_a_build_needs_nobody_who_reads_its_line(
+    tmp_path: Path, fresh: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "small.cpp"
+    source.write_text('extern "C" int seven() { return 7; }\n')
+    reader, writer = os.pipe()
+    os.close(reader)  # as after `2>&1 | head`
+    unread = os.fdopen(writer, "w")
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", unread)
+        library = native_build.build(source, [], ())
+    with pytest.raises(BrokenPipeError):
+        unread.close()
+    assert ctypes.CDLL(str(library)).seven() == 7
+    assert library.parent == fresh
+    assert capsys.readouterr().out == ""

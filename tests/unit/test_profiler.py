@@ -21,7 +21,7 @@ from actoffload.tiers.timers import (
     Stamp,
     Stopwatch,
 )
-from tests.harness import Chain, MakeOffloader, batch, hinder, recorder_of, simulated, train_step
+from tests.harness import Chain, MakeOffloader, accounts_of, batch, hinder, recorder_of, simulated, train_step
 
 ATEN = torch.ops.aten
 TOKENS = torch.arange(64).reshape(2, 32)
@@ -61,6 +61,20 @@ def _recorded(offloader: Offloader, model: nn.Module, *args: Any, forwards: int 
     profile = recorder_of(offloader).profile()
     assert profile is not None
     return profile
+
+
+def test_waits_of_several_threads_at_once_turn_no_clock_back(make_offloader: MakeOffloader) -> None:
+    """A model that threads share: their waits together take longer than the step, and a plan could not be made."""
+    offloader, model = make_offloader(), Chain()
+    recorder_of(offloader).begin()
+    with offloader:
+        loss = model(batch()).sum()
+    accounts_of(offloader).unpack_wait_s += 60.0
+    loss.backward()
+    profile = recorder_of(offloader).profile()
+    assert profile is not None
+    assert 0 < profile.step_s < 60
+    assert all(0 <= s.birth_s <= s.last_need_s <= profile.step_s for s in profile.storages)
 
 
 def test_the_profile_has_the_storages_of_the_plan(make_offloader: MakeOffloader) -> None:
