@@ -15,8 +15,13 @@ from tests.integration import matrix
 pytest.register_assert_rewrite("tests.integration.compiled", "tests.integration.evidence")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Write into the results the cells of the table of docs/integrations.md that each test proves."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Write into the results the cells of the table of docs/integrations.md that each test proves.
+
+    The cells of cases that run with ``--thorough`` alone are known, too: these are still among the items.
+    """
+    config.stash[matrix.PROVED] = {cell for item in items for cell in matrix.cells(item)}
     for item in items:
         item.user_properties += [("proves", "|".join(map(str, cell))) for cell in matrix.cells(item)]
 

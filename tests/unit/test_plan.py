@@ -50,21 +50,3 @@ def test_the_summary_counts_regions() -> None:
     assert PLAN.summary() == "plan: moves 400 B of 600 B"
     some = Plan(PLAN.entries, once=(0, 1, 3), regions=24).summary()
     assert some.endswith("; 24 checkpointed regions: 3 run once, 21 run again")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "{", "[]", "7", "null", "{}", '{"version": 2}', '{"entries": []}'),
-        *('{"version": 3, "entries": []}', '{"version": 2, "entries": 5}', '{"version": 2, "entries": [5]}'),
-        '{"version": 2, "entries": [{"index": 0}]}',
-        '{"version": 2, "entries": [{"index": 0, "nbytes": 1, "action": "burn"}]}',
-        '{"version": 2, "entries": [{"index": 0, "nbytes": 1, "action": "offload", "tier": "tape"}]}',
-        '{"version": 2, "entries": [{"index": 0, "nbytes": 1, "action": "keep", "colour": "red"}]}',
-    ],
-)
-def test_text_that_is_no_plan_is_refused_with_field_value_and_remedy(text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        Plan.from_json(text)
-    assert (caught.value.field, caught.value.value) == ("policy", text[:80])
-    assert "plan" in caught.value.remedy
