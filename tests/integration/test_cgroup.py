@@ -78,7 +78,7 @@ def _train(group: Path | None, memory: str, keeps: bool, path: Path) -> tuple[in
 # `before` counts the pages of CUDA's libraries. The kernel can reclaim them, so that keeping all fits the limit.
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a build for CUDA maps more than this test's room")
 @pytest.mark.slow
-@pytest.mark.parametrize("keeps", [True, pytest.param(False, marks=pytest.mark.thorough)], ids=["alone", "checkpointed"])
+@pytest.mark.parametrize("keeps", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_a_hard_limit_kills_no_process_with_device_memory(keeps: bool, tmp_path: Path) -> None:
     _, plain = _train(None, "", False, tmp_path)
     limit = plain["before"] + ROOM_BYTES

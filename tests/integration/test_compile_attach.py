@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import io
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -158,18 +156,3 @@ def test_a_model_with_names_inlined_in_a_larger_graph(make_offloader: Callable[.
     assert counters["stats"]["unique_graphs"] == 1
     assert seen.names.keys() == {None}
     assert offloader.statistics().nvme_read_bytes > 0
-
-
-def test_a_copy_of_an_attached_model_shares_its_offloader(tmp_path: Path) -> None:
-    """A deep copy, as for averaged weights, offloads too; a pickled model does not."""
-    model = tower("eager", layers=2)
-    attachment = actoffload.attach(model, target="nvme", path=str(tmp_path), min_bytes=0, include="blocks.*")
-    twin = copy.deepcopy(model)
-    twin(tokens(0)).backward()
-    assert attachment.offloader.statistics().steps == 1
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    torch.load(buffer, weights_only=False)(tokens(0)).backward()
-    assert attachment.offloader.statistics().steps == 1
-    attachment.offloader.close()

@@ -18,7 +18,7 @@ from actoffload.integrations.hf import attach
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
-from actoffload.errors import ConfigError, NothingOffloadedError
+from actoffload.errors import ConfigError
 from actoffload.integrations import switch
 from tests.integration.evidence import Run, assert_evidence
 from tests.integration.hf_models import (
@@ -104,22 +104,6 @@ def test_a_resumed_run_computes_the_same_bits(tmp_path: Path) -> None:
     assert_evidence(offloaded, plain)
     for name, tensor in plain.tensors.items():
         assert torch.equal(tensor, whole.tensors[name])
-
-
-def test_two_trainers_have_plans_and_counts_of_their_own(tmp_path: Path) -> None:
-    plain = train(make_trainer(tmp_path)), train(make_trainer(tmp_path, learning_rate=0.5))
-    one, two = make_trainer(tmp_path), make_trainer(tmp_path, learning_rate=0.5)
-    first, second = attach(one, **spool(tmp_path)), attach(two, **spool(tmp_path))
-    assert first.offloader is not second.offloader
-    for trainer, attachment, expected in ((one, first, plain[0]), (two, second, plain[1])):
-        assert not attachment.offloader.statistics().nvme_written_bytes
-        found = train(trainer)
-        assert_same_run(found, expected)
-        statistics = attachment.offloader.statistics()
-        assert statistics.nvme_written_bytes > 0
-        assert statistics.live_records == 0
-        trainer.actoffload.detach()
-        attachment.offloader.close()
 
 
 def assert_same_run(found: Run, expected: Run) -> None:
@@ -246,13 +230,6 @@ def test_a_step_that_runs_out_of_memory_is_tried_again(tmp_path: Path) -> None:
     assert_evidence(*compare(make, tmp_path, device_budget="96KiB"))
 
 
-def test_the_first_step_announces_target_and_moves(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    train(make_trainer(tmp_path), target="nvme", path=tmp_path, min_bytes=1024)
-    (line,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("actoffload:")]
-    assert "target nvme" in line
-    assert "moves" in line
-
-
 @pytest.fixture
 def transformers_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     """The log records of transformers, which do not propagate to the root logger."""
@@ -339,15 +316,6 @@ def test_a_trainer_that_passes_by_is_warned_of(tmp_path: Path, transformers_log:
         del trainer.compute_loss  # as a trainer that sets its own after attach()
         trainer.train()
     assert "compute_loss was never called" in transformers_log.text
-
-
-def test_strict_fails_the_step_in_which_nothing_moves(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path)
-    with (
-        attached(trainer, target="nvme", path=tmp_path, min_bytes="1GiB", strict=True),
-        pytest.raises(NothingOffloadedError, match="below min_bytes"),
-    ):
-        trainer.train()
 
 
 # -- Accelerate's plain loop ------------------------------------------------------------------------------------------

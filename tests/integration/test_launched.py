@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.integration.evidence import Run, assert_evidence
-from tests.integration.processes import GIVE_UP_S, PYTHONPATH, ROOT
+from tests.integration.processes import GIVE_UP_S, PYTHONPATH, ROOT, Chosen
 
 for _package in ("accelerate", "deepspeed", "safetensors", "transformers"):
     pytest.importorskip(_package)
@@ -46,12 +46,12 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Run]]:
+def ranks(chosen: Chosen, tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Run]]:
     """The results of each program in two ranks that ``accelerate launch`` starts, once for each configuration file."""
     folder = tmp_path_factory.mktemp("launched")
-    chosen = {item.callspec.params["setup"] for item in request.session.items if item.path == request.path}  # type: ignore[attr-defined]
-    files = [write(folder, setup, checkpointed=False) for setup in SETUPS if setup in chosen]
-    files += [write(folder, "FSDP2", checkpointed=True)] if "FSDP2" in chosen else []
+    setups = [setup for setup in SETUPS if setup in chosen("setup")]
+    files = [write(folder, setup, checkpointed=False) for setup in setups]
+    files += [write(folder, "FSDP2", checkpointed=True)] if "FSDP2" in setups else []
     usual = {"RANKS_DIRECTORY": folder, "TMPDIR": folder, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": 1}
     ours = {"": "nvme", "_PATH": folder, "_MIN_BYTES": "1KiB", "_POLICY": "greedy", "_DEVICE_BUDGET": "48KiB"}
     variables = usual | {f"ACTOFFLOAD{name}": value for name, value in ours.items()}

@@ -18,7 +18,7 @@ from actoffload.integrations.megatron import microbatches, phases
 
 from tests.integration.evidence import assert_evidence
 from tests.integration.megatron_found import Found, Hint
-from tests.integration.processes import PYTHONPATH, launch
+from tests.integration.processes import PYTHONPATH, Chosen, launch
 from tests.integration.workers.twice import SECOND
 from tests.programs import warm_python
 
@@ -73,11 +73,9 @@ def marked(rows: Iterable[str]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def rows(request: pytest.FixtureRequest) -> list[str]:
+def rows(chosen: Chosen) -> list[str]:
     """The rows of which some test is chosen, or those of CI."""
-    items: list[Any] = [item for item in request.session.items if item.path == request.path]
-    chosen = {item.callspec.params.get("row") for item in items if hasattr(item, "callspec")}
-    return [row for row in ROWS if row in chosen or not THOROUGH & {row}]
+    return [row for row in ROWS if row in chosen("row") or row not in THOROUGH]
 
 
 @pytest.fixture(scope="module")

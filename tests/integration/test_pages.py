@@ -103,7 +103,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(pages.ROOT / "benchmarks/results/rok_cpu_2026-11-24.json", place / "rok_mine.json")
     for name in ("run.json", "before.json"):
         names: dict[str, Any] = {}
-        exec(pages.BLOCKS[TWICE].replace('path="."', f"path={str(place)!r}, trace={str(place / name)!r}"), names)
+        mine = f'"path": {str(place)!r}, "trace": {str(place / name)!r}'
+        exec(pages.BLOCKS[TWICE].replace('"path": "."', mine), names)
         names["offloader"].close()
     return place
 
