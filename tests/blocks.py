@@ -1,4 +1,4 @@
-"""The block of the models that `layer_major` runs."""
+"""Blocks of the models of several tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Block(nn.Module):
-    """Adds a tensor of its input's shape to it, in one of these forms: eager, checkpointed, lora, in place."""
+    """For `layer_major`: eager, checkpointed, with adapters ("lora"), or with its input changed ("in place")."""
 
     def __init__(self, width: int, form: str = "eager") -> None:
         super().__init__()
@@ -32,4 +32,19 @@ class Block(nn.Module):
             x.add_(1)
         more = 0 if self.low is None else self.low(x)
         found: Tensor = x + self.down(torch.tanh(self.up(x))) + more
+        return found
+
+
+class MLP(nn.Module):
+    """Norm, two linears, dropout and a residual."""
+
+    def __init__(self, width: int, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(dropout) if dropout else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
         return found

@@ -246,6 +246,14 @@ def test_tensors_that_a_function_keeps_on_ctx(make_offloader: MakeOffloader, kep
     assert not [line for line in reported(offloader)[1] if "ctx" in line]
 
 
+def test_an_engine_that_writes_through_the_page_cache(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy="all", engine="aiofiles")
+    steps(offloader, Chain())
+    found = reported(offloader)[1]
+    assert "on disk are in the machine's memory too: aiofiles uses the page cache" in found[0]
+    assert "direct I/O" in found[1]
+
+
 # -- on a device ------------------------------------------------------------------------------------------------------
 
 

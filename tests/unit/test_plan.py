@@ -50,3 +50,15 @@ def test_the_summary_counts_regions() -> None:
     assert PLAN.summary() == "plan: moves 400 B of 600 B"
     some = Plan(PLAN.entries, once=(0, 1, 3), regions=24).summary()
     assert some.endswith("; 24 checkpointed regions: 3 run once, 21 run again")
+
+
+@pytest.mark.parametrize(
+    "entry", [{"action": "burn"}, {"action": "offload", "tier": "tape"}, {"action": "keep", "colour": "red"}], ids=str
+)
+def test_an_entry_that_no_plan_has_is_refused(entry: dict[str, str]) -> None:
+    """`tests/property/test_input_property.py` has text that is no JSON, and values of other types."""
+    text = json.dumps({"version": 2, "entries": [{"index": 0, "nbytes": 1, **entry}]})
+    with pytest.raises(ConfigError) as caught:
+        Plan.from_json(text)
+    assert (caught.value.field, caught.value.value) == ("policy", text[:80])
+    assert "plan" in caught.value.remedy

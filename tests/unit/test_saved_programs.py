@@ -147,6 +147,23 @@ def test_saved_bits_come_back(least: int, policy: Any, elements: list[int], prog
 
 
 @POLICIES
+def test_a_view_of_less_does_not_stand_for_the_whole(options: dict[str, Any], make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(**options)
+    tensor = activation(2, 4 * ELEMENTS)
+    views = tensor[:ELEMENTS], tensor[3 * ELEMENTS :], tensor[130:140], tensor
+    with offloader:
+        saved = [SavedTensor(view) for view in views]
+    offloader.synchronize()
+    for one, view in zip(saved, views, strict=True):
+        assert same_bits(one.unpack(), view)
+    assert offloader.statistics().live_records == 3, "the piece lies in the first storage"
+    assert offloader.statistics().deduplicated_bytes == 512
+    saved.clear()
+    del one
+    assert_empty(offloader)
+
+
+@POLICIES
 def test_memory_that_was_freed_and_filled_again_is_another_storage(
     options: dict[str, Any], make_offloader: MakeOffloader
 ) -> None:
