@@ -106,6 +106,22 @@ def test_a_resumed_run_computes_the_same_bits(tmp_path: Path) -> None:
         assert torch.equal(tensor, whole.tensors[name])
 
 
+def test_two_trainers_have_plans_and_counts_of_their_own(tmp_path: Path) -> None:
+    plain = train(make_trainer(tmp_path)), train(make_trainer(tmp_path, learning_rate=0.5))
+    one, two = make_trainer(tmp_path), make_trainer(tmp_path, learning_rate=0.5)
+    first, second = attach(one, **spool(tmp_path)), attach(two, **spool(tmp_path))
+    assert first.offloader is not second.offloader
+    for trainer, attachment, expected in ((one, first, plain[0]), (two, second, plain[1])):
+        assert not attachment.offloader.statistics().nvme_written_bytes
+        found = train(trainer)
+        assert_same_run(found, expected)
+        statistics = attachment.offloader.statistics()
+        assert statistics.nvme_written_bytes > 0
+        assert statistics.live_records == 0
+        trainer.actoffload.detach()
+        attachment.offloader.close()
+
+
 def assert_same_run(found: Run, expected: Run) -> None:
     assert len(found.losses) == len(expected.losses) > 0
     assert found.tensors.keys() == expected.tensors.keys()
