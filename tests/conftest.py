@@ -37,7 +37,7 @@ else:
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Let the settings of pytest-timeout stand where that is not installed; `--strict-config` would refuse them."""
     parser.addoption("--simulated", action="store_true", help="run tests for an accelerator, on the simulated one")
-    parser.addoption("--thorough", action="store_true", help="run all cases of sampled tests")
+    parser.addoption("--thorough", action="store_true", help="also run cases that are sampled or marked thorough")
     if not pluginmanager.hasplugin("timeout"):
         for name in ("timeout", "timeout_method"):
             parser.addini(name, "for pytest-timeout, which is not installed here")
@@ -76,9 +76,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _sampled(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Of each test marked ``sampled(every)`` one case in ``every``, of those marked ``pairs`` some; all other cases."""
+    """One case in ``every`` of a test marked ``sampled(every)``, some of ``pairs``, and none that is ``thorough``."""
     chosen, seen, pairs = [], Counter[str](), defaultdict[str, list[pytest.Item]](list)
-    for item in items:
+    for item in (item for item in items if not item.get_closest_marker("thorough")):
         marker = item.get_closest_marker("sampled")
         test = item.nodeid.partition("[")[0]
         if marker is None and item.get_closest_marker("pairs"):

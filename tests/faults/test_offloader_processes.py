@@ -222,8 +222,6 @@ def _script(body: str, path: Path) -> subprocess.CompletedProcess[str]:
         "kept = run(partial(SlowEngine, threads=1, bandwidth_bytes_per_s=1e6))",
         "kept = run(GateEngine)",
         "offloader, loss = run(GateEngine); del offloader",
-        "kept = run('auto'); sys.exit(0)",
-        "offloader, loss = run('auto'); offloader.close()",
         "offloader, loss = run(GateEngine); offloader.abort()",
         "attach(model, target='nvme', path=path, min_bytes=0, announce='none'); kept = model(torch.ones(64, 64)).sum()",
     ],

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from actoffload import Offloader
+from tests.blocks import MLP
 from tests.harness import gradients
 from tests.integration.evidence import Run, assert_evidence, counting_owners
 
@@ -22,18 +23,6 @@ WIDTH = 32
 Call = Callable[[Tensor], Tensor]
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-        return out
-
-
 class Tower(nn.Module):
     """Embedding, blocks and a loss: small, as tracing takes most of these tests' time."""
 
@@ -41,7 +30,7 @@ class Tower(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.tokens = nn.Embedding(64, WIDTH)
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(layers))
+        self.blocks = nn.ModuleList(MLP(WIDTH, dropout=0.0) for _ in range(layers))
         self.checkpoints = checkpoints
 
     def forward(self, x: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import pytest
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "integrations.md"
 WAYS = ("flag", "env", "code")
 NOT_OFFERED = {
@@ -27,6 +29,8 @@ BEGIN = "| framework |"
 
 Cell = tuple[str, bool, str]
 """Framework, whether its checkpointing is on, way."""
+PROVED = pytest.StashKey[set[Cell]]()
+"""The cells that have a test, in CI or with ``--thorough``."""
 
 
 def cells(item: Any) -> list[Cell]:

@@ -27,6 +27,9 @@ PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPA
 """For child processes: this repository first, then this process's own PYTHONPATH."""
 GIVE_UP_S = 240.0
 
+Chosen = Callable[[str], set[Any]]
+"""The fixture ``chosen``."""
+
 
 def launch(module: str, world: int, directory: Path, *arguments: str, env: dict[str, str] | None = None) -> list[Any]:
     """Run ``python -m module`` once for each rank; returns the result of each rank's `main`, in rank order.

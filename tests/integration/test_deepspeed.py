@@ -18,7 +18,7 @@ from actoffload.analysis.trace_file import load
 from actoffload.analysis.traced_run import look_at
 from actoffload.errors import ConfigError
 from tests.integration.evidence import assert_evidence
-from tests.integration.processes import launch
+from tests.integration.processes import Chosen, launch
 
 pytest.importorskip("deepspeed")
 
@@ -34,6 +34,8 @@ OFFLOADED = ["optimizer_cpu", "param_cpu"]
 CHECKPOINT = ["checkpoint", "checkpoint_zero3", "checkpoint_non_reentrant", "checkpoint_partitioned"]
 ONCE = ["once_zero1", "once_zero2", "once_zero3"]
 PIPELINE = ["pipeline", "pipeline_checkpoint", "pipeline_dual"]
+THOROUGH = {"zero1", "once_zero1"}
+"""The adapter asks only whether the stage is 3."""
 
 Found = list[dict[str, Any]]
 
@@ -44,9 +46,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(directory: Path) -> Found:
-    rows = ["announced", "forms", *ZERO, *OFFLOADED, *CHECKPOINT, *ONCE, *PIPELINE]
+def two(chosen: Chosen, directory: Path) -> Found:
+    trained = [*ZERO, *OFFLOADED, *CHECKPOINT, *ONCE, *PIPELINE]
+    rows = ["announced", "forms", *(row for row in trained if row in chosen("row") or row not in THOROUGH)]
     return launch(WORKER, 2, directory, *rows)
+
+
+def marked(rows: list[str]) -> list[Any]:
+    return [pytest.param(row, marks=[pytest.mark.thorough] if row in THOROUGH else []) for row in rows]
 
 
 def assert_row(ranks: Found, row: str) -> None:
@@ -56,12 +63,12 @@ def assert_row(ranks: Found, row: str) -> None:
         assert lines[0].startswith("actoffload: target nvme")
 
 
-@pytest.mark.parametrize("row", [*ZERO, *OFFLOADED])
+@pytest.mark.parametrize("row", marked([*ZERO, *OFFLOADED]))
 def test_zero(two: Found, row: str) -> None:
     assert_row(two, row)
 
 
-@pytest.mark.parametrize("row", [*CHECKPOINT, *ONCE, *PIPELINE])
+@pytest.mark.parametrize("row", marked([*CHECKPOINT, *ONCE, *PIPELINE]))
 def test_checkpoints_and_pipelines(two: Found, row: str) -> None:
     assert_row(two, row)
 

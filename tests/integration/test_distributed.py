@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from actoffload import OffloadConfig, Offloader
 from tests.harness import same_bits
 from tests.integration.evidence import Run, assert_evidence
-from tests.integration.processes import launch
+from tests.integration.processes import Chosen, launch
 
 ROWS = [
     "ddp/outer",
@@ -52,17 +52,23 @@ ROWS = [
 ONCE = ["ddp_once/outer", "fsdp_once/outer", "fsdp_once/context", "fsdp1_once/outer", "pp_1f1b_once/outer"]
 """Rows with checkpoints, some of which run once: with collectives in the blocks, or several forwards in flight."""
 
+THOROUGH = {"fsdp_keep/outer", "pp_gpipe/outer", "pp_looped_bfs/context", "pp_zbv/context"}
+"""Schedules and settings that differ from other rows in PyTorch alone."""
+
 Runs = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """The results of each rank in each row."""
-    return launch("tests.integration.workers.distributed_rows", 2, tmp_path_factory.mktemp("rows"), *ROWS, *ONCE)
+def rows(chosen: Chosen, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """The results of each rank in each row, of which some run with ``--thorough`` alone."""
+    names = [row for row in ROWS if row in chosen("row") or row not in THOROUGH]
+    return launch("tests.integration.workers.distributed_rows", 2, tmp_path_factory.mktemp("rows"), *names, *ONCE)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("row", [*ROWS, *ONCE])
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=[pytest.mark.thorough] if row in THOROUGH else []) for row in [*ROWS, *ONCE]]
+)
 def test_a_row_passes_all_checks(rows: Runs, row: str, rank: int) -> None:
     found = rows[rank][row]
     assert not isinstance(found, str), found

@@ -26,6 +26,7 @@ import actoffload
 from actoffload import OffloadConfig, Plan
 from actoffload.errors import ConfigError
 from tests import pages
+from tests.blocks import MLP
 from tests.harness import same_bits
 
 for _package in ("accelerate", "diffusers", "lightning", "peft", "transformers"):
@@ -52,19 +53,6 @@ class Case:
     regions: int
 
 
-class Block(nn.Module):
-    """A residual MLP with dropout, whose mask a second run of the region has to repeat."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH), nn.Dropout(0.1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = x + self.mlp(self.norm(x))
-        return found
-
-
 def rows() -> Tensor:
     return torch.randn(ROWS, WIDTH)
 
@@ -76,7 +64,7 @@ def of(model: nn.Module, regions: int) -> Case:
 
 def blocks(checkpointed: Callable[[nn.Sequential], object] = lambda model: None, count: int = 4) -> Case:
     """A sequence of blocks, into which a framework's function puts its checkpoints."""
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(count)))
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(MLP(WIDTH) for _ in range(count)))
     checkpointed(model)
     return of(model, count)
 
@@ -128,7 +116,7 @@ class InSegments(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
+        self.blocks = nn.Sequential(*(MLP(WIDTH) for _ in range(4)))
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = checkpoint_sequential(self.blocks, 4, x, use_reentrant=False)
@@ -140,7 +128,7 @@ class Nested(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(MLP(WIDTH) for _ in range(4))
 
     def pair(self, first: int, x: Tensor) -> Tensor:
         for block in self.blocks[first : first + 2]:
@@ -163,14 +151,14 @@ def composable(model: nn.Sequential) -> None:
 
 
 def wrapped(model: nn.Sequential) -> None:
-    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, MLP))
 
 
 def of_lightning(model: nn.Sequential) -> None:
-    """The function that ``FSDPStrategy(activation_checkpointing_policy={Block})`` calls."""
+    """The function that ``FSDPStrategy(activation_checkpointing_policy={MLP})`` calls."""
     from lightning.fabric.strategies import fsdp
 
-    fsdp._setup_activation_checkpointing(model, {"check_fn": lambda module: isinstance(module, Block)})
+    fsdp._setup_activation_checkpointing(model, {"check_fn": lambda module: isinstance(module, MLP)})
 
 
 def of_accelerate(model: nn.Sequential) -> None:
@@ -185,7 +173,7 @@ def of_accelerate(model: nn.Sequential) -> None:
         fsdp_version=2,
         activation_checkpointing=True,
         auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["Block"],
+        transformer_cls_names_to_wrap=["MLP"],
     )
     plugin.set_auto_wrap_policy(model)
     fsdp2_apply_ac(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)), model)
@@ -198,7 +186,7 @@ def of_torchtitan(kind: str) -> Case:
     from torchtitan.distributed import activation_checkpoint
 
     model = nn.Module()
-    model.layers = nn.ModuleDict({str(number): Block() for number in range(4)})
+    model.layers = nn.ModuleDict({str(number): MLP(WIDTH) for number in range(4)})
     chosen = getattr(activation_checkpoint, kind)
     chosen(chosen.Config()).apply(model)
     return of(nn.Sequential(*model.layers.values()), 4)

@@ -18,7 +18,7 @@ from actoffload.integrations.hf import attach
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
-from actoffload.errors import ConfigError, NothingOffloadedError
+from actoffload.errors import ConfigError
 from actoffload.integrations import switch
 from tests.integration.evidence import Run, assert_evidence
 from tests.integration.hf_models import (
@@ -246,13 +246,6 @@ def test_a_step_that_runs_out_of_memory_is_tried_again(tmp_path: Path) -> None:
     assert_evidence(*compare(make, tmp_path, device_budget="96KiB"))
 
 
-def test_the_first_step_announces_target_and_moves(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    train(make_trainer(tmp_path), target="nvme", path=tmp_path, min_bytes=1024)
-    (line,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("actoffload:")]
-    assert "target nvme" in line
-    assert "moves" in line
-
-
 @pytest.fixture
 def transformers_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     """The log records of transformers, which do not propagate to the root logger."""
@@ -339,15 +332,6 @@ def test_a_trainer_that_passes_by_is_warned_of(tmp_path: Path, transformers_log:
         del trainer.compute_loss  # as a trainer that sets its own after attach()
         trainer.train()
     assert "compute_loss was never called" in transformers_log.text
-
-
-def test_strict_fails_the_step_in_which_nothing_moves(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path)
-    with (
-        attached(trainer, target="nvme", path=tmp_path, min_bytes="1GiB", strict=True),
-        pytest.raises(NothingOffloadedError, match="below min_bytes"),
-    ):
-        trainer.train()
 
 
 # -- Accelerate's plain loop ------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import types
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +18,7 @@ from actoffload.integrations.megatron import microbatches, phases
 
 from tests.integration.evidence import assert_evidence
 from tests.integration.megatron_found import Found, Hint
-from tests.integration.processes import PYTHONPATH, launch
+from tests.integration.processes import PYTHONPATH, Chosen, launch
 from tests.integration.workers.twice import SECOND
 from tests.programs import warm_python
 
@@ -45,6 +46,12 @@ ROWS = [
     "modules",
     "experts",
 ]
+THOROUGH = {"1f1b, bf16", "interleaved, groups", "sequence parallel", "selective recompute", "distributed optimizer"}
+"""To the adapter these are as other rows; `test_phases_of_deeper_pipelines` has groups."""
+SHOWN = {
+    "no pipeline": pytest.mark.proves("Megatron-core", checkpointing=False, way="flag"),
+    "full recompute": pytest.mark.proves("Megatron-core", checkpointing=True, way="flag"),
+}
 PIPELINES = {
     "no pipeline": {"size": 1, "microbatches": 3},
     "1f1b": {"size": 2, "microbatches": 6},
@@ -56,24 +63,30 @@ PIPELINES = {
 }
 
 
+def marked(rows: Iterable[str]) -> list[Any]:
+    """Cases for these rows."""
+    marks = {row: pytest.mark.thorough for row in THOROUGH} | SHOWN
+    return [pytest.param(row, marks=marks.get(row, ())) for row in rows]
+
+
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
-    """The results of every row, by rank."""
-    return launch("tests.integration.workers.megatron", WORLD, tmp_path_factory.mktemp("megatron"))
+def rows(chosen: Chosen) -> list[str]:
+    """The rows of which some test is chosen, or those of CI."""
+    return [row for row in ROWS if row in chosen("row") or row not in THOROUGH]
 
 
-SHOWN = {
-    "no pipeline": pytest.mark.proves("Megatron-core", checkpointing=False, way="flag"),
-    "full recompute": pytest.mark.proves("Megatron-core", checkpointing=True, way="flag"),
-}
+@pytest.fixture(scope="module")
+def found(rows: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
+    """The results of these rows, by rank."""
+    return launch("tests.integration.workers.megatron", WORLD, tmp_path_factory.mktemp("megatron"), *rows)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", range(WORLD))
-@pytest.mark.parametrize("row", [pytest.param(row, marks=SHOWN.get(row, ())) for row in ROWS])
+@pytest.mark.parametrize("row", marked(ROWS))
 def test_same_bits(found: list[dict[str, Found]], row: str, rank: int) -> None:
     it = found[rank][row]
     assert_evidence(it.offloaded, it.plain)
@@ -81,13 +94,13 @@ def test_same_bits(found: list[dict[str, Found]], row: str, rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_every_row_ran(found: list[dict[str, Found]]) -> None:
-    assert [sorted(of_rank.keys() - {"named"}) for of_rank in found] == [sorted(ROWS)] * WORLD
+def test_every_row_ran(rows: list[str], found: list[dict[str, Found]]) -> None:
+    assert [sorted(of_rank.keys() - {"named"}) for of_rank in found] == [sorted(rows)] * WORLD
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", range(WORLD))
-@pytest.mark.parametrize("row", PIPELINES)
+@pytest.mark.parametrize("row", marked(PIPELINES))
 def test_hints_follow_the_schedule(found: list[dict[str, Found]], row: str, rank: int) -> None:
     shape: Any = PIPELINES[row]
     order = phases(rank if shape["size"] > 1 else 0, **shape)
@@ -153,8 +166,8 @@ def test_outputs_that_megatron_discards_stay(found: list[dict[str, Found]]) -> N
 
 
 @pytest.mark.slow
-def test_only_the_first_rank_announces(found: list[dict[str, Found]]) -> None:
-    for row in ROWS:
+def test_only_the_first_rank_announces(rows: list[str], found: list[dict[str, Found]]) -> None:
+    for row in rows:
         lines = [line for line in found[0][row].printed.splitlines() if line.startswith("actoffload:")]
         assert len(lines) == 1, found[0][row].printed
         assert "target nvme" in lines[0]

@@ -31,6 +31,7 @@ ELSEWHERE = {
     r"actoffload doctor": "unit/test_cli.py::test_doctor_really_writes_and_reads_a_path",
     r"actoffload demo( --profile \S+)?": "unit/test_cli.py::test_the_demo_is_identical_and_its_counters_agree",
     r"make options": "integration/test_options.py::test_the_repetitions_are_those_of_make_options",
+    r"actoffload trace -o before\.json .*": "unit/test_benchmarks.py::test_the_study_runs",
     r"actoffload estimate --check": "unit/test_cli_estimate.py::test_published_figures_are_beside_ours",
     r"actoffload rok --model .*": "unit/test_cli_rok.py::test_ones_own_model_is_measured_with_its_dropout",
     r"ACTOFFLOAD=(host|nvme) python train\.py": "integration/test_switch.py::test_losses_and_weights_are_those_"
@@ -102,7 +103,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(pages.ROOT / "benchmarks/results/rok_cpu_2026-11-24.json", place / "rok_mine.json")
     for name in ("run.json", "before.json"):
         names: dict[str, Any] = {}
-        exec(pages.BLOCKS[TWICE].replace('path="."', f"path={str(place)!r}, trace={str(place / name)!r}"), names)
+        mine = f'"path": {str(place)!r}, "trace": {str(place / name)!r}'
+        exec(pages.BLOCKS[TWICE].replace('"path": "."', mine), names)
         names["offloader"].close()
     return place
 

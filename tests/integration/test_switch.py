@@ -158,34 +158,37 @@ def test_run_passes_arguments_variables_and_the_exit_status_on(tmp_path: Path, m
 LOOP = """
 import accelerate, torch
 
-def main():
-    accelerator = accelerate.Accelerator(cpu=True)
-    layers = [layer for _ in range(6) for layer in (torch.nn.Linear(256, 256), torch.nn.GELU())]
-    model = torch.nn.Sequential(*layers)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    adapters = accelerator.prepare(torch.nn.Linear(2, 2))  # as trainers prepare their LoRA: it is never called
-    for _ in range(3):
-        accelerator.backward(model(torch.randn(1024, 256)).square().mean())
-        optimizer.step()
-
+accelerator = accelerate.Accelerator(cpu=True)
+layers = [layer for _ in range(6) for layer in (torch.nn.Linear(256, 256), torch.nn.GELU())]
+model = torch.nn.Sequential(*layers)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+adapters = accelerator.prepare(torch.nn.Linear(2, 2))  # as trainers prepare their LoRA: it is never called
+for _ in range(3):
+    accelerator.backward(model(torch.randn(1024, 256)).square().mean())
+    optimizer.step()
 """
 
 
 def test_a_run_ends_with_one_line(tmp_path: Path) -> None:
-    """The model may be dead or alive then. A module that was prepared, but never called, adds no line."""
+    """The model is alive then; test_announcement.py has one that is dead. A module that is never called has no line."""
     script = tmp_path / "train.py"
-    options = ("--target", "nvme", "--path", str(tmp_path), "-o", "device_budget=25%")
-    for more, call, details in (
-        ((), "main()", "trace -- PROGRAM"),
-        (("-o", f"trace={tmp_path}/run.json"), "model = main()", f"report {tmp_path}/run.json"),
-    ):
-        script.write_text(f"{LOOP}    return model\n\n{call}\n")
-        done = run(*options, *more, str(script))
-        assert done.returncode == 0, done.stderr
-        (line,) = [line for line in done.stderr.splitlines() if "; details: " in line]
-        found = r"actoffload: 3 steps: activations' peak .*iB, [0-9.]+% waited, .* to NVMe; details: actoffload "
-        assert re.fullmatch(found + re.escape(details), line)
-        assert done.stderr.count("; details: ") == 1
+    script.write_text(LOOP)
+    options = (
+        "--target",
+        "nvme",
+        "--path",
+        str(tmp_path),
+        "-o",
+        "device_budget=25%",
+        "-o",
+        f"trace={tmp_path}/run.json",
+    )
+    done = run(*options, str(script))
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "; details: " in line]
+    found = r"actoffload: 3 steps: activations' peak .*iB, [0-9.]+% waited, .* to NVMe; details: actoffload report "
+    assert re.fullmatch(found + re.escape(f"{tmp_path}/run.json"), line)
+    assert done.stderr.count("; details: ") == 1
 
 
 def test_launchers_hand_the_switch_on(tmp_path: Path) -> None:
@@ -257,14 +260,6 @@ def test_a_package_that_python_does_not_load_at_its_start_is_refused(tmp_path: P
     assert "this is no installed actoffload" in done.stderr
 
 
-def test_a_loop_without_an_attachment_is_warned() -> None:
-    code = "import torch; w = torch.nn.Linear(2, 2); o = torch.optim.SGD(w.parameters(), lr=1.0)"
-    done = run("--", "-c", f"{code}; w(torch.ones(2)).sum().backward(); o.step()")
-    assert done.returncode == 0
-    assert "ACTOFFLOAD=auto moved nothing" in done.stderr
-    assert "call actoffload.attach(model)" in done.stderr
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("variables", "reported"),
@@ -275,11 +270,14 @@ def test_a_loop_without_an_attachment_is_warned() -> None:
     ],
 )
 def test_a_misspelt_variable_is_reported_at_the_first_optimizer_step(variables: dict[str, str], reported: str) -> None:
+    """At the end the program is warned, as any that has no attachment."""
     code = "import sys, torch; w = torch.nn.Linear(2, 2); o = torch.optim.SGD(w.parameters(), lr=1.0)\n"
     code += "for step in range(2): w(torch.ones(2)).sum().backward(); o.step(); print('step', step, file=sys.stderr)"
     done = start(sys.executable, "-c", code, **variables)
     before, _, after = done.stderr.partition("step 0")
     assert (done.returncode, reported in before, reported in after) == (0, True, False), done.stderr
+    assert f"ACTOFFLOAD={variables['ACTOFFLOAD']} moved nothing" in after
+    assert "call actoffload.attach(model)" in after
 
 
 def test_modules_in_a_zip_file_share_a_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

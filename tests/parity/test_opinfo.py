@@ -15,9 +15,10 @@ from torch.utils._pytree import tree_flatten, tree_map
 from actoffload import Offloader
 from tests.harness import assert_same_bits, same_bits
 
-MOST_SAMPLES = 12
+MOST_SAMPLES = 6
+MOST_THOROUGH_SAMPLES = 12
 MOST_INPLACE_SAMPLES = 4
-"""Sample inputs for each operator; where there are more, this number of them, evenly spread."""
+"""Sample inputs for each operator, without and with ``--thorough``; of more, this number of them, evenly spread."""
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # warnings of operators
 
@@ -119,8 +120,9 @@ def is_same(one: Run, other: Run) -> bool:
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.formatted_name)
-def test_operator(op: Any, offloader: Offloader) -> None:
-    check(op, samples_of(op, MOST_SAMPLES), offloader)
+def test_operator(op: Any, offloader: Offloader, pytestconfig: pytest.Config) -> None:
+    most = MOST_THOROUGH_SAMPLES if pytestconfig.getoption("thorough") else MOST_SAMPLES
+    check(op, samples_of(op, most), offloader)
 
 
 @pytest.mark.parametrize("op", INPLACE_OPS, ids=lambda op: op.formatted_name)

@@ -67,6 +67,7 @@ def check(model: nn.Module, batch: dict[str, Tensor], offloader: Offloader, *, i
     assert kept <= STATIC | {"held elsewhere"} | ({"saved during backward"} if inside else set())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
 def test_architecture(architecture: Architecture, offloader: Offloader) -> None:
     check(architecture.build(), architecture.batch(), offloader, inside=False)

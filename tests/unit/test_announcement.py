@@ -139,25 +139,20 @@ def test_announce_selects_the_ranks(
     assert captured.err.endswith(f"[rank {rank} of 2]\n") == printed
 
 
-def test_explain_and_report(make_offloader: MakeOffloader) -> None:
+def test_explain_names_each_tensor_on_request(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(include="layers.0", min_bytes="16KiB")
     assert offloader.explain() == "actoffload (target nvme): no forward has saved anything yet."
-    model, x = Chain(depth=2), batch()
+    model = Chain(depth=2)
     offloader.use(model)
     with offloader:
-        loss = torch.nn.functional.relu(nn.Linear(64, 2)(model(x))).sum()
+        loss = model(batch()).sum()
     text = offloader.explain()
     assert text.startswith("1 forward pass: activations' peak ")
     assert text.splitlines()[-1].startswith("last forward: ")
     assert "keep (module excluded)" not in text
     assert "keep (module excluded)" in offloader.explain(tensors=True)
     loss.backward()
-    report = offloader.report()
-    assert "actoffload (target nvme): 1 forward pass: activations' peak" in report
-    assert "module excluded" in report
-    assert "below min_bytes" in report
-    assert "storage engine posix, direct I/O" in report
-    assert "came back equal" not in report
+    assert "storage engine posix, direct I/O" in offloader.report()
 
 
 # -- advice where one autograd node saves most of a forward, as a compiled graph does ----------------------------------

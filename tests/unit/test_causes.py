@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from actoffload.statistics import Statistics
 from actoffload.tell.causes import CHECKPOINT, MUCH_LATE
 from actoffload.tell.facts import Facts, Planned
 from actoffload.tell.report import MOST_CAUSES, diagnose
-from actoffload.testing.faults import FullEngine
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
 from actoffload.tiers.accounts import Accounts
 from tests import host_bound
@@ -80,13 +78,6 @@ def test_a_step_that_the_disk_keeps_up_with(make_rig: MakeRig, options: dict[str
     assert WRONG in rig.offloader.explain()
     (line,) = rig.offloader.report().splitlines()[-1:]
     assert line.startswith("diagnosis: OK: ")
-
-
-@pytest.mark.parametrize("depth", [4, 12])
-def test_plain_steps_on_a_real_disk_keep_no_memory(make_offloader: MakeOffloader, depth: int) -> None:
-    offloader, model = make_offloader(policy="all"), Chain(depth=depth)
-    steps(offloader, model)
-    assert reported(offloader)[1] == []
 
 
 def test_steps_with_micro_batches_and_passes_without_gradients(make_offloader: MakeOffloader) -> None:
@@ -219,16 +210,6 @@ def test_bytes_that_stay_have_their_reason(
     assert offloader.report().splitlines()[-2:] == [f"diagnosis: {evidence}", f"  next: {remedy}"]
 
 
-@pytest.mark.filterwarnings("ignore:actoffload. write failed:RuntimeWarning")
-def test_a_disk_that_is_full(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(policy="all", engine=partial(FullEngine, capacity_bytes=64 << 10))
-    steps(offloader, Chain())
-    offloader.synchronize()
-    found = reported(offloader)[1]
-    assert re.fullmatch(r"[\d.]+ KiB: memory is not saved as it could be: \d+ × write failed", found[0])
-    assert "another path=" in found[1]
-
-
 class _Keeps(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, kept: bool) -> Tensor:
@@ -263,35 +244,6 @@ def test_tensors_that_a_function_keeps_on_ctx(make_offloader: MakeOffloader, kep
     assert "ctx.save_for_backward" in found[1]
     del loss
     assert not [line for line in reported(offloader)[1] if "ctx" in line]
-
-
-class _Whole(torch.autograd.Function):
-    """Saves all its tensors in one node, as a graph of ``torch.compile`` does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        made = [x]
-        for _ in range(12):
-            made.append(made[-1].tanh())
-        ctx.save_for_backward(*made[1:])
-        return made[-1].clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        gradient = gradients[0]
-        for out in reversed(ctx.saved_tensors):
-            gradient = gradient * (1 - out**2)
-        return gradient
-
-
-def test_a_model_that_is_compiled_whole(make_offloader: MakeOffloader) -> None:
-    offloader, x = make_offloader(policy="all"), batch().requires_grad_()
-    with pytest.warns(RuntimeWarning, match="one autograd node"), offloader:
-        loss = _Whole.apply(x).sum()
-    loss.backward()
-    found = reported(offloader)[1]
-    assert found[0].startswith("384.0 KiB: one autograd node saves 384.0 KiB at once")
-    assert found[1] == "next: compile block by block (for block in model.blocks: block.compile())"
 
 
 def test_an_engine_that_writes_through_the_page_cache(make_offloader: MakeOffloader) -> None:
@@ -350,15 +302,6 @@ def test_host_memory_that_is_slow_to_reach(device: SimulatedDevice, links: Calla
 
 
 @pytest.mark.simulated
-def test_logits_that_move_are_waited_for_as_backward_begins(
-    device: SimulatedDevice, links: Callable[..., None]
-) -> None:
-    links(1e6)
-    slower, _ = _reported_on_device(device, nn.Sequential(Chain(), nn.Linear(64, 4096), nn.Sigmoid()))
-    assert "as backward begins: the last 2.0 MiB that forward saves move" in slower[0]
-
-
-@pytest.mark.simulated
 def test_host_memory_that_is_used_up(device: SimulatedDevice, links: Callable[..., None]) -> None:
     links(1e12)
     _, memory = _reported_on_device(device, Chain(depth=12), host_budget="512KiB")
@@ -376,26 +319,6 @@ def test_hooks_that_keep_the_host_from_giving_the_device_work(device: SimulatedD
     (found,) = [line for line in slower if "hooks that move tensors keep the host busy" in line]
     assert re.match(r"[\d.]+ ms a step: for \d+% of a step the device has no work", found)
     assert any("raise min_bytes" in line for line in slower)
-
-
-@pytest.mark.simulated
-@pytest.mark.filterwarnings("ignore:actoffload. host memory could not be page-locked:RuntimeWarning")
-def test_host_memory_that_cannot_be_page_locked(
-    device: SimulatedDevice, links: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    links(1e12)
-    plain = torch.empty
-
-    def empty(*sizes: Any, pin_memory: bool = False, **options: Any) -> Tensor:
-        if pin_memory:
-            raise RuntimeError("in this test")
-        return plain(*sizes, **options)
-
-    monkeypatch.setattr(SimulatedAccelerator, "pin", lambda *_: False)
-    monkeypatch.setattr(torch, "empty", empty)
-    slower, _ = _reported_on_device(device, Chain())
-    assert any("host memory could not be page-locked: " in line for line in slower)
-    assert any("lower host_budget" in line for line in slower)
 
 
 class _Temporary(nn.Module):

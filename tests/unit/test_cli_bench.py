@@ -114,13 +114,6 @@ def test_json_and_nothing_else(tmp_path: Path) -> None:
     assert open_files(tmp_path) == []
 
 
-def test_for_a_person(tmp_path: Path) -> None:
-    printed = invoke("--path", str(tmp_path), "--engine", "posix", *TINY)
-    for text in ("posix", "write", "read", "mixed", "Best: posix", "A step of 1 s hides"):
-        assert text in printed
-    assert open_files(tmp_path) == []
-
-
 def test_an_engine_that_cannot_run_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kvikio", None)
     arguments = ["--path", str(tmp_path), "--engine", "gds", *TINY]

@@ -133,16 +133,5 @@ def test_a_small_model_of_each_type_can_be_built(kind: str) -> None:
     assert sum(parameter.numel() for parameter in made.model.parameters()) < 70e6
 
 
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        (("no-such-model",), "FILE.py:FUNCTION, a config.json, or a model type"),
-        (("{own}:without_blocks",), "there are no blocks to recompute"),
-        (("{own}:missing",), "has no function 'missing'"),
-        (("llama3-8b", "--gpu", "gtx-1"), "no such preset; there are"),
-        (("llama3-8b", "--target", "tape"), "choose one of 'nvme', 'host'"),
-        (("{own}:build", "--sequence", "4"), "make_batch(size) says it"),
-    ],
-)
-def test_bad_arguments_are_refused(own: str, arguments: tuple[str, ...], part: str) -> None:
-    assert part in run(*(one.replace("{own}", own) for one in arguments), status=2)
+def test_a_model_without_blocks_is_refused(own: str) -> None:
+    assert "there are no blocks to recompute" in run(f"{own}:without_blocks", status=2)

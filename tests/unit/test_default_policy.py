@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from actoffload import Offloader, Plan, Profile
 from actoffload.planning.search import Limits
@@ -99,11 +99,6 @@ def test_other_lengths_have_plans_of_their_own(make_offloader: MakeOffloader) ->
         assert_same_gradients(_step(model, step, offloader, seq), _step(model, step, seq=seq))
     assert "inputs 2×32, 2×32: " in offloader.explain()
     assert_empty(offloader)
-
-
-def _net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3)])
 
 
 class _Broken:

@@ -31,7 +31,6 @@ GROUPS = ("Start", "Use", "Understand", "Project")
 MOST_LINES_OF_A_FRAMEWORK = 45
 NOTEBOOKS = {path.stem for path in DOCS.glob("*.ipynb")}
 """`make docs` runs them; a cell that raises is an error."""
-CSS = (DOCS / "static" / "site.css").read_text(encoding="utf-8")
 
 
 def named(path: Path) -> str:
@@ -60,20 +59,6 @@ def test_no_line_of_code_is_cut() -> None:
     lines = list(code_lines())
     assert len(lines) > 150
     assert [place for place in lines if len(place[1]) > MOST_COLUMNS] == []
-
-
-def test_output_wraps_and_so_does_code_on_a_narrow_screen() -> None:
-    rules = {
-        selector.strip(): body
-        for selectors, body in re.findall(r"([^{}@]+)\{([^{}]*)\}", re.sub(r"/\*.*?\*/", "", CSS, flags=re.DOTALL))
-        for selector in selectors.split(",")
-    }
-    for selector in (".highlight-text pre", ".output pre", ".doctest pre", ".highlight pre"):
-        assert "white-space: pre-wrap" in rules[selector]
-        assert "overflow-wrap: anywhere" in rules[selector]
-    assert "@media (max-width" in CSS.partition(".highlight pre")[0], "on a narrow screen alone"
-    assert "overflow-x: auto" in rules[".table-wrapper"]
-    assert 'html_css_files = ["site.css"]' in text_of("docs/conf.py")
 
 
 # -- links, anchors, groups -------------------------------------------------------------------------------------------

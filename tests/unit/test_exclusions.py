@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 import actoffload
-from actoffload import Offloader, Plan
+from actoffload import Offloader
 from actoffload.errors import ConfigError
 from actoffload.policy import Decision, NameFilter, TensorFacts
 from actoffload.runtime.identity import modules_of
@@ -28,7 +28,6 @@ from tests.harness import (
     same_bits,
     train_step,
 )
-from tests.unit.saved_tensors import KeepsByIndex
 from tests.unit.saving import ReadsTwice, take_gradient, weight
 
 KIB = 1 << 10
@@ -299,19 +298,6 @@ def test_a_policy_object_sees_the_facts_and_decides(make_offloader: MakeOffloade
     assert {(facts.dtype, facts.device) for facts in seen} == {("float32", "cpu")}
     assert {facts.module for facts in seen} <= {None, "layers.0", "layers.1"}
     assert offloader.statistics().kept_bytes["policy"] == len(seen) // 2 * TENSOR_BYTES
-
-
-def test_a_plan_is_recorded_saved_loaded_and_followed(make_offloader: MakeOffloader) -> None:
-    model, x = Chain(depth=2), batch()
-    expected = train_step(model, x)
-    first = make_offloader(policy=KeepsByIndex((False, True, False, False, True)))
-    train_step(model, x, first)
-    plan = Plan.from_json(first.plan.to_json())
-    assert [entry.index for entry in plan.entries if entry.action == "keep"] == [1, 4]
-    second = make_offloader(policy=plan)
-    assert_same_gradients(train_step(model, x, second, between=second.synchronize), expected)
-    assert [entry.action for entry in second.plan.entries] == [entry.action for entry in plan.entries]
-    assert second.statistics().kept_bytes["policy"] == 2 * TENSOR_BYTES
 
 
 def _kept_last(offloader: Offloader, model: nn.Module, x: Tensor, inside: bool = False) -> int:

@@ -97,7 +97,9 @@ def _peaks(run: Run, peaks: list[int]) -> list[tuple[float, float, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("policy", "options"), [("all", {}), ("auto", {"device_budget": "40%"})])
+@pytest.mark.parametrize(
+    ("policy", "options"), [("all", {}), pytest.param("auto", {"device_budget": "40%"}, marks=pytest.mark.thorough)]
+)
 def test_a_trace_and_a_report_have_the_gain_of_moving(
     plain: dict[str, Any], tmp_path: Path, policy: str, options: dict[str, Any]
 ) -> None:

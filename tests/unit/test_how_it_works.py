@@ -24,12 +24,6 @@ def defined(text: str) -> set[str]:
     return found
 
 
-def test_the_files_exist() -> None:
-    assert FILES
-    missing = [f for f in FILES if not any((ROOT / base / f).exists() for base in ("actoffload", ""))]
-    assert missing == []
-
-
 def test_each_name_is_defined_in_a_file_that_the_page_names() -> None:
     known = set[str]().union(
         *(defined((ROOT / "actoffload" / f).read_text("utf-8")) for f in FILES if "tests" not in f)

@@ -311,7 +311,7 @@ def test_a_share_that_no_step_keeps_is_the_floor_with_one_warning(make_rig: Make
     [
         ("two blocks", "throttled for a while", True),
         ("small inputs", planner_cases.FROM_A_FILE, True),
-        ("BERT", "others in backward", True),
+        pytest.param("BERT", "others in backward", True, marks=pytest.mark.thorough),  # a test above has others
         ("conv", "alternating shapes", False),  # one shape moves nothing but to measure the disk
     ],
 )

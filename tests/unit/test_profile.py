@@ -95,26 +95,6 @@ def _text(**changes: Any) -> str:
     return json.dumps(json.loads(_profile().to_json()) | changes)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "{", "7", "[]", "null", "{}"),
-        *(_text(version=1), _text(version=3), _text(storages=5), _text(storages=[5]), _text(colour="red")),
-        *(
-            _text(disk={"write_bytes_per_s": 1}),
-            _text(disk=3),
-            _text(regions=[{}]),
-            _text(blocks=[]),
-            _text(forward_s="long"),
-        ),
-    ],
-)
-def test_text_that_is_no_profile_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        Profile.from_json(text)
-    assert caught.value.field == "profile"
-
-
 SAVE = RegionSave(offset_s=0.1, nbytes=4)
 REGION = Region(place=0, name="b", begin_s=0.5, end_s=1.0, again_s=1.5, recompute_s=0.5, saves=(SAVE,))
 

@@ -38,14 +38,6 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert list(tmp_path.iterdir()) == []
 
 
-def test_measured_numbers_name_files_that_exist() -> None:
-    measured = README.partition("## Measured\n")[2].partition("\n## ")[0]
-    assert "| gpt |" in measured
-    names = re.findall(r"benchmarks/results/[\w.+-]+\.json", measured)
-    assert names
-    assert [name for name in names if not (ROOT / name).is_file()] == []
-
-
 @pytest.mark.parametrize("name", MOST_LINES)
 def test_pages_are_short(name: str) -> None:
     lines = (ROOT / name).read_text(encoding="utf-8").splitlines()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +45,10 @@ def _context(model: nn.Module, path: Path) -> offload_activations:
     return offload_activations("nvme", model=model, path=str(path), announce="none", min_bytes="64KiB")
 
 
+def _hooks_of_the_program() -> saved_tensors_hooks:
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
 def _saved(attachment: Attachment) -> int:
     return attachment.offloader.statistics().packed_tensors
 
@@ -76,15 +82,22 @@ def test_a_forward_of_other_inputs_has_its_hooks_before_it_saves_anything(model:
     assert _saved(attachment) == before, "small inputs still need no hooks"
 
 
-def test_a_second_call_with_other_inputs_in_one_context_has_its_hooks(model: nn.Module, tmp_path: Path) -> None:
+@pytest.mark.parametrize("between", [nullcontext, _hooks_of_the_program], ids=["none", "the program's"])
+def test_a_second_call_with_other_inputs_in_one_context_has_its_hooks(
+    model: nn.Module, tmp_path: Path, between: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Whether or not hooks of the program came before."""
     context = _context(model, tmp_path)
     for _ in range(8):
         train_step(model, batch(SMALL), context.offloader)
-    before = context.offloader.statistics().packed_tensors
+    before = context.offloader.statistics()
     with context:
-        loss = model(batch(SMALL)).sum() + model(batch(LARGE)).sum()
+        with between():
+            loss = model(batch(SMALL)).sum()
+        loss = loss + model(batch(LARGE)).sum()
     loss.backward()
-    assert context.offloader.statistics().packed_tensors > before
+    assert before.unhooked > 0
+    assert context.offloader.statistics().packed_tensors > before.packed_tensors
 
 
 def test_a_forward_beside_the_model_in_a_context_has_its_hooks(model: nn.Module, tmp_path: Path) -> None:
@@ -157,7 +170,7 @@ def test_hooks_of_the_program_around_the_context_change_nothing(model: nn.Module
     context = _context(model, tmp_path)
     for rows in [SMALL] * 8 + [LARGE]:
         before = context.offloader.statistics()
-        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        with _hooks_of_the_program():
             outer = top()
             with context:
                 loss = model(batch(rows)).sum()
@@ -228,20 +241,6 @@ def test_without_memory_in_a_step_without_hooks_the_next_step_has_hooks(
             break
     else:
         pytest.fail("no limit" if rows > SMALL else "a limit of 0 bytes")
-
-
-def test_a_second_call_has_its_hooks_though_hooks_of_the_program_came_before(model: nn.Module, tmp_path: Path) -> None:
-    context = _context(model, tmp_path)
-    for _ in range(8):
-        train_step(model, batch(SMALL), context.offloader)
-    before = context.offloader.statistics()
-    with context:
-        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-            loss = model(batch(SMALL)).sum()
-        loss = loss + model(batch(LARGE)).sum()
-    loss.backward()
-    assert before.unhooked > 0
-    assert context.offloader.statistics().packed_tensors > before.packed_tensors
 
 
 def test_hooks_that_come_late_leave_the_programs_hooks_in_their_place(model: nn.Module, tmp_path: Path) -> None:
@@ -320,7 +319,7 @@ def test_an_interrupt_as_a_rest_begins_or_ends_pops_no_hooks_of_the_program(
             monkeypatch.setattr(Hooks, moment, interrupted)
             model(batch(SMALL if moment == "remove" else LARGE))
 
-    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+    with _hooks_of_the_program():
         outer = top()
         with pytest.raises(KeyboardInterrupt):
             forward()

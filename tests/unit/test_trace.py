@@ -8,7 +8,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -26,6 +25,7 @@ from actoffload.analysis.traced_run import look_at
 from actoffload.errors import ConfigError, TraceFileError
 from actoffload.events import EventKind, TraceEvent
 from actoffload.runtime.trace_writer import TraceWriter, writer_for
+from actoffload.testing.gpt import GPT, GPTConfig
 from tests.harness import WAIT_S, Chain, MakeOffloader, batch, descriptors, train_step
 from tests.programs import warm_python
 
@@ -329,16 +329,6 @@ def test_a_run_without_a_step_is_refused(make_offloader: MakeOffloader, tmp_path
         load(tmp_path / "run.json")
 
 
-def test_an_event_without_its_end_is_found(make_offloader: MakeOffloader, tmp_path: Path) -> None:
-    file = tmp_path / "run.json"
-    _traced(make_offloader, file)
-    data = json.loads(file.read_text(encoding="utf-8"))
-    del next(event for event in data["traceEvents"] if event["ph"] == "X")["dur"]
-    file.write_text(json.dumps(data), encoding="utf-8")
-    with pytest.raises(TraceFileError, match="broken"):
-        load(file)
-
-
 def test_a_trace_has_the_clock_of_the_profiler(make_offloader: MakeOffloader, tmp_path: Path) -> None:
     """Both files' events lie on one time line: our forward is within the profiler's region around it."""
     offloader = make_offloader(trace=tmp_path / "run.json", policy="keep")
@@ -499,35 +489,21 @@ def test_a_backward_that_raised_has_an_end(make_offloader: MakeOffloader, tmp_pa
     assert [phase.name for phase in load(tmp_path / "run.json").phases] == ["forward", "backward"] * 2
 
 
-PROGRAM = """
-import json, torch
-from actoffload import Offloader, OffloadConfig
-from actoffload.testing.gpt import GPT, GPTConfig
-
-torch.set_num_threads(1)
-model = GPT(GPTConfig(layers=4, width=256, seq=128))
-optimizer = torch.optim.AdamW(model.parameters())
-offloader = Offloader(OffloadConfig(target="nvme")).use(model)
-tokens = torch.randint(0, 256, (4, 129))
-for _ in range(4):
-    with offloader:
-        loss = model(tokens[:, :-1], tokens[:, 1:])
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    del loss
-print(json.dumps(offloader.statistics().as_dict()))
-"""
-
-
-def test_the_trace_of_a_program_is_valid_and_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command traces a process without trace options of its own; an independent package also reads the file."""
+def test_the_trace_of_a_program_is_valid_and_adds_up(make_offloader: MakeOffloader, tmp_path: Path) -> None:
+    """An independent package also reads the file. `test_a_command_runs` has the command that traces a program."""
     chrometrace = pytest.importorskip("chrometrace")
-    file = tmp_path / "run.json"
-    monkeypatch.setenv("ACTOFFLOAD_PATH", str(tmp_path))
-    command = [sys.executable, "-m", "actoffload", "trace", "-o", str(file), "--", "-c", PROGRAM]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
-    printed = json.loads(run.stdout.splitlines()[-1])
+    file, model = tmp_path / "run.json", GPT(GPTConfig(layers=4, width=256, seq=128))
+    offloader = make_offloader(trace=file, policy="auto", min_bytes=None).use(model)
+    optimizer, tokens = torch.optim.AdamW(model.parameters()), torch.randint(0, 256, (4, 129))
+    for _ in range(4):
+        with offloader:
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del loss
+    counted = offloader.statistics()
+    offloader.close()
     events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
     for event in (each for each in events if each["ph"] not in "sf"):  # the package knows no arrows
         read = chrometrace.TraceEvent.from_dict(event)
@@ -541,7 +517,7 @@ def test_the_trace_of_a_program_is_valid_and_adds_up(tmp_path: Path, monkeypatch
     written, read_back = (
         sum(one.nbytes for one in trace.transfers if one.link == f"disk {way}") for way in ("write", "read")
     )
-    assert (written, read_back) == (printed["nvme_written_bytes"], printed["nvme_read_bytes"])
+    assert (written, read_back) == (counted.nvme_written_bytes, counted.nvme_read_bytes)
     assert written > 0
     assert [phase.name for phase in trace.phases] == ["forward", "backward", "optimizer"] * 4
     total, memory = trace.counters["memory total"].series["bytes"], trace.counters["memory"].series

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from actoffload import Plan
+from tests.blocks import MLP
 from tests.integration.workers.distributed_runs import Setting
 
 WIDTH = 64
@@ -34,29 +35,12 @@ CHECKPOINTS = {"device_budget": "256KiB"}
 """Options for models that save only the inputs of their blocks."""
 
 
-class Block(nn.Module):
-    """Norm, two linears with dropout between them, and a residual."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
-        return found
-
-
 class Net(nn.Module):
     """Blocks and a head; `recompute` checkpoints each block, `unused` adds a layer that only odd steps use."""
 
-    def __init__(
-        self, *, recompute: bool = False, unused: bool = False, block: Callable[[], nn.Module] = Block
-    ) -> None:
+    def __init__(self, *, recompute: bool = False, unused: bool = False, block: type[MLP] = MLP) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(block() for _ in range(DEPTH)))
+        self.blocks = nn.Sequential(*(block(WIDTH) for _ in range(DEPTH)))
         self.head = nn.Linear(WIDTH, WIDTH)
         self.extra = nn.Linear(WIDTH, WIDTH) if unused else None
         self.recompute = recompute
@@ -202,12 +186,12 @@ class Detached(nn.Linear):
         return F.linear(x, self.weight.detach(), self.bias)
 
 
-class FrozenFirst(Block):
+class FrozenFirst(MLP):
     """A block whose first saved tensor is a detached weight."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = Detached(WIDTH, 2 * WIDTH)
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.up = Detached(width, 2 * width)
 
 
 def fsdp_detached() -> Setting:
@@ -232,7 +216,7 @@ def fsdp_one(**options: Any) -> Setting:
     from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-    model = Fsdp1(Net(), auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu"), **options)
+    model = Fsdp1(Net(), auto_wrap_policy=ModuleWrapPolicy({MLP}), device_id=torch.device("cpu"), **options)
     return Setting(model, data_parallel_step(model))
 
 
@@ -245,7 +229,7 @@ def once(setting: Setting) -> Setting:
 def fsdp_one_checkpointed() -> Setting:
     """Checkpoints inside FSDP's units, as Accelerate and Lightning set them up."""
     setting = fsdp_one(use_orig_params=True)
-    apply_activation_checkpointing(setting.model, check_fn=lambda module: isinstance(module, Block))
+    apply_activation_checkpointing(setting.model, check_fn=lambda module: isinstance(module, MLP))
     return setting
 
 

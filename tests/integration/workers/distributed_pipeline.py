@@ -22,7 +22,8 @@ from torch.distributed.pipelining import (
 )
 
 from actoffload import Plan
-from tests.integration.workers.distributed_models import WIDTH, Block
+from tests.blocks import MLP
+from tests.integration.workers.distributed_models import WIDTH
 from tests.integration.workers.distributed_runs import Setting
 
 MICROBATCHES = 6
@@ -40,7 +41,7 @@ def pipeline(schedule_class: Any, stages_per_rank: int, *, v_shaped: bool = Fals
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     count = world * stages_per_rank
-    chunks = [nn.Sequential(Block(), Block()) for _ in range(count)]
+    chunks = [nn.Sequential(MLP(WIDTH), MLP(WIDTH)) for _ in range(count)]
     mine = [rank, count - 1 - rank] if v_shaped else list(range(rank, count, world))
     stages = [PipelineStage(chunks[index], index, count, torch.device("cpu")) for index in mine]
     first: Any = stages if stages_per_rank > 1 else stages[0]
@@ -68,7 +69,7 @@ def pipeline(schedule_class: Any, stages_per_rank: int, *, v_shaped: bool = Fals
 def checkpointed(setting: Setting) -> Setting:
     """Both blocks of a stage are checkpointed, and the second runs once, with several forwards in flight."""
     for chunk in setting.attached:
-        apply_activation_checkpointing(chunk, check_fn=lambda module: isinstance(module, Block))
+        apply_activation_checkpointing(chunk, check_fn=lambda module: isinstance(module, MLP))
     setting.options = {"policy": Plan((), once=(1,), regions=2), "device_budget": "256KiB"}
     return setting
 

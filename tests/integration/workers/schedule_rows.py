@@ -11,36 +11,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from actoffload import OffloadConfig, Offloader, schedules
 from actoffload.errors import StateError
+from tests.blocks import Block
 from tests.integration.processes import main, scratch
 from tests.integration.workers.distributed_runs import local
 
 WIDTH, WORDS, BLOCKS = 32, 16, 3
 MODULES = BLOCKS + 2
-
-
-class Block(nn.Module):
-    def __init__(self, form: str) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.low = nn.Linear(WIDTH, 4, bias=False) if form == "lora" else None
-        self.form = form
-        if self.low is not None:
-            self.up.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.form == "checkpointed":
-            again: Tensor = checkpoint(self.inner, x, use_reentrant=False)
-            return again
-        return self.inner(x)
-
-    def inner(self, x: Tensor) -> Tensor:
-        more = 0 if self.low is None else self.low(x).sum(-1, keepdim=True)
-        found: Tensor = x + self.down(torch.tanh(self.up(x))) + more
-        return found
 
 
 class Head(nn.Module):
@@ -60,7 +39,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.embed, self.head = nn.Embedding(WORDS, WIDTH), Head()
-        self.blocks: Any = nn.ModuleList(Block(form) for _ in range(BLOCKS))
+        self.blocks: Any = nn.ModuleList(Block(WIDTH, form) for _ in range(BLOCKS))
         self.parts: list[Any] = [self.embed, *self.blocks, self.head]
         for part in self.parts:
             fully_shard(part)

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from actoffload import OffloadConfig, Offloader, schedules
+from tests.blocks import Block
 from tests.integration.processes import main, scratch
-from tests.integration.workers.schedule_rows import WIDTH, WORDS, Block, Head, batches, counted
+from tests.integration.workers.schedule_rows import WIDTH, WORDS, Head, batches, counted
 
 COUNTS = (1, 4)
 
 
-BLOCK = sum(parameter.numel() for parameter in Block("eager").parameters())
+BLOCK = sum(parameter.numel() for parameter in Block(WIDTH).parameters())
 ZERO3 = {
     "stage": 3,
     "stage3_param_persistence_threshold": 0,
@@ -34,7 +35,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.embed, self.head = nn.Embedding(WORDS, WIDTH), Head()
-        self.blocks = nn.ModuleList(Block("eager") for _ in range(3))
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(3))
 
     def forward(self, inputs: list[Tensor], layer_major: bool) -> Any:
         if layer_major:
