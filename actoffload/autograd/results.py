@@ -369,8 +369,11 @@ def _forget(made: Iterable[weakref.ref[Result]]) -> None:
             result.made = None
 
 
-def _level(node: Any, tensor: Tensor) -> int:
-    """Return how many operations compute a node's result from tensors that are saved; 0 if it is the result of none."""
+def _level(node: Any, tensor: Tensor, most: int = LEVELS + 1) -> int:
+    """Return how many operations compute a node's result from tensors that are saved, or ``most`` if there are more.
+
+    It is 0 if the node is of no operation. No more nodes are read than needed: see `originals.MOST`.
+    """
     kind = type(node).__name__
     if kind not in OPERATIONS or (tensor.is_cpu and kind != PRODUCT):
         return 0
@@ -378,7 +381,7 @@ def _level(node: Any, tensor: Tensor) -> int:
     # A leaf: see `Results._is_operand`. Without a node an operand needs no gradient, so its node does not save another.
     if any(operand is None or type(operand).__name__ == "AccumulateGrad" for operand in operands):
         return 0
-    return 1 + max(_level(operand, tensor) for operand in operands)
+    return 1 + max(_level(operand, tensor, most - 1) for operand in operands) if most > 1 else 1
 
 
 def _parts(count: int, whole: Tensor, *operands: Tensor) -> Iterator[tuple[Tensor, ...]]:
