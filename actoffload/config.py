@@ -294,8 +294,7 @@ class OffloadConfig:
     """Whether only the inputs of checkpointed blocks move. ``"only"`` moves these (PyTorch's checkpoint, DeepSpeed's,
     Megatron's) and nothing else; a checkpointed model saves nothing else of its blocks."""
     codec: str = field(default="none", metadata={"kind": _CODEC})
-    """``"exact"`` saves fewer bytes: products and activations are computed again from saved tensors, and float32 that
-    was cast from bfloat16 takes half ([tuning.md](tuning.md))."""
+    """``"exact"`` saves fewer bytes, from which backward gets every bit back ([tuning.md](tuning.md))."""
     announce: str | Callable[[str], None] = field(default="first", metadata={"kind": _ANNOUNCE})
     """Which ranks print, after the first forward, what is active, what moves, what stays and why. ``"first"`` prints
     the line to stderr on rank 0, ``"all"`` on every rank, ``"none"`` nowhere; a callable takes the line."""
