@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from ..tiers.record import Record
 
 MOST = 5_000
-"""So many nodes are read at most while saved tensors are alive. To read one gives it a Python object, and PyTorch
-frees a chain of such nodes recursively: one of 20,000 is freed, one of 60,000 ends the process (a stack of 8 MiB)."""
+"""The nodes of so many saves are read at most while saved tensors are alive. To read one gives it a Python object, and
+PyTorch frees a chain of such nodes recursively: one of 20,000 is freed, one of 60,000 ends the process (a stack of
+8 MiB)."""
 _checking = renewed_in_child(threading.Lock())
 CHANGED = (
     'with codec="exact" a tensor is saved as the tensor that it was cast from, or computed again as the product or the '
