@@ -22,6 +22,7 @@ from ..errors import SavedTensorModifiedError, StateError
 from ..runtime.backward_end import BackwardEnd
 from ..runtime.identity import PLAIN_TYPES
 from ..tiers.device_tier import CAPTURED
+from .exclusions import MARKED
 from .handles import Handle, check_version, empty, version_probe, view_in
 from .hook_stack import OUR_UNPACKS
 from .originals import CHANGED, Original, Originals
@@ -64,9 +65,10 @@ class Result:
 
     Attributes:
         made: the storage once it is computed, and the stream that has done so.
+        level: how many operations follow each other, also through views.
     """
 
-    __slots__ = ("__weakref__", "_like", "_operands", "_store", "made", "module", "operation", "original")
+    __slots__ = ("__weakref__", "_like", "_operands", "_store", "level", "made", "module", "operation", "original")
 
     def __init__(
         self,
@@ -83,6 +85,8 @@ class Result:
         self.made: tuple[torch.UntypedStorage, Any] | None = None
         self.original = original
         self.module = module
+        levels: list[int] = [operand.result.level for operand in operands if isinstance(operand, Again)]
+        self.level: int = 1 + max(levels, default=0)
 
     @property
     def device(self) -> torch.device:
@@ -286,18 +290,19 @@ class Results:
             operation = functools.partial(operation, **{name: getattr(node, f"_saved_{name}") for name in options})
         whole = tensor if tensor._base is None else tensor._base
         result = Result(whole, self.originals.original(tensor, stream), operation, handles, self._store, module)
-        return result if self._is_right(kind, whole, result) else None
+        return result if result.level <= LEVELS and self._is_right(kind, whole, result) else None
 
     def _is_operand(self, handle: Any, device: torch.device) -> bool:
         """Return whether a handle's tensor is an activation of this store, unchanged, on a result's device.
 
         A parameter is none: its owner may free or change it between forward and backward (FSDP, ZeRO-3, an optimizer).
+        Nor is a tensor that the program has marked with ``keep()``, because its memory is filled again unseen.
         """
         if isinstance(handle, (Handle, Again)):
             store = handle.store if isinstance(handle, Handle) else handle.results.originals.store
             return store is self._store and handle.probe._version == handle.version
         stays = handle.peek(False) if hasattr(handle, "peek") else None
-        return stays is not None and stays.device == device
+        return stays is not None and stays.device == device and stays.untyped_storage()._cdata not in MARKED.by_number
 
     def _is_right(self, kind: str, whole: Tensor, result: Result) -> bool:
         """Return whether a result has the program's bits, as far as that is checked in this forward.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 from torch.utils.checkpoint import checkpoint
 
+import actoffload
 from actoffload import Decision, Offloader, TensorFacts
 from actoffload.autograd import results
 from actoffload.errors import SavedTensorModifiedError, StateError
@@ -321,6 +322,38 @@ def test_a_long_chain_of_products_is_not_computed_at_once(
     assert accounts_of(offloader).recompute_peak_bytes <= (results.LEVELS + 1) * NBYTES
     assert len(read) < 2 * 40 * 2 * 5, "a few for each save"
     assert offloader.statistics().derived_bytes > 0
+
+
+@ON_EACH_DEVICE
+def test_a_chain_through_views(where: str, offloader: Offloader) -> None:
+    """The graph shows no operation at a view. Each product would be computed from all before it."""
+    factors = tuple((1.0 + torch.rand(64, 64) / 10).to(where).requires_grad_() for _ in range(30))
+
+    def program(*factors: Tensor) -> Tensor:
+        product = factors[0] @ factors[1]
+        for factor in factors[2:]:
+            product = (product * (factor @ factors[0])).view(-1).view(64, 64)
+        return product
+
+    expected = gradients(program, factors, None)
+    for _ in range(2):
+        assert_same_bits(gradients(program, factors, offloader), expected)
+    assert accounts_of(offloader).recompute_peak_bytes <= (results.LEVELS + 1) * NBYTES
+    assert offloader.statistics().derived_bytes > 0
+
+
+@ON_EACH_DEVICE
+def test_a_tensor_that_the_program_keeps_for_itself_is_no_operand(where: str, offloader: Offloader) -> None:
+    x, weight, other = inputs(where)
+    with offloader:
+        gate, up = x @ weight, actoffload.keep(x @ other)
+        product = gate * up
+        expected = product.detach().clone()
+        loss = product @ weight
+        del product
+    up.data.fill_(3.0)  # its memory has another use by now
+    function: Any = loss.grad_fn
+    assert_same_bits([function._saved_self], [expected])
 
 
 @ON_EACH_DEVICE
