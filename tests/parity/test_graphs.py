@@ -212,7 +212,8 @@ def test_threads(make_offloader: Maker) -> None:
 
 def test_nested_contexts(make_offloader: Maker) -> None:
     """The innermost context decides: the same one twice, another one, `no_offload`, hooks of the program."""
-    outer, inner = make_offloader(debug=True), make_offloader(debug=True)
+    # Both share one budget of host memory, and one maps it in pieces of 16 MiB.
+    outer, inner = (make_offloader(debug=True, host_budget="64MiB") for _ in range(2))
     x = leaf(48, 48)
     packed: list[int] = []
 
