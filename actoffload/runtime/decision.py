@@ -159,11 +159,16 @@ class OffloadDecision:
             )
 
     def following_bytes(self, record: Record) -> int | None:
-        """Return the bytes that the forward saves next according to the plan; None without a plan that fits."""
-        if self._plan is None or self._entry(record) is None:
+        """Return the bytes that the forward saves next according to the plan; None if no plan knows them."""
+        # A forward that backward builds saves other tensors, depending on which of them are back from the disk.
+        built = record.tape is not None and record.tape.built
+        if self._plan is None or built or self._entry(record) is None:
             return None
         following = record.index + 1
-        return self._plan.entries[following].nbytes if following < len(self._plan.entries) else 0
+        if following < len(self._plan.entries):
+            return self._plan.entries[following].nbytes
+        phase = self._phases.follows()
+        return 0 if phase is None or phase[0] == "backward" else None  # None: the next forward's first storage
 
     def could_move(self, record: Record) -> bool:
         """Whether the plan keeps a record by choice: the recorded step had no reason, such as another owner."""

@@ -206,8 +206,7 @@ class ActivationStore:
             self._saved_by_node(tape, nbytes)
             shared.events += 1
             if shared.largest_moved_bytes:  # other storages move under this plan, and this save is a position for them
-                tier = self.tiers.by_device[kind]
-                with tier.watched():
+                with (tier := self.tiers.by_device[kind]).watched():
                     tier.notice_resized()
                     tier.poll()
                     self.prefetch.during_forward(tape)
@@ -332,14 +331,15 @@ class ActivationStore:
                     raise
                 begin = record.data_begin
                 if not on_device and first in (State.FETCHING, State.SPILLED):
-                    waited_s = now() - since_s
-                    self.shared.accounts.unpack_wait_s += waited_s
+                    self.shared.accounts.unpack_wait_s += (waited_s := now() - since_s)
                     self.shared.reporter.event(EventKind.UNPACK_WAIT, record, since_s=since_s)
                     self.prefetch.window.waited()
             self.prefetch.given(record, waited_s)
             next_round = self._pass(record, round_, tier)
             if record.waiting <= 0:  # `storage` holds the bytes for this unpack, later ones have the weak reference
                 tier.evict(record)
+            if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:  # its graph may save next
+                tier.make_room(self.shared.budget.largest_bytes)
             self.regions.look_at_memory(used=0 if record.counted else record.nbytes)
             return storage, begin, next_round
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from actoffload import Offloader
+from actoffload.testing.faults import SlowEngine
 from tests.harness import MakeOffloader, accounts_of, assert_empty, assert_same_bits, same_bits
 from tests.unit.saving import Doubled
 
@@ -118,6 +120,19 @@ def test_plans_hold_for_it(options: dict[str, Any], make_offloader: MakeOffloade
     if options:  # the graph that is built is not fetched ahead while it grows: its own backward has not begun
         assert offloader.plan.offloaded_bytes > 0
         assert offloader.statistics().plan_peak_bytes <= 0.6 * offloader.statistics().baseline_peak_bytes
+
+
+@pytest.mark.parametrize("share", [0.36, 0.44, 0.5])
+def test_a_budget_holds_while_backward_builds_a_graph(share: float, make_offloader: MakeOffloader) -> None:
+    """Backward makes room for the tensor that it may save next, beside the one that it reads back."""
+    whole = make_offloader(device_budget="100GiB")
+    run(laplacian, "layers", whole)
+    budget = int(share * whole.statistics().baseline_peak_bytes)
+    for latency_s in (0.0005, 0.002):
+        offloader = make_offloader(device_budget=budget, engine=partial(SlowEngine, latency_s=latency_s))
+        run(laplacian, "layers", offloader, steps=6)
+        assert offloader.statistics().nvme_written_bytes > 0
+        assert offloader.statistics().resident_peak_bytes <= budget
 
 
 def test_memory_falls(make_offloader: MakeOffloader) -> None:
