@@ -390,5 +390,18 @@ def forget_failed_backward() -> None:
 
 
 def flush_autograd() -> None:
-    """Empty autograd's queue of the nodes that a failed backward did not reach."""
-    torch.zeros(1, requires_grad=True).sum().backward()
+    """Empty autograd's queues of the nodes that a failed backward did not reach."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    devices = [torch.device("cpu"), *([] if accelerator is None else [accelerator])]
+    # Each thread numbers its nodes, and the highest number goes first: nodes of a new thread go last.
+    run_in_threads(lambda: [torch.zeros(1, device=device, requires_grad=True).sum().backward() for device in devices])
+
+
+def until_recorded(offloader: Offloader, step: Callable[[], None]) -> None:
+    """Take steps until one was recorded and planned from, for which the planner waits longer on a busy machine."""
+    for _ in range(100):
+        step()
+        offloader.synchronize()
+        if offloader.profile is not None:
+            return
+    raise AssertionError("no step was recorded")

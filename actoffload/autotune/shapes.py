@@ -100,6 +100,7 @@ class Shape:
         self.most_bytes: int | None = None
         self.beside: Beside | None = None
         self.beside_of: frozenset[int] = frozenset()
+        self._peak_beside_bytes = 0  # in a step under this plan or one before it
         self.settled = False
         self.rounding_bytes = 0
         self.passed: frozenset[int] | None = None
@@ -213,13 +214,17 @@ class Shape:
         same = (tried for tried in self.tried if tried.once == self.once and tried.plan.entries == plan.entries)
         return any(tried.measured_s is not None for tried in same)
 
+    def has_peak(self, beside_bytes: int | None) -> None:
+        """Note the bytes beside saved tensors at the device's peak in a step under the plan, if it was measured."""
+        if beside_bytes:
+            self.steps.beside_bytes = self._peak_beside_bytes = beside_bytes
+
     def facts(self, device_bytes: int) -> ShapeFacts:
         """The facts of these steps for an explanation; ``device_bytes``: `Budgets.device_bytes`."""
         again = next((tried for tried in self.tried if tried.once == AGAIN), None)
         base_s = None if again is None else again.plan.predicted_step_s
-        # Until a step has shown it, the most that there was beside saved tensors counts, at whatever moment.
-        most = 0 if self.beside is None else self.beside.nbytes
-        beside = most if self.steps.beside_bytes is None else self.steps.beside_bytes
+        # Until a step under a plan has shown it, the most that there was beside saved tensors counts, at any moment.
+        beside = self._peak_beside_bytes or (0 if self.beside is None else self.beside.nbytes)
         return ShapeFacts(
             inputs=str(self),
             profile=self.profile,

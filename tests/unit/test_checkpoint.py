@@ -39,6 +39,7 @@ from tests.harness import (
     gradients,
     run_in_threads,
     train_step,
+    until_recorded,
 )
 
 ACTIVATION = batch().nbytes
@@ -392,16 +393,6 @@ def test_a_region_whose_saves_are_changed_in_place_goes_on_running_again(
     profile = offloader.store.profiler.profile()
     assert profile is not None
     assert choosable(profile) == [raises, raises + 2]
-
-
-def until_recorded(offloader: Offloader, step: Callable[[], None]) -> None:
-    """Take steps until one was recorded and planned from, for which the planner waits longer on a busy machine."""
-    for _ in range(100):
-        step()
-        offloader.synchronize()
-        if offloader.profile is not None:
-            return
-    raise AssertionError("no step was recorded")
 
 
 class _SavesOddTensors(torch.autograd.Function):

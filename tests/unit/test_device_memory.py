@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from actoffload import OffloadConfig, Offloader
+from actoffload.autotune.observations import StepsUnderPlan
 from actoffload.autotune.shapes import AGAIN, Shape
 from actoffload.errors import BudgetError, ConfigError
 from actoffload.planning.profile import RECOMPUTED, Profile, Region, Storage
@@ -566,6 +567,18 @@ def test_the_need_of_a_regions_forward_is_known_apart() -> None:
     run.backward_ends(tiers, recorded=True)
     assert run.beside == Beside(510, 100, {0: 390})
     assert run.passed_bytes == 900
+
+
+def test_the_peak_of_the_last_plan_counts_until_a_step_under_a_new_plan_shows_its_own() -> None:
+    shape = Shape(())
+    shape.beside = Beside(180, 20, {})
+    assert shape.facts(1000).other_bytes == 180
+    shape.has_peak(120)
+    shape.has_peak(None)  # a step that did not measure it
+    shape.steps = StepsUnderPlan()
+    assert shape.facts(1000).other_bytes == 120
+    shape.has_peak(130)
+    assert (shape.facts(1000).other_bytes, shape.steps.beside_bytes) == (130, 130)
 
 
 def test_the_need_beside_saved_tensors_comes_from_steps_with_all_regions_again() -> None:

@@ -34,6 +34,7 @@ from tests.harness import (
     recorder_of,
     same_bits,
     simulated,
+    until_recorded,
     wait_until,
 )
 from tests.unit.saved_tensors import SavedTensor, in_python
@@ -302,12 +303,15 @@ def test_copies_of_other_parts_of_a_storage_do_not_hold_it_elsewhere(device: Sim
     """All parts are being copied to the host as backward takes the originals."""
     x = torch.randn(768, 64).to(NAME).requires_grad_()
     with simulated(policy="auto") as offloader:
-        for _ in range(5):
+
+        def step() -> None:
             with offloader:
                 one, two, three = (x * 2.0).chunk(3, 0)
                 loss = (one * two * three).sum()
                 del one, two, three
             loss.backward()
+
+        until_recorded(offloader, step)
         assert offloader.profile is not None
         assert "held elsewhere" not in {storage.kept for storage in offloader.profile.storages}
 
