@@ -116,7 +116,8 @@ class Result:
             # Neither a graph nor a call that a mode of the program sees.
             modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
             with torch.no_grad(), modes:
-                tensor = self.operation(*map(_present, self._operands))
+                operands = list(map(_present, self._operands))
+                tensor = tier.with_room(lambda: self.operation(*operands))
                 if tensor.stride() != stride:
                     tensor = empty(dtype, device).new_empty_strided(shape, stride).copy_(tensor)
             made = self.made = tensor.untyped_storage(), current

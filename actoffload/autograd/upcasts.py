@@ -73,7 +73,7 @@ class Half:
             with store.shared.lock:
                 tier.make_room(self.original.nbytes)
             with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():
-                wide = numbers.to(torch.float32).untyped_storage()
+                wide = tier.with_room(lambda: numbers.to(torch.float32)).untyped_storage()
             self._wide = StorageRef(wide), stream
         return wide
 

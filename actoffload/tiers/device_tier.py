@@ -394,15 +394,18 @@ class DeviceTier(Tier):
         try:
             self._reload(record)
         except torch.OutOfMemoryError:
-            self.shared.no_memory_ahead = True
-            self._begin_reloads()
-            for ahead in tuple(self._reloading):
-                del self._reloading[ahead]
-                ahead.to(State.RESIDENT)
-                self.evict(ahead)
-            self._drop_unused()
-            self.window.advance(0)
+            self.release_ahead()
             self._reload(record)
+
+    def release_ahead(self) -> None:
+        self.shared.no_memory_ahead = True
+        self._begin_reloads()
+        for ahead in tuple(self._reloading):
+            del self._reloading[ahead]
+            ahead.to(State.RESIDENT)
+            self.evict(ahead)
+        self._drop_unused()
+        self.window.advance(0)
 
     def _reload_arrived(self, record: Record) -> None:
         """Begin the copies of the parts of a record that have come from disk; backward waits for it."""

@@ -95,18 +95,25 @@ class DirectTier(Tier):
             except torch.OutOfMemoryError:
                 if not urgent:
                     raise
-                self.shared.no_memory_ahead = True
-                ahead = [one for one in self._ahead if one.state is State.RESIDENT]
-                if not ahead:
-                    self.shared.begin_all()
-                if not ahead and (self.shared.pending_bytes == 0 or self.shared.stopped):
+                if self._evict_ahead():
+                    continue
+                self.shared.begin_all()
+                if self.shared.pending_bytes == 0 or self.shared.stopped:
                     raise
-                for one in ahead:
-                    del self._ahead[one]
-                    self.evict(one)
-                if not ahead:
-                    self.shared.changed.wait()
+                self.shared.changed.wait()
         return True
+
+    def release_ahead(self) -> None:
+        self._evict_ahead()
+
+    def _evict_ahead(self) -> bool:
+        """Release the device memory of records that were read ahead; return whether there were any."""
+        self.shared.no_memory_ahead = True
+        ahead = [one for one in self._ahead if one.state is State.RESIDENT]
+        for one in ahead:
+            del self._ahead[one]
+            self.evict(one)
+        return bool(ahead)
 
     def _begin_read(self, record: Record) -> None:
         device, index = self.copies.device, record.device.index or 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from actoffload.autograd import results
 from actoffload.errors import SavedTensorModifiedError, StateError
 from actoffload.runtime.backward_end import BackwardEnd
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
+from actoffload.tiers.record import State
 from tests.harness import (
     ADVERSARIES,
     ON_EACH_DEVICE,
@@ -28,9 +31,15 @@ from tests.harness import (
     autopilot_of,
     forget_failed_backward,
     hinder,
+    lock_of,
     on_stream,
+    records_of,
+    same_bits,
     simulated,
+    tier_of,
+    wait_until,
 )
+from tests.unit.simulated_programs import LateEngine
 
 Make = Callable[..., Offloader]
 NBYTES = 4 * 64 * 64
@@ -617,3 +626,50 @@ def test_what_one_stream_computes_another_does_not_take(
             other.synchronize()
         device.synchronize()
         assert_same_bits([held.cpu(), there.cpu()], [expected] * 2)
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize(("target", "engine"), [("host", "memory"), ("nvme", "memory"), ("nvme", LateEngine)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["product", "half"])
+def test_records_fetched_ahead_make_room_for_a_tensor_that_backward_computes(
+    device: SimulatedDevice, tmp_path: Path, target: str, engine: Any, dtype: torch.dtype
+) -> None:
+    x, weight = (torch.randn(512, 512).to(NAME).requires_grad_() for _ in range(2))
+    narrow = x.detach().to(dtype).requires_grad_()
+    options: dict[str, Any] = {"target": target, "engine": engine, "path": tmp_path, "allow_any_filesystem": True}
+    with simulated(codec="exact", **options) as offloader:
+        with offloader:
+            h = x * 1.0
+            for _ in range(3):
+                h = h.sin()
+            operands = x.cos(), x.exp()
+            coded = operands[0] * operands[1] if dtype is torch.float32 else narrow.float()
+            found = coded @ weight
+            expected = coded.clone()
+            node: Any = found.grad_fn
+            loss = (found + h).sum()
+            del coded, found, h
+        offloader.synchronize()
+        device.synchronize()
+        tier = tier_of(offloader)
+        half = None if dtype is torch.float32 else node._raw_saved_self.data.record
+        held = None if half is None else offloader.store.obtain(half, 0)  # as the program holds the operands
+        away = [one for one in records_of(offloader) if not one.on_device and one is not half and one.nbytes == 1 << 20]
+        torch.accelerator.empty_cache()
+        device.limit(torch.accelerator.memory_reserved() + 2 * (1 << 20))
+        with lock_of(offloader):
+            for record in away[:2]:
+                tier.fetch(record, urgent=False)
+        wait_until(lambda: all(record.state is not State.FETCHING for record in away[:2]))
+        with lock_of(offloader):
+            tier.poll()
+        rest = []
+        with contextlib.suppress(torch.OutOfMemoryError):
+            while True:
+                rest.append(torch.empty(1 << 20, dtype=torch.uint8, device=NAME))
+        saved = node._saved_self
+        device.limit(None)
+        assert same_bits(saved, expected)
+        assert not any(record.on_device for record in away[:2])
+        loss.backward()
+        del held
