@@ -164,7 +164,7 @@ def draw(runs: dict[str, Run], file: Path, *, dark: bool) -> None:
 
     sizes: dict[str, Any] = {"font.size": 8.5, "axes.titlesize": "medium", "hatch.linewidth": 0.6}
     with pyplot.style.context(["dark_background" if dark else "default", sizes]):
-        shape: dict[str, Any] = {"sharex": "col", "sharey": "row", "layout": "constrained"}
+        shape: dict[str, Any] = {"sharex": "col", "sharey": "row", "layout": "constrained", "squeeze": False}
         figure, grid = pyplot.subplots(4, len(runs), figsize=(WIDTH, HEIGHT), **shape, height_ratios=(3, 1.4, 1.4, 1.4))
         for column, (name, run) in zip(grid.T, runs.items(), strict=True):
             column[0].set_title(name, pad=14)
