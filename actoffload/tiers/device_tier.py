@@ -214,6 +214,8 @@ class DeviceTier(Tier):
         excess = self.shared.accounts.resident_bytes + nbytes - limit_bytes
         if excess > 0:  # in stream order: the compute stream waits, the host does not
             self.window.advance(max(0, self.window.held_bytes - excess))
+        # Backward may need a tensor whose read from disk ended after those of tensors that it needs later.
+        self._evict_ahead(self.shared.accounts.resident_bytes + nbytes - limit_bytes)
 
     def flush(self) -> None:
         if not self.copies.capturing():
@@ -399,13 +401,22 @@ class DeviceTier(Tier):
 
     def release_ahead(self) -> None:
         self.shared.no_memory_ahead = True
-        self._begin_reloads()
-        for ahead in tuple(self._reloading):
-            del self._reloading[ahead]
-            ahead.to(State.RESIDENT)
-            self.evict(ahead)
+        self._evict_ahead(self.shared.accounts.resident_bytes)
         self._drop_unused()
         self.window.advance(0)
+
+    def _evict_ahead(self, nbytes: int) -> None:
+        """Evict records that were fetched ahead, at least so many bytes of them; first those that were saved first."""
+        if nbytes <= 0 or not self._reloading:
+            return
+        self._begin_reloads()
+        for ahead in sorted(self._reloading, key=lambda record: record.index):
+            if nbytes > 0:
+                nbytes -= ahead.nbytes
+                del self._reloading[ahead]
+                ahead.to(State.RESIDENT)
+                self.evict(ahead)
+        self._drop_unused()
 
     def _reload_arrived(self, record: Record) -> None:
         """Begin the copies of the parts of a record that have come from disk; backward waits for it."""

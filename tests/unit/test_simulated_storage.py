@@ -25,6 +25,7 @@ from actoffload.tiers.device_tier import DeviceTier
 from actoffload.tiers.direct_tier import DirectTier
 from actoffload.tiers.record import State
 from tests.harness import (
+    accounts_of,
     acquire_slot,
     assert_same_gradients,
     copy_in,
@@ -364,6 +365,43 @@ def test_records_fetched_ahead_make_room_for_an_urgent_one(
         device.limit(None)
         loss.backward()
         found_gradients = gradients(model)
+    assert_same_gradients(found_gradients, expected)
+
+
+@pytest.mark.parametrize("target", ["host", "nvme"])
+def test_records_fetched_ahead_leave_for_one_that_is_needed_first(
+    device: SimulatedDevice, tmp_path: Path, target: str
+) -> None:
+    """Reads from disk end in any order, and the budget holds in each."""
+    model, x = _model()
+    expected = train_step(model, x)
+    budget = 4 * RECORD_BYTES
+    with _offloader(tmp_path, target=target, engine="memory", device_budget=budget) as offloader:
+        model.zero_grad()
+        with offloader:
+            loss = model(x).square().sum()
+        offloader.synchronize()
+        device.synchronize()
+        tier, accounts = tier_of(offloader), accounts_of(offloader)
+        away = [record for record in records_of(offloader) if not record.on_device and record.nbytes == RECORD_BYTES]
+        room = budget - accounts.resident_bytes
+        ahead = away[: room // RECORD_BYTES]
+        assert ahead
+        with lock_of(offloader):
+            for record in ahead:
+                tier.fetch(record, urgent=False)
+        wait_until(lambda: all(record.state is not State.FETCHING for record in ahead))
+        with lock_of(offloader):
+            tier.poll()
+        held = [offloader.store.obtain(record, 0)[0] for record in away[-2:]]
+        assert accounts.resident_bytes <= budget
+        assert accounts.resident_peak_bytes <= budget
+        assert not ahead[0].on_device
+        assert all(storage.nbytes() == RECORD_BYTES for storage in held)
+        held.clear()
+        loss.backward()
+        found_gradients = gradients(model)
+        assert accounts.resident_peak_bytes <= budget
     assert_same_gradients(found_gradients, expected)
 
 
