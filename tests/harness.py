@@ -390,11 +390,11 @@ def forget_failed_backward() -> None:
 
 
 def flush_autograd() -> None:
-    """Empty autograd's queues of the nodes that a failed backward did not reach."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    devices = [torch.device("cpu"), *([] if accelerator is None else [accelerator])]
-    # Each thread numbers its nodes, and the highest number goes first: nodes of a new thread go last.
-    run_in_threads(lambda: [torch.zeros(1, device=device, requires_grad=True).sum().backward() for device in devices])
+    """Empty autograd's queues of the nodes that a failed backward did not reach: this thread's, and the device's."""
+    torch.zeros(1, requires_grad=True).sum().backward()
+    if (device := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        # Each thread numbers its nodes, and the highest number goes first: nodes of a new thread go last.
+        run_in_threads(lambda: torch.zeros(1, device=device, requires_grad=True).sum().backward())
 
 
 def until_recorded(offloader: Offloader, step: Callable[[], None]) -> None:

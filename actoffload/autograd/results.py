@@ -122,6 +122,8 @@ class Result:
                     tensor = empty(dtype, device).new_empty_strided(shape, stride).copy_(tensor)
             made = self.made = tensor.untyped_storage(), current
             self._store.regions.computed(made[0])
+            with self._store.shared.lock:
+                tier.make_room_to_save()
         return made[0]
 
 

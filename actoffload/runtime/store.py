@@ -338,8 +338,7 @@ class ActivationStore:
             next_round = self._pass(record, round_, tier)
             if record.waiting <= 0:  # `storage` holds the bytes for this unpack, later ones have the weak reference
                 tier.evict(record)
-            if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:  # its graph may save next
-                tier.make_room(self.shared.budget.largest_bytes)
+            tier.make_room_to_save()
             self.regions.look_at_memory(used=0 if record.counted else record.nbytes)
             return storage, begin, next_round
 

@@ -465,6 +465,16 @@ class ReleaseWindow:
         if self.held_bytes > limit_bytes:
             self._release_oldest(lambda: self.held_bytes > limit_bytes)
 
+    def advance_for(self, excess: Callable[[], int]) -> None:
+        """Release the oldest copies' memory, in stream order, while there is an excess of bytes.
+
+        Some of the released bytes may stay resident: backward has taken the original of a record, say.
+        """
+        held_bytes = self.held_bytes + 1
+        while 0 < self.held_bytes < held_bytes and (over := excess()) > 0:
+            held_bytes = self.held_bytes
+            self.advance(max(0, held_bytes - over))
+
     def _find_due(self) -> None:
         self.due = next((batch.due for batch in self._batches if batch.due), 0)
 

@@ -211,11 +211,10 @@ class DeviceTier(Tier):
         return True
 
     def wait_for_room(self, nbytes: int, limit_bytes: int) -> None:
-        excess = self.shared.accounts.resident_bytes + nbytes - limit_bytes
-        if excess > 0:  # in stream order: the compute stream waits, the host does not
-            self.window.advance(max(0, self.window.held_bytes - excess))
+        accounts = self.shared.accounts
+        self.window.advance_for(lambda: accounts.resident_bytes + nbytes - limit_bytes)
         # Backward may need a tensor whose read from disk ended after those of tensors that it needs later.
-        self._evict_ahead(self.shared.accounts.resident_bytes + nbytes - limit_bytes)
+        self._evict_ahead(accounts.resident_bytes + nbytes - limit_bytes)
 
     def flush(self) -> None:
         if not self.copies.capturing():

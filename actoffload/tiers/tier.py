@@ -253,6 +253,11 @@ class Tier(ABC):
         self.wait_for_room(nbytes, budget.limit_bytes)
         return now() - since_s
 
+    def make_room_to_save(self) -> None:
+        """Keep the ``device_budget`` if this thread runs a backward that builds a graph: it may save a tensor next."""
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+            self.make_room(self.shared.budget.largest_bytes)
+
     def evict(self, record: Record) -> None:
         """Hold the device copy weakly, if a complete copy is elsewhere: no handle waits for the record."""
         if record.state is not State.RESIDENT or record.data is None or (record.slot is None and not record.on_disk):
