@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from actoffload import Offloader
 from actoffload.testing.faults import SlowEngine
-from tests.harness import MakeOffloader, accounts_of, assert_empty, assert_same_bits, same_bits
+from actoffload.testing.simulated_device import NAME, SimulatedDevice
+from tests.harness import MakeOffloader, accounts_of, assert_empty, assert_same_bits, same_bits, simulated
 from tests.unit.saving import Doubled
 
 KIB = 1 << 10
@@ -82,16 +83,25 @@ def laplacian(net: nn.Module, x: Tensor) -> Tensor:
 STEPS: dict[str, Step] = {"forces": forces, "penalty": penalty, "laplacian": laplacian}
 
 
-def run(step: Step, kind: str, offloader: Offloader | None, *, steps: int = 1, inside: bool = False) -> list[Any]:
-    net, found = network(kind), []
+def run(
+    step: Step,
+    kind: str,
+    offloader: Offloader | None,
+    *,
+    steps: int = 1,
+    inside: bool = False,
+    settle: bool = True,
+    where: str = "cpu",
+) -> list[Any]:
+    net, found = network(kind).to(where), []
     for seed in range(steps):
-        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)).to(where).requires_grad_()
         with offloader or contextlib.nullcontext():
             loss = step(net, x)
             if inside:
                 loss.backward()
         if not inside:
-            if offloader is not None:
+            if offloader is not None and settle:
                 offloader.synchronize()
             loss.backward()
         found += [loss.detach(), x.grad, *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
@@ -132,6 +142,22 @@ def test_a_budget_holds_while_backward_builds_a_graph(share: float, make_offload
         offloader = make_offloader(device_budget=budget, engine=partial(SlowEngine, latency_s=latency_s))
         run(laplacian, "layers", offloader, steps=6)
         assert offloader.statistics().nvme_written_bytes > 0
+        assert offloader.statistics().resident_peak_bytes <= budget
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize("share", [0.4, 0.6])
+@pytest.mark.parametrize("step", [forces, laplacian])
+def test_a_budget_holds_on_a_device_while_backward_builds_a_graph(
+    step: Step, share: float, device: SimulatedDevice
+) -> None:
+    """Backward takes originals while they are copied: the end of such a copy releases no memory."""
+    with simulated(device_budget="100GiB") as whole:
+        run(step, "layers", whole, where=NAME)
+        budget = int(share * whole.statistics().baseline_peak_bytes)
+    with simulated(device_budget=budget) as offloader:
+        run(step, "layers", offloader, steps=3, where=NAME, settle=False)
+        assert offloader.statistics().host_written_bytes > 0
         assert offloader.statistics().resident_peak_bytes <= budget
 
 
