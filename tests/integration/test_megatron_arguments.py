@@ -106,12 +106,6 @@ def test_the_documented_lines_fit_megatrons_signatures(monkeypatch: pytest.Monke
 # -- the command line -------------------------------------------------------------------------------------------------
 
 
-def test_off_by_default() -> None:
-    step = wrap_forward_step(lambda data_iterator, model: (data_iterator, model), parse(""))
-    assert step.offloader is None
-    assert step(1, 2) == (1, 2)
-
-
 def test_every_flag_reaches_the_offloader(tmp_path: Path) -> None:
     (tmp_path / "second").mkdir()
     (tmp_path / "plan.json").write_text(Plan(()).to_json(), encoding="utf-8")

@@ -147,19 +147,6 @@ def test_channels_last(make_offloader: Maker) -> None:
     )
 
 
-def test_embedding_bag_and_losses(make_offloader: Maker) -> None:
-    table = leaf(20, 6)
-    indices = torch.tensor([1, 5, 5, 0, 19, 3])
-
-    def forward() -> Tensor:
-        bags = F.embedding_bag(indices, table * 1, torch.tensor([0, 2]), mode="max")
-        return F.cross_entropy(bags, torch.tensor([2, 4])) + F.kl_div(
-            bags.log_softmax(1), bags.softmax(1), reduction="sum"
-        )
-
-    assert_parity(make_offloader, forward, [table])
-
-
 class Unknown(Tensor):
     """A tensor subclass without `__tensor_flatten__`."""
 
