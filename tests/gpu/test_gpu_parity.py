@@ -101,13 +101,24 @@ def test_gradients(target: str, inside: bool, dtype: torch.dtype, make_offloader
         assert statistics.nvme_written_bytes > 0
 
 
+BUDGET: dict[str, Any] = {"device_budget": 2 * LITTLE_BYTES}
+
+
 @pytest.mark.parametrize("target", ["host", "nvme"])
-def test_gradients_with_checkpointing(target: str, make_offloader: MakeOffloader) -> None:
-    model = make_model(recompute=True)
-    reference = gradients(model, nullcontext())
-    offloader = make_offloader(target=target)
-    for settled in (False, True):
-        assert_identical(gradients(model, offloader, settled=settled), reference)
+@pytest.mark.parametrize(
+    ("recompute", "micro_batches", "options"),
+    [(True, 1, {}), (False, 3, BUDGET), (False, 1, {**BUDGET, "policy": "auto"})],
+    ids=["checkpointing", "a budget and micro-batches", "a plan"],
+)
+def test_gradients_of_other_steps(
+    target: str, recompute: bool, micro_batches: int, options: dict[str, Any], make_offloader: MakeOffloader
+) -> None:
+    model = make_model(recompute=recompute)
+    reference = gradients(model, nullcontext(), micro_batches=micro_batches)
+    offloader = make_offloader(target=target, **options)
+    planned = "policy" in options
+    for settled in [False] * 6 if planned else (False, True):
+        assert_identical(gradients(model, offloader, micro_batches=micro_batches, settled=settled), reference)
     assert offloader.statistics().moved_bytes > 0
 
 
@@ -119,27 +130,6 @@ def test_gradients_from_fewer_bytes(recompute: bool, make_offloader: MakeOffload
     for _ in range(6):
         assert_identical(gradients(model, offloader), reference)
     assert recompute or offloader.statistics().derived_bytes > 0
-
-
-@pytest.mark.parametrize("target", ["host", "nvme"])
-def test_gradients_with_a_budget_and_several_micro_batches(target: str, make_offloader: MakeOffloader) -> None:
-    model = make_model()
-    reference = gradients(model, nullcontext(), micro_batches=3)
-    offloader = make_offloader(target=target, device_budget=2 * LITTLE_BYTES)
-    for settled in (False, True):
-        assert_identical(gradients(model, offloader, micro_batches=3, settled=settled), reference)
-    assert offloader.statistics().moved_bytes > 0
-
-
-@pytest.mark.parametrize("target", ["host", "nvme"])
-def test_gradients_under_a_plan(target: str, make_offloader: MakeOffloader) -> None:
-    model = make_model()
-    reference = gradients(model, nullcontext())
-    offloader = make_offloader(target=target, policy="auto", device_budget=2 * LITTLE_BYTES)
-    for _ in range(6):
-        assert_identical(gradients(model, offloader), reference)
-    assert offloader.plan is not None
-    assert offloader.statistics().moved_bytes > 0
 
 
 def test_gradients_when_forward_runs_on_a_stream_of_the_users(make_offloader: MakeOffloader) -> None:
