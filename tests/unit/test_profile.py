@@ -1,4 +1,4 @@
-"""Profiles are plain data: checked, saved, loaded; and the numbers derived from them."""
+"""Profiles and plans are plain data: checked, saved, loaded; and the numbers derived from them."""
 
 from __future__ import annotations
 
