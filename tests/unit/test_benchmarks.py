@@ -398,7 +398,6 @@ def test_the_suite_on_the_simulated_device(
     gpt = next(case for case in cases(True) if case.name.startswith("gpt2"))
     case = replace(gpt, modes=modes, optimizer=True)
     monkeypatch.setattr(gpu, "cases", lambda tiny: [case])
-    monkeypatch.setattr(gpu, "UNTIMED", 6)  # enough to plan
     assert gpu.main(["--tiny", "--path", str(tmp_path)]) == 0, capsys.readouterr().out
     (file,) = tmp_path.glob("gpu_tiny_*.json")
     points = json.loads(file.read_text(encoding="utf-8"))["points"]
