@@ -9,6 +9,7 @@ import subprocess
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,12 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork()")
 
 
 def _in_child(work: Any) -> int:
-    """Run ``work`` in a forked child; returns its exit code (120: it raised)."""
+    """Run ``work`` in a forked child, which an alarm ends if it hangs; returns its exit code (120: it raised)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of a fork beside threads
         pid = os.fork()
     if pid == 0:
+        signal.alarm(int(WAIT_S))
         try:
             work()
         except BaseException:
@@ -85,36 +87,44 @@ def test_a_child_forked_in_mid_step(make_offloader: MakeOffloader, settle: bool)
     assert offloader.statistics().nvme_read_bytes > 0
 
 
-def test_a_child_forked_while_only_a_graph_holds_the_saved_tensors(tmp_path: Path) -> None:
+def _saved_on_disk(path: Path) -> tuple[Offloader, torch.Tensor, torch.Tensor]:
+    """An offloader, an input, and a loss whose saved tensor is on disk."""
     torch.set_num_threads(1)
-    offloader = Offloader(OffloadConfig(target="nvme", path=tmp_path, min_bytes=0, policy="all", engine="posix"))
+    offloader = Offloader(OffloadConfig(target="nvme", path=path, min_bytes=0, policy="all", engine="posix"))
     x = batch().requires_grad_()
     with offloader:
         loss = (x * 1.0).sin().sum()
     offloader.synchronize()
-    gone = weakref.ref(offloader)
-    del offloader
-    gc.collect()
-    assert gone() is None
+    return offloader, x, loss
+
+
+def _assert_only_the_parent_reads(x: torch.Tensor, loss: torch.Tensor, then: Callable[[], object] = int) -> None:
+    """Backward raises in a forked child; ``then`` is called, and it has its bits in the parent."""
 
     def child() -> None:
-        signal.alarm(int(WAIT_S))  # ends it, should it hang
         with pytest.raises(OffloaderClosedError, match="in a forked process"):
             loss.backward()
 
-    assert _in_child(child) == 0
+    try:
+        assert _in_child(child) == 0
+    finally:
+        then()
     loss.backward()
     assert same_bits(x.grad, x.detach().cos())
 
 
+def test_a_child_forked_while_only_a_graph_holds_the_saved_tensors(tmp_path: Path) -> None:
+    offloader, x, loss = _saved_on_disk(tmp_path)
+    gone = weakref.ref(offloader)
+    del offloader
+    gc.collect()
+    assert gone() is None
+    _assert_only_the_parent_reads(x, loss)
+
+
 def test_a_child_forked_while_a_record_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's thread, which the child lacks, has stored the bytes in the record but not yet changed its state."""
-    torch.set_num_threads(1)
-    offloader = Offloader(OffloadConfig(target="nvme", path=tmp_path, min_bytes=0, policy="all", engine="posix"))
-    x = batch().requires_grad_()
-    with offloader:
-        loss = (x * 1.0).sin().sum()
-    offloader.synchronize()
+    offloader, x, loss = _saved_on_disk(tmp_path)
     arrived, forked, to = threading.Event(), threading.Event(), Record.to
 
     def slowly(record: Record, state: State) -> None:
@@ -128,18 +138,7 @@ def test_a_child_forked_while_a_record_is_fetched(tmp_path: Path, monkeypatch: p
     with lock_of(offloader):
         tier_of(offloader).fetch(record, urgent=False)
     assert arrived.wait(WAIT_S)
-
-    def child() -> None:
-        signal.alarm(int(WAIT_S))  # ends it, should it hang
-        with pytest.raises(OffloaderClosedError, match="in a forked process"):
-            loss.backward()
-
-    try:
-        assert _in_child(child) == 0
-    finally:
-        forked.set()
-    loss.backward()
-    assert same_bits(x.grad, x.detach().cos())
+    _assert_only_the_parent_reads(x, loss, forked.set)
 
 
 def test_a_child_forked_while_another_thread_makes_an_offloader(
@@ -153,7 +152,6 @@ def test_a_child_forked_while_another_thread_makes_an_offloader(
         return Offloader(config)
 
     def child() -> None:
-        signal.alarm(int(WAIT_S))  # ends it, should it hang
         monkeypatch.undo()
         with offload_activations(target="host") as offloader:
             assert offloader.statistics().steps == 1

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,67 +51,52 @@ def documented_lines() -> list[str]:
     return [part.partition("\n")[2] for part in (released, newest)]
 
 
+def standing_for(signature: inspect.Signature, returned: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
+    """A function with a signature of Megatron's; its result is that of ``returned`` for the arguments by name."""
+    return lambda *args, **kwargs: returned(signature.bind(*args, **kwargs).arguments)
+
+
+def parsed(passed: dict[str, Any]) -> argparse.Namespace:
+    """The command line as a function of Megatron's parses it that was handed a provider of more flags."""
+    found: argparse.Namespace = passed["extra_args_provider"](argparse.ArgumentParser()).parse_args()
+    return found
+
+
+SIGNATURES = {
+    "released pretrain": "train_valid_test_dataset_provider, model_provider, model_type, forward_step_func, "
+    "process_non_loss_data_func=None, extra_args_provider=None, args_defaults={}",
+    "newest pretrain": "cfg_container, train_valid_test_dataset_provider, model_type, forward_step_func, "
+    "model_provider=None, process_non_loss_data_func=None",
+    "parse_and_validate_args": "extra_args_provider=None, ignore_unknown_args=False, args_defaults={}",
+    "gpt_config_from_args": "args, config=None, model_config_cls=object",
+    "pretrain_cfg_container_from_args": "args, model_cfg=None",
+}
+"""Those of Megatron-LM at its commits 001b00c2734d (released) and d98e8a64ddf3 (22 August 2026; core 0.20.0)."""
+
+
 def test_the_documented_lines_fit_megatrons_signatures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The signatures are those of Megatron-LM at its commits 001b00c2734d and d98e8a64ddf3 (22 August 2026).
-
-    From the second, core 0.20.0: ``arguments``, ``argument_utils`` and ``training`` in megatron/training.
-    """
     seen: list[tuple[Any, Any]] = []
-    defaults: dict[str, Any] = {}
-
-    def released_pretrain(
-        train_valid_test_dataset_provider: Any,
-        model_provider: Any,
-        model_type: Any,
-        forward_step_func: Any,
-        process_non_loss_data_func: Any = None,
-        extra_args_provider: Any = None,
-        args_defaults: Any = defaults,
-    ) -> None:
-        seen.append((extra_args_provider(argparse.ArgumentParser()).parse_args(), forward_step_func))
-
-    def parse_and_validate_args(
-        extra_args_provider: Any = None, ignore_unknown_args: bool = False, args_defaults: Any = defaults
-    ) -> argparse.Namespace:
-        found: argparse.Namespace = extra_args_provider(argparse.ArgumentParser()).parse_args()
-        return found
-
-    def gpt_config_from_args(args: argparse.Namespace, config: Any = None, model_config_cls: type = object) -> Any:
-        return args
-
-    def pretrain_cfg_container_from_args(args: argparse.Namespace, model_cfg: Any = None) -> Any:
-        assert model_cfg is args
-        return args
-
-    def newest_pretrain(
-        cfg_container: Any,
-        train_valid_test_dataset_provider: Any,
-        model_type: Any,
-        forward_step_func: Any,
-        model_provider: Any = None,
-        process_non_loss_data_func: Any = None,
-    ) -> None:
-        seen.append((cfg_container, forward_step_func))
-
+    returned: dict[str, Callable[[dict[str, Any]], Any]] = {
+        "parse_and_validate_args": parsed,
+        "gpt_config_from_args": lambda passed: passed["args"],
+        "pretrain_cfg_container_from_args": lambda passed: passed["model_cfg"],
+        "released pretrain": lambda passed: seen.append((parsed(passed), passed["forward_step_func"])),
+        "newest pretrain": lambda passed: seen.append((passed["cfg_container"], passed["forward_step_func"])),
+    }
+    theirs = {
+        name: standing_for(inspect.signature(eval(f"lambda {parameters}: None")), returned[name])
+        for name, parameters in SIGNATURES.items()
+    }
     monkeypatch.setattr(sys, "argv", ["pretrain.py", "--actoffload-target", "nvme", "--actoffload-path", str(tmp_path)])
-    names: dict[str, Any] = {name: None for name in ("datasets", "model_provider", "model_type")}
-    names |= {"gpt_config_from_args": gpt_config_from_args}
-    names |= {"pretrain_cfg_container_from_args": pretrain_cfg_container_from_args}
+    names: dict[str, Any] = {name: None for name in ("datasets", "model_provider", "model_type")} | theirs
     names |= {"forward_step": no_step, "wrap_forward_step": wrap_forward_step}
-    names |= {"add_actoffload_args": add_actoffload_args, "parse_and_validate_args": parse_and_validate_args}
-    for line, pretrain in zip(documented_lines(), (released_pretrain, newest_pretrain), strict=True):
-        exec(line, {**names, "pretrain": pretrain})
+    for line, version in zip(documented_lines(), ("released", "newest"), strict=True):
+        exec(line, {**names, "add_actoffload_args": add_actoffload_args, "pretrain": theirs[f"{version} pretrain"]})
     assert [args.actoffload_path for args, _ in seen] == [[str(tmp_path)]] * 2
     assert all(callable(step) and step.offloader is None for _, step in seen)
 
 
 # -- the command line -------------------------------------------------------------------------------------------------
-
-
-def test_off_by_default() -> None:
-    step = wrap_forward_step(lambda data_iterator, model: (data_iterator, model), parse(""))
-    assert step.offloader is None
-    assert step(1, 2) == (1, 2)
 
 
 def test_every_flag_reaches_the_offloader(tmp_path: Path) -> None:

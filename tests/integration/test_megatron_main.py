@@ -5,13 +5,11 @@ Needs Triton. ``MEGATRON_LM=CLONE make newest`` runs it, and the other tests of 
 
 from __future__ import annotations
 
-import argparse
 import ast
 import dataclasses
 import inspect
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from megatron.core import package_info
 
 from tests.integration.evidence import assert_evidence
 from tests.integration.processes import launch
-from tests.integration.test_megatron_arguments import documented_lines, no_step
+from tests.integration.test_megatron_arguments import documented_lines, no_step, parsed, standing_for
 
 if package_info.VERSION[:2] < (0, 20):
     pytest.skip("needs megatron-core 0.20, by PYTHONPATH", allow_module_level=True)
@@ -60,24 +58,16 @@ def test_the_documented_lines_fit_the_signatures(monkeypatch: pytest.MonkeyPatch
     """Both for a GPTModel and, as the page has it, for a HybridModel."""
     seen: list[dict[str, Any]] = []
 
-    def standing_for(file: str, name: str, returned: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
-        checked = signature(file, name)
-        return lambda *args, **kwargs: returned(checked.bind(*args, **kwargs).arguments)
-
-    def parsed(passed: dict[str, Any]) -> argparse.Namespace:
-        found: argparse.Namespace = passed["extra_args_provider"](argparse.ArgumentParser()).parse_args()
-        return found
-
     monkeypatch.setattr(sys, "argv", ["pretrain.py", "--actoffload-target", "nvme", "--actoffload-path", str(tmp_path)])
     names: dict[str, Any] = {name: None for name in ("datasets", "model_type")}
     names |= {"forward_step": no_step, "wrap_forward_step": wrap_forward_step}
     names |= {"add_actoffload_args": add_actoffload_args}
-    names["parse_and_validate_args"] = standing_for("arguments.py", "parse_and_validate_args", parsed)
+    names["parse_and_validate_args"] = standing_for(signature("arguments.py", "parse_and_validate_args"), parsed)
     for name in ("gpt_config_from_args", "hybrid_config_from_args"):
-        names[name] = standing_for("argument_utils.py", name, lambda passed: passed["args"])
+        names[name] = standing_for(signature("argument_utils.py", name), lambda passed: passed["args"])
     container = "pretrain_cfg_container_from_args"
-    names[container] = standing_for("argument_utils.py", container, lambda passed: passed["model_cfg"])
-    names["pretrain"] = standing_for("training.py", "pretrain", seen.append)
+    names[container] = standing_for(signature("argument_utils.py", container), lambda passed: passed["model_cfg"])
+    names["pretrain"] = standing_for(signature("training.py", "pretrain"), seen.append)
     _, newest = documented_lines()
     for line in (newest, newest.replace("gpt_config_from_args", "hybrid_config_from_args")):
         exec(line, dict(names))

@@ -55,11 +55,7 @@ def test_the_flags_of_hugging_face_are_the_options() -> None:
     (found,) = transformers.HfArgumentParser(OffloadArguments).parse_args_into_dataclasses(
         ["--actoffload_strict", "--actoffload_tune_malloc", "false", "--actoffload_path", "/a", "/b"]
     )
-    assert found.options() == {
-        "strict": True,
-        "tune_malloc": False,
-        "path": ["/a", "/b"],
-    }
+    assert found.options() == {"strict": True, "tune_malloc": False, "path": ["/a", "/b"]}
 
 
 def test_the_flags_of_torchtitan_are_the_options(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ ELSEWHERE = {
     r"make (test|simulated)|pytest --simulated": "../Makefile::test",
     r"make quick": "unit/test_contributing.py::test_the_tests_of_make_quick_exist",
     r"make tiny": "unit/test_benchmarks.py::test_the_suite_on_the_simulated_device",
-    r"pip install \.": "unit/test_packaging.py::test_the_distributions_have_their_files",
+    r"pip install \.": "unit/test_public_names.py::test_the_distributions_have_their_files",
     r"actoffload doctor": "unit/test_cli.py::test_doctor_really_writes_and_reads_a_path",
     r"actoffload demo( --profile \S+)?": "unit/test_cli.py::test_the_demo_is_identical_and_its_counters_agree",
     r"make options": "integration/test_options.py::test_the_repetitions_are_those_of_make_options",

@@ -136,11 +136,7 @@ class OffloaderMachine(RuleBasedStateMachine):
         )  # NaN of all kinds as well
         return _Known(tensor.clone(), _Base())
 
-    @rule(
-        target=tensors,
-        known=tensors,
-        kind=st.sampled_from(VIEWS),
-    )
+    @rule(target=tensors, known=tensors, kind=st.sampled_from(VIEWS))
     def view(self, known: _Known, kind: str) -> _Known:
         return _Known(_view(known.tensor, kind) if len(known.tensor) else known.tensor, known.base)
 

@@ -180,8 +180,7 @@ def test_on_a_device_kept_ones_make_the_compute_stream_wait_for_copies(
 
 @pytest.mark.simulated
 @pytest.mark.parametrize(
-    ("options", "first"),
-    [({"device_memory": "1GiB"}, True), ({"device_budget": "1MiB"}, False), ({}, False)],
+    ("options", "first"), [({"device_memory": "1GiB"}, True), ({"device_budget": "1MiB"}, False), ({}, False)]
 )
 def test_memory_in_use_counts_beside_saved_tensors_only_where_that_is_measured(
     device: SimulatedDevice, make_offloader: MakeOffloader, options: dict[str, Any], first: bool

@@ -254,9 +254,7 @@ def test_a_region_with_contexts_of_its_programs_runs_again(
         checkpoint(fails, x.exp(), use_reentrant=False, context_fn=lambda: contexts(True))
 
 
-def test_a_selective_checkpoint_without_a_second_run_caches_nothing(
-    make_offloader: MakeOffloader,
-) -> None:
+def test_a_selective_checkpoint_without_a_second_run_caches_nothing(make_offloader: MakeOffloader) -> None:
     """A region that runs once saves its matrix product's result once, as a saved tensor."""
     saved = {}
     for make in (plain.create_selective_checkpoint_contexts, actoffload.create_selective_checkpoint_contexts):

@@ -326,19 +326,6 @@ def test_room_on_disk_goes_with_the_last_of_a_batch(make_offloader: MakeOffloade
 # -- on the way back ---------------------------------------------------------------------------------------------------
 
 
-def test_records_of_one_read_are_in_memory(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(engine=CountingEngine)
-    saved = Saved(offloader, activations(2 * FULL))
-    offloader.synchronize()
-    saved.check(1)  # nothing is fetched ahead of the first batch
-    assert states_of(offloader)[: FULL - 1] == ["resident"] * (FULL - 1)
-    for index in (0, 2, 3):
-        saved.check(index)
-    assert len(only_engine(offloader).read) == 1
-    saved.check_rest()
-    assert_empty(offloader)
-
-
 def test_records_of_one_read_can_be_unpacked_again(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(engine="posix")
     saved = Saved(offloader, activations(FULL))
@@ -490,9 +477,7 @@ def test_a_write_that_fails_leaves_its_batch_in_memory(engine: Any, make_offload
     assert_empty(offloader)
 
 
-def test_a_read_that_fails_is_an_error_of_all_that_it_reads_and_is_tried_again(
-    make_offloader: MakeOffloader,
-) -> None:
+def test_a_read_that_fails_is_an_error_of_all_that_it_reads_and_is_tried_again(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(engine=partial(FailingEngine, kind=IoKind.READ, count=1))
     saved = Saved(offloader, activations(FULL))
     offloader.synchronize()

@@ -128,12 +128,7 @@ def test_a_wait_of_the_host_neither_polls_nor_spins(mode: list[int], monkeypatch
     device.synchronize(awaited)
     stream = (7, 1, 1)
     assert asked == [awaited], "one query before the wait"
-    assert calls == [
-        (index, "wait"),
-        ("wait", stream, awaited),
-        ("record", stream, RELAXED),
-        ("synchronize", RELAXED),
-    ]
+    assert calls == [(index, "wait"), ("wait", stream, awaited), ("record", stream, RELAXED), ("synchronize", RELAXED)]
     assert mode == [GLOBAL]
 
 

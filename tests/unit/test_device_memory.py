@@ -385,9 +385,7 @@ def test_states_that_pass_the_number_alone_are_an_error_before_the_second_forwar
 
 
 @pytest.mark.simulated
-def test_a_step_without_memory_notes_its_bytes_and_later_steps_take_less(
-    device: SimulatedDevice,
-) -> None:
+def test_a_step_without_memory_notes_its_bytes_and_later_steps_take_less(device: SimulatedDevice) -> None:
     """The number exceeds the device's memory, which the library learns from the errors."""
     peaks, _ = _train(2, None)
     _empty(device)

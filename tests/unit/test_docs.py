@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import json
+import pkgutil
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -213,3 +216,19 @@ def test_files_of_results_that_pages_name_are_there() -> None:
         for name in re.findall(r"benchmarks/results/([\w.+-]+\.(?:json|md))", page.read_text(encoding="utf-8")):
             if "_DATE" not in name:
                 assert (ROOT / "benchmarks" / "results" / name).is_file(), f"{named(page)}: {name}"
+
+
+# -- the examples in docstrings are true -------------------------------------------------------------------------------
+
+
+MODULES = [
+    name
+    for _, name, _ in pkgutil.walk_packages(actoffload.__path__, "actoffload.")
+    if not name.endswith(("__main__", ".integrations"))
+]
+
+
+@pytest.mark.parametrize("name", ["actoffload", *MODULES])
+def test_examples(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(name))
+    assert result.failed == 0

@@ -194,15 +194,35 @@ def test_files() -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("actoffload.Plan.load", "Plan has no load"),
-        ("actoffload.planning.search.unheard", "actoffload.planning.search has no unheard"),
-        ("offloader.statistics.moved_byte", "Statistics has no moved_byte"),
-        ("attachment.offloader.closed_at", "Offloader has no closed_at"),
-        ("offloader.statistics.resident_share", ""),
-    ],
+# -- docs/how-it-works.md ----------------------------------------------------------------------------------------------
+
+
+HOW_IT_WORKS = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+HOW_FILES = sorted(set(re.findall(r"`((?:\w+/)*\w+\.py)`", HOW_IT_WORKS)))
+HOW_NAMES = sorted(
+    {name for name in re.findall(r"`([A-Za-z_]\w*(?:\.\w+)?)`", HOW_IT_WORKS) if not name.endswith((".py", ".md"))}
 )
-def test_missing_names_are_found(name: str, why: str) -> None:
-    assert problem(name) == why
+
+
+def defined(text: str) -> set[str]:
+    """Classes, functions, and methods as ``Class.method``."""
+    found: set[str] = set()
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ClassDef):
+            found.add(node.name)
+            found |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
+        elif isinstance(node, ast.FunctionDef):
+            found.add(node.name)
+    return found
+
+
+def test_each_name_is_defined_in_a_file_that_the_page_names() -> None:
+    known = set[str]().union(
+        *(defined((ROOT / "actoffload" / f).read_text("utf-8")) for f in HOW_FILES if "tests" not in f)
+    )
+    assert [name for name in HOW_NAMES if name not in known] == []
+
+
+def test_a_tensor_passes_at_most_eight_files_on_its_way_out() -> None:
+    way_out = HOW_IT_WORKS[HOW_IT_WORKS.index("## Out") : HOW_IT_WORKS.index("## Back up")]
+    assert len(re.findall(r"^\d+\. `", way_out, re.MULTILINE)) <= 8

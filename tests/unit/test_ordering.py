@@ -801,9 +801,7 @@ def _freed_and_filled(context: Any, meanwhile: Callable[[], None], then: Callabl
     return x.grad
 
 
-def test_a_storage_freed_during_its_copy_out_is_used_itself(
-    device: SimulatedDevice,
-) -> None:
+def test_a_storage_freed_during_its_copy_out_is_used_itself(device: SimulatedDevice) -> None:
     accelerator = SimulatedAccelerator()
     expected = _freed_and_filled(contextlib.nullcontext(), lambda: None)
     hinder(device, accelerator, "late copies")

@@ -17,10 +17,7 @@ from actoffload.planning.regions import choosable, with_regions
 from actoffload.testing.faults import GateEngine, SlowEngine
 from actoffload.testing.gpt import GPT, GPTConfig
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
-from actoffload.tiers.timers import (
-    Stamp,
-    Stopwatch,
-)
+from actoffload.tiers.timers import Stamp, Stopwatch
 from tests.harness import Chain, MakeOffloader, accounts_of, batch, hinder, recorder_of, simulated, train_step
 
 ATEN = torch.ops.aten
@@ -162,9 +159,7 @@ class _Between(nn.Module):
         return y
 
 
-def test_saves_of_a_region_have_their_reason_to_stay_and_omit_its_inputs(
-    make_offloader: MakeOffloader,
-) -> None:
+def test_saves_of_a_region_have_their_reason_to_stay_and_omit_its_inputs(make_offloader: MakeOffloader) -> None:
     profile = _recorded(make_offloader(min_bytes=8 << 10), _Between(), batch().requires_grad_())
     (region,) = profile.regions
     x = batch().nbytes

@@ -18,13 +18,7 @@ from actoffload.memory import host_pool
 from actoffload.memory.host_pool import HostPool
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
 from tests.harness import assert_same_gradients, gradients, on_stream, pools_of, train_step
-from tests.unit.simulated_programs import (
-    RECORD_BYTES,
-    SIZE,
-    _is_right,
-    _model,
-    _offloader,
-)
+from tests.unit.simulated_programs import RECORD_BYTES, SIZE, _is_right, _model, _offloader
 
 pytestmark = pytest.mark.simulated
 

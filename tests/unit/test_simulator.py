@@ -10,26 +10,9 @@ from typing import Any
 import pytest
 
 from actoffload.planning.plan import Plan, PlanEntry
-from actoffload.planning.profile import (
-    RECOMPUTED,
-    Link,
-    Profile,
-    Region,
-    Storage,
-)
-from actoffload.planning.simulator import (
-    Conditions,
-    Prediction,
-    run,
-    simulate,
-)
-from actoffload.planning.workload import (
-    HOST,
-    KEEP,
-    NVME,
-    Choice,
-    Workload,
-)
+from actoffload.planning.profile import RECOMPUTED, Link, Profile, Region, Storage
+from actoffload.planning.simulator import Conditions, Prediction, run, simulate
+from actoffload.planning.workload import HOST, KEEP, NVME, Choice, Workload
 from tests.profiles import checkpointed, random_profile, scaled
 
 LINK = Link(write_bytes_per_s=100.0, read_bytes_per_s=100.0)

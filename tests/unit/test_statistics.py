@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
+from types import FrameType
 from typing import Any
 from xml.etree import ElementTree
 
@@ -14,6 +16,7 @@ from actoffload import OffloadConfig, Offloader
 from actoffload.config import make_config
 from actoffload.planning.observed import Observed
 from actoffload.policy import KeepReason
+from actoffload.runtime import optimizer_steps
 from actoffload.statistics import Statistics
 from actoffload.tell.facts import Facts
 from actoffload.tell.report import Report, closing_line, render_report
@@ -272,3 +275,35 @@ def test_a_notebook_shows_the_report_as_a_table(make_offloader: MakeOffloader) -
     assert len(widths) == 1
     assert [row for row in rows if row[1:] == ["policy", "the policy said so"]]
     assert "&lt;b&gt;" in Report("<b>")._repr_html_()
+
+
+# -- optimizers' steps are counted -------------------------------------------------------------------------------------
+
+
+class _Run:
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def optimizer_stepped(self) -> None:
+        self.steps += 1
+
+
+def test_another_threads_run_may_begin_at_any_moment_of_an_optimizers_step() -> None:
+    optimizer_steps.optimizer_steps()
+    runs = [_Run(), _Run()]
+    optimizer_steps.watchers.update(dict.fromkeys(runs))
+    added: list[_Run] = []
+
+    def begin_another(frame: FrameType, event: str, argument: object) -> Any:
+        added.append(_Run())
+        optimizer_steps.watchers[added[-1]] = None
+        return begin_another
+
+    before = sys.gettrace()
+    sys.settrace(begin_another)  # before each line, as another thread may
+    try:
+        optimizer_steps._stepped()
+    finally:
+        sys.settrace(before)
+    assert [run.steps for run in runs] == [1, 1]
+    assert len(added) > 5

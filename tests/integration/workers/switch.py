@@ -110,11 +110,7 @@ def sft(checkpointed: bool, way: str) -> Found:
     flag: Any = "nvme" if way == "env" else False
     data = datasets.Dataset.from_dict({"text": [sentence(seed) for seed in range(16)]})
     config = SFTConfig(
-        str(scratch()),
-        max_length=32,
-        activation_offloading=flag,
-        gradient_checkpointing=checkpointed,
-        **STEPS,
+        str(scratch()), max_length=32, activation_offloading=flag, gradient_checkpointing=checkpointed, **STEPS
     )
     return train(
         SFTTrainer(llama(), args=config, train_dataset=data, eval_dataset=data, processing_class=tokenizer()), way

@@ -80,9 +80,7 @@ def stand_in() -> None:
     attention.FlexAttention._compiled_flex_attn = staticmethod(attend)
     attention._compiled_create_block_mask = attention.create_block_mask
     monitor = SimpleNamespace(
-        device_name="A100",
-        get_peak_stats=lambda: metrics.DeviceMemStats(*[0] * 6),
-        reset_peak_stats=lambda: None,
+        device_name="A100", get_peak_stats=lambda: metrics.DeviceMemStats(*[0] * 6), reset_peak_stats=lambda: None
     )
     metrics.build_device_memory_monitor = lambda: monitor
     utils.set_pg_timeouts = lambda **_: None
