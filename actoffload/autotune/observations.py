@@ -44,7 +44,7 @@ class Watch(Generic[S]):
 
     def __init__(self, store: ActivationStore) -> None:
         self._shared, self._tiers, self._stopwatch = store.shared, store.tiers, store.profiler.stopwatch
-        self._before: tuple[float, Accounts, int, Event | None] | None = None
+        self._before: tuple[float, Accounts, Event | None] | None = None
         self._now: Event | None = None
         self._open: deque[tuple[S, Plan, Observed, Event, Event, int]] = deque(maxlen=2 * REVIEW_STEPS)
 
@@ -57,7 +57,7 @@ class Watch(Generic[S]):
         """Begin a step, at the moment at which the last one ended if it has just ended."""
         # One event ends a step and begins the next, so that the time in between counts for one of them.
         moment, self._now = self._now or self._tiers.moment(), None
-        self._before = now(), copy.copy(self._shared.accounts), self._moved_so_far, moment
+        self._before = now(), copy.copy(self._shared.accounts), moment
 
     @property
     def saved(self) -> int:
@@ -65,16 +65,10 @@ class Watch(Generic[S]):
         assert self._before is not None, "it has begun"
         return self._shared.accounts.packed_tensors - self._before[1].packed_tensors
 
-    @property
-    def moved_bytes(self) -> int:
-        """The bytes that went to disk and back in this step, if ``max_slowdown`` bounds the cost of that."""
-        assert self._before is not None, "it has begun"
-        return self._moved_so_far - self._before[2]
-
     def end(self) -> Observed:
         """End the step and return its times by the host's clock."""
         assert self._before is not None, "it has begun"
-        accounts, (began_s, before, _, _) = self._shared.accounts, self._before
+        accounts, (began_s, before, _) = self._shared.accounts, self._before
         self._now, step_s = self._tiers.moment(), max(1e-9, now() - began_s)
         return Observed(
             step_s=step_s,
@@ -88,7 +82,7 @@ class Watch(Generic[S]):
     def later(self, steps_of: S, plan: Plan, observed: Observed) -> bool:
         """Have `ended` return this step later, if a device ran it: the host's clock shows only when it was enqueued."""
         assert self._before is not None, "it has begun"
-        began = self._before[3]
+        began = self._before[2]
         if began is None or self._now is None:
             return False
         watched, self._stopwatch.running = self._stopwatch.number * self._stopwatch.running, False
@@ -119,13 +113,6 @@ class Watch(Generic[S]):
             return idle_s
         return max(watch.hooks_s, idle_s - watch.lead_s)
 
-    @property
-    def _moved_so_far(self) -> int:
-        if self._tiers.spool is None or self._shared.config.max_slowdown is None:
-            return 0
-        counts = self._tiers.spool.statistics()
-        return counts.written_bytes + counts.read_bytes
-
 
 class Recording:
     """Profiles of recorded steps, with the rates of the links as known by then.
@@ -140,7 +127,7 @@ class Recording:
         self.steps, self.calm, self._flushes = 0, True, 0
         self._profiler, self._tiers, self._prefetch = store.profiler, store.tiers, store.prefetch
         self._rates: dict[tuple[str, str], float] = {}
-        self._cost_s_per_byte = self._cost_s_each = 0.0
+        self._cost_s_each = 0.0
         """As in `Link`: of the nearest link."""
 
     def begin(self) -> None:
@@ -192,11 +179,11 @@ class Recording:
                 )
         nearest = "disk" if links["host"] is None else "host"
         if (link := links[nearest]) is not None:
-            links[nearest] = replace(link, cost_s_per_byte=self._cost_s_per_byte, cost_s_each=self._cost_s_each)
+            links[nearest] = replace(link, cost_s_each=self._cost_s_each)
         return profile.with_links(**links)
 
-    def corrected(self, recorded: Profile, before: Profile, moved_bytes: int, limits: Limits) -> Profile:
-        """The step as it is now, on the present links; ``before``: as it was; the recorded step moved ``moved_bytes``.
+    def corrected(self, recorded: Profile, before: Profile, limits: Limits) -> Profile:
+        """The step as it is now, on the present links; ``before``: as it was.
 
         If the new times prove nothing, the old ones stay.
         """
@@ -204,16 +191,8 @@ class Recording:
             recorded = before  # waits for the allocator look like compute
         elif limits.device_budget is None and recorded.step_s > (1 - STEP_CHANGE) * before.step_s:
             # The cost of moving looks like compute, and a plan would fill that time with more moves, without end.
-            if limits.max_slowdown is not None and recorded.device == "cpu":
-                self.learn_cost(recorded.step_s - before.step_s, moved_bytes, before.step_s)
             recorded = before
         return self.on_links(recorded)
-
-    def learn_cost(self, late_s: float, moved_bytes: int, step_s: float) -> None:
-        """Learn the cost of moving on a CPU: a step that moved bytes was this much longer than one that moved none."""
-        if moved_bytes:
-            # Capped, because one disturbed step would make moving look too dear for ever.
-            self._cost_s_per_byte = min(max(0.0, late_s), step_s) / moved_bytes
 
     def learn_idle(self, plan: Plan, seen: Observed) -> None:
         """Learn the cost of moving on a device: it idles while hooks keep the host busy, as long for any storage."""

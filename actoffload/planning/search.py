@@ -38,24 +38,23 @@ class Limits(Conditions):
     """The bounds of a plan: the budgets of `Conditions`, and more.
 
     Attributes:
-        max_slowdown: how much longer than with everything kept a step may take, as a share. None means no loss
-            (`NO_LOSS`), or with a ``device_budget`` any length.
         tiers: where storages may go: ``"host"``, ``"nvme"``.
         agreed: whether all ranks run the same regions once, so that regions in which ranks communicate may be chosen.
         whole_device: the ``device_budget`` is the part of a number for the whole device that saved tensors may take.
     """
 
-    max_slowdown: float | None = None
     tiers: tuple[str, ...] = ("host", "nvme")
     agreed: bool = False
     whole_device: bool = False
 
     def __post_init__(self) -> None:
-        slowdown = self.max_slowdown
-        if slowdown is not None and (not isinstance(slowdown, (int, float)) or not 0 <= slowdown < float("inf")):
-            raise ConfigError("max_slowdown", slowdown, "give a share of the step time, for example 0.02, or None")
         if not set(self.tiers) <= {"host", "nvme"}:
             raise ConfigError("tiers", self.tiers, 'name "host", "nvme" or both')
+
+    @property
+    def loss(self) -> float:
+        """How much longer than with everything kept a step may take, as a share: under a budget any length."""
+        return NO_LOSS if self.device_budget is None else float("inf")
 
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
@@ -80,9 +79,8 @@ class Proposal:
 def plan(profile: Profile, limits: Limits) -> Plan:
     """Plan for a step as recorded: which storages leave and which stay. Its regions run as in the recording.
 
-    Without a budget the plan frees the most memory that costs no time (or no more than ``max_slowdown``). Under a
-    ``device_budget`` it is the shortest step that keeps the budget. If nothing is gained, the plan moves nothing and
-    has the reason in ``declined``.
+    Without a budget the plan frees the most memory that costs no time. Under a ``device_budget`` it is the shortest
+    step that keeps the budget. If nothing is gained, the plan moves nothing and has the reason in ``declined``.
 
     Raises:
         BudgetError: no plan keeps ``limits.device_budget``; it carries the floor.
@@ -152,7 +150,7 @@ class Search:
     Attributes:
         workload: the prepared profile.
         keep: the choice that keeps everything; ``kept``: the step under it.
-        allowed_s: the longest step that the limits allow; infinite with a ``device_budget`` alone.
+        allowed_s: the longest step that the limits allow; infinite with a ``device_budget``.
         window: how far ahead backward reads, in bytes; None for the profile's own window.
     """
 
@@ -165,10 +163,7 @@ class Search:
         self._known: dict[tuple[tuple[int, ...], int | None, int | None], Prediction] = {}
         self.keep = self.workload.keep_all()
         self.kept = self.predict(self.keep)
-        slowdown = limits.max_slowdown
-        if slowdown is None:
-            slowdown = float("inf") if limits.device_budget is not None else NO_LOSS
-        self.allowed_s = self.kept.step_s * (1 + slowdown)
+        self.allowed_s = self.kept.step_s * (1 + limits.loss)
 
     def plan(self) -> Plan:
         """The best of the cuts under all windows; see the function `plan`."""

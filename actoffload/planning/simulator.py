@@ -79,7 +79,7 @@ class Prediction:
 
     Attributes:
         forward_wait_s: waits of saving, mostly for room.
-        cost_s: compute time that moving bytes took.
+        cost_s: compute time that moving storages took.
         pending_peak_bytes: the most bytes on their way out of the device at once.
         cancelled_bytes: bytes that backward needed before their write had begun.
         waits: ``(storage, seconds)`` for each wait in backward.
@@ -318,7 +318,7 @@ class _Step:
         if now < 0:
             self.refused.append(p)
         else:
-            self.transfers.write(p, mode, now)
+            self.transfers.write(p, now)
 
     def _admit(self, p: int, mode: int, now: float) -> float:
         """Reserve room where ``p`` goes; return the time at which there is room, or -1 if ``p`` has to stay."""

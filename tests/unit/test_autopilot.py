@@ -128,13 +128,12 @@ def test_the_step_after_the_warm_up_becomes_a_plan_that_is_followed(make_offload
 
 def test_limits_come_from_the_options(make_offloader: MakeOffloader) -> None:
     planner = _Scripted(lambda *_: False)
-    offloader = make_offloader(policy="auto", device_budget="128KiB", max_slowdown=0.5, nvme_budget="8MiB")
+    offloader = make_offloader(policy="auto", device_budget="128KiB", nvme_budget="8MiB")
     plan_with(offloader, planner)
     _steps(offloader, WARM_UP + 2)
     (limits,) = planner.limits
     assert limits.device_budget == 128 << 10
     assert limits.nvme_budget == 8 << 20
-    assert limits.max_slowdown == 0.5
     assert limits.tiers == ("nvme",)
 
 

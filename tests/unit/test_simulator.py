@@ -144,16 +144,16 @@ def test_a_read_that_backward_needs_takes_room_that_an_early_one_leaves(need_s: 
     seen = _seen(profile, "ddk", Conditions(device_budget=250))
     assert seen.backward_wait_s == pytest.approx(wait_s)
     assert seen.host_read_bytes == 200
-    costs = replace(profile, host=replace(fast, cost_s_per_byte=1e-6))
+    costs = replace(profile, host=replace(fast, cost_s_each=1e-4))
     charged = _seen(costs, "ddk", Conditions(device_budget=250)).cost_s
-    assert charged == pytest.approx(2 * 200 * 1e-6), "each way once, wherever the read waits"
+    assert charged == pytest.approx(2 * 2 * 1e-4), "each way once, wherever the read waits"
 
 
-def test_bytes_that_cost_compute_time_and_transfers_that_begin_late() -> None:
+def test_moves_that_cost_compute_time_and_transfers_that_begin_late() -> None:
     slow = replace(LINK, latency_s=0.25)
     seen = _seen(_profile(_storage(0, 0.0, 3.0), disk=slow), "d")
     assert seen.timeline == ((0.0, 100), (1.25, 0), (3.0, 100), (4.25, 0))
-    costly = replace(LINK, cost_s_per_byte=0.001)
+    costly = replace(LINK, cost_s_each=0.1)
     seen = _seen(_profile(_storage(0, 0.0, 5.0), _storage(1, 1.5, 2.0), disk=costly), "dk")
     assert seen.cost_s == pytest.approx(0.2)
     assert seen.step_s == pytest.approx(6.2)
