@@ -456,13 +456,15 @@ class Autopilot:
         """Compare the last steps with the plan; have another one recorded if they differ."""
         assert shape.plan is not None, "there is a plan to look at"
         assert shape.profile is not None, "a plan was made from a profile"
-        seen = shape.steps.add(observed, idle_share := max(NOTICEABLE, self.limits.loss))
+        limited = self.limits.device_budget is not None
+        seen = shape.steps.add(observed, limited=limited)
         if seen is None or shape.stage is not Stage.FOLLOWED:
             return
         late_s = seen.step_s - (shape.plan.predicted_step_s or seen.step_s)
         self._recording.learn_idle(shape.plan, seen)
         self._recording.look_at_links(waited=min(late_s, seen.wait_s) > NO_LOSS * seen.step_s)
-        reason = surprise(shape.plan, seen, shape.profile, self._recording.on_links(shape.profile), idle_share)
+        present = self._recording.on_links(shape.profile)
+        reason = surprise(shape.plan, seen, shape.profile, present, limited=limited)
         if not reason:
             self._changes = 0
         # If a plan's measured length has changed, the machine has, and the lengths of other plans prove nothing.
@@ -470,7 +472,7 @@ class Autopilot:
             return
         if reason and self._may_change:
             self._back_off()
-            pace = None if shape.once else pace_of(seen, shape.profile, idle_share)
+            pace = None if shape.once else pace_of(seen, shape.profile, limited=limited)
             if pace is None:
                 shape.have_recorded(reason)
             else:

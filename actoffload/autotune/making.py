@@ -10,7 +10,7 @@ from ..errors import BudgetError
 from ..events import now
 from ..interrupts import expected
 from ..planning import search
-from ..planning.constants import NOTICEABLE, PLANNING_SHARE, TRIES
+from ..planning.constants import NO_LOSS, NOTICEABLE, PLANNING_SHARE, TRIES
 from ..planning.observed import Observed
 from ..planning.plan import Plan
 from ..planning.profile import Profile
@@ -93,12 +93,11 @@ class Making:
         """Whether a new plan is better than the followed one by enough to replace it; both are simulated now."""
         limits = self.limits(shape)
         before, after = (simulate(profile, plan, limits, detail=False) for plan in (old, new))
-        over = limits.device_budget is not None and before.peak_bytes > limits.device_budget
-        if over or before.step_s > (1 + limits.loss) * profile.step_s:
-            return True  # the old one breaks a limit
+        # First whether the old one breaks a limit.
         if limits.device_budget is not None:
-            return after.step_s < (1 - NOTICEABLE) * before.step_s
-        return after.peak_bytes < (1 - NOTICEABLE) * before.peak_bytes
+            return before.peak_bytes > limits.device_budget or after.step_s < (1 - NOTICEABLE) * before.step_s
+        late = before.step_s > (1 + NO_LOSS) * profile.step_s
+        return late or after.peak_bytes < (1 - NOTICEABLE) * before.peak_bytes
 
     def take_floor(self, least: int, budget: int) -> None:
         """Replace a share or number that no plan keeps by the lowest budget that one keeps, with one warning."""

@@ -225,13 +225,14 @@ class StepsUnderPlan:
         """Whether the next step also measures an unused link and the time of hooks, which few steps do."""
         return self.count % REVIEW_STEPS == 0
 
-    def add(self, observed: Observed, idle_share: float) -> Observed | None:
+    def add(self, observed: Observed, *, limited: bool) -> Observed | None:
         """Add a step; return the median of the last ones if they are enough to compare with the plan.
 
-        One is enough if the device idled for more than ``idle_share`` of it, as in hooks: no other one is watched.
+        One is enough if the device idled in hooks for too long, as no other one is watched. ``limited``: as in
+        `surprise`.
         """
         self._steps.append(observed)
-        self._left = 0 if _idled(observed, idle_share) else max(0, self._left - 1)
+        self._left = 0 if _idled(observed, limited) else max(0, self._left - 1)
         if self._left:
             return None
         steps = self._steps
@@ -246,17 +247,16 @@ class StepsUnderPlan:
         return self.seen
 
 
-def surprise(plan: Plan, seen: Observed, before: Profile, after: Profile, idle_share: float) -> str:
+def surprise(plan: Plan, seen: Observed, before: Profile, after: Profile, *, limited: bool) -> str:
     """Describe the first difference between the steps and their plan; empty if there is none.
 
     Args:
         plan: the plan of the steps.
         seen: the steps.
         before: the step that the plan was made from; ``after``: the same step on the present links.
-        idle_share: the share of a step for which a device may idle because of hooks; infinite under a budget, where a
-            step may wait.
+        limited: whether there is a budget, under which a step may wait, and the device may idle because of hooks.
     """
-    if _idled(seen, idle_share):
+    if _idled(seen, limited):
         return f"the device idled for {seen.idle_s:.3g} of {seen.step_s:.3g} s while hooks kept the host busy"
     if change := link_change(before, after):
         return change
@@ -267,7 +267,7 @@ def surprise(plan: Plan, seen: Observed, before: Profile, after: Profile, idle_s
         return f"a step computes for {computed_s:.3g} s, not {before.step_s:.3g} s"
     predicted_s, predicted_bytes = plan.predicted_step_s, plan.predicted_peak_bytes
     late_s = seen.step_s - (predicted_s or seen.step_s)
-    if idle_share < float("inf") and min(late_s, seen.wait_s) > NO_LOSS * seen.step_s:
+    if not limited and min(late_s, seen.wait_s) > NO_LOSS * seen.step_s:
         return f"the step takes {seen.step_s:.3g} s, not {predicted_s:.3g} s, as it waits for {seen.wait_s:.3g} s"
     if predicted_s and abs(late_s) > STEP_CHANGE * predicted_s:
         return f"the step takes {seen.step_s:.3g} s, not {predicted_s:.3g} s"
@@ -276,23 +276,23 @@ def surprise(plan: Plan, seen: Observed, before: Profile, after: Profile, idle_s
     return ""
 
 
-def pace_of(seen: Observed, recorded: Profile, idle_share: float) -> float | None:
+def pace_of(seen: Observed, recorded: Profile, *, limited: bool) -> float | None:
     """How long keeping everything takes, if steps under a plan show that; None if another step has to be recorded.
 
     Recording takes host time, so the recorded step may have been late, and another one would be as late. Keeping
     everything takes no longer than the steps under a plan, and than these without the time for which the device idled
-    in hooks. Their waits do not lower that bound, because a device may compute meanwhile. If the device idled for more
-    than ``idle_share``, the price of a move has changed, and no recorded step shows more. Call it only if no region
-    runs once: else the base would have to be of this pace as well.
+    in hooks. Their waits do not lower that bound, because a device may compute meanwhile. If the device idled for too
+    long, the price of a move has changed, and no recorded step shows more. Call it only if no region runs once: else
+    the base would have to be of this pace as well. ``limited``: see `surprise`.
     """
     keep_s = seen.step_s - seen.idle_s
     if 0 < keep_s < (1 - STEP_CHANGE) * recorded.step_s:
         return keep_s
-    return recorded.step_s if _idled(seen, idle_share) else None
+    return recorded.step_s if _idled(seen, limited) else None
 
 
-def _idled(seen: Observed, idle_share: float) -> bool:
-    return seen.idle_s > idle_share * seen.step_s
+def _idled(seen: Observed, limited: bool) -> bool:
+    return not limited and seen.idle_s > NOTICEABLE * seen.step_s
 
 
 def differ(one: Profile, other: Profile) -> bool:

@@ -185,11 +185,10 @@ class Shape:
             return None
         links = [link for link in (profile.disk, profile.host) if link is not None]
         most = NOTICEABLE * profile.step_s * min((link.read_bytes_per_s for link in links), default=float("inf"))
-        # A kept entry has a reason if its storage cannot move.
-        kept = [entry for entry in plan.entries if not entry.reason]
-        found = next((entry for entry in kept if entry.nbytes <= most), None)
-        smallest = min(kept, key=lambda entry: entry.nbytes, default=None) if found is None else found
-        return None if smallest is None else smallest.index
+        # A kept entry has a reason if its storage cannot move. Of equal keys `min` takes the first.
+        kept = (entry for entry in plan.entries if not entry.reason)
+        found = min(kept, key=lambda entry: entry.nbytes if entry.nbytes > most else 0, default=None)
+        return None if found is None else found.index
 
     def know(self, tried: Tried) -> None:
         """Remember steps with these regions run once. Of too many choices the one with the longest step goes."""

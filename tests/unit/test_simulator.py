@@ -283,14 +283,14 @@ def test_a_plan_means_the_same_for_every_tape() -> None:
     workload = Workload(profile)
     assert [item.positions for item in workload.items] == [(0, 1), (2,)]
     plan = Plan((PlanEntry(index=0, nbytes=100, action="offload"), PlanEntry(index=1, nbytes=50, action="keep")))
-    assert workload.from_plan(plan) == Choice((NVME, KEEP))
-    assert workload.from_plan(Plan(())) == Choice((NVME, NVME))  # a storage that the plan does not know leaves
+    assert workload.from_plan(plan) == (NVME, KEEP)
+    assert workload.from_plan(Plan(())) == (NVME, NVME)  # a storage that the plan does not know leaves
     assert simulate(profile, plan).disk_written_bytes == 200
 
 
 def _everything(workload: Workload) -> Choice:
     tier = HOST if workload.profile.host is not None else NVME
-    return Choice(tuple(tier if item.movable else KEEP for item in workload.items))
+    return tuple(tier if item.movable else KEEP for item in workload.items)
 
 
 @pytest.mark.parametrize("seed", range(40))
