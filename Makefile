@@ -49,7 +49,7 @@ QUICK := tests/unit/test_architecture.py tests/unit/test_contributing.py tests/u
   tests/faults/test_offloader_faults.py::test_a_failed_read_of_the_only_copy_fails_the_step_and_no_other \
   tests/conformance/test_engines.py::TestPosix \
   tests/property/test_planners_property.py::test_half_of_the_bandwidth_frees_memory_at_no_loss \
-  tests/property/test_planners_property.py::test_max_slowdown_is_kept
+  tests/property/test_planners_property.py::test_profiles_that_hypothesis_finds
 
 QUICK_SIMULATED := tests/unit/test_ordering.py::test_gradients_survive_every_adversary
 

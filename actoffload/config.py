@@ -87,22 +87,19 @@ def _choice(*choices: str, takes: str = "") -> Kind:
     return Kind("|".join(choices), check, Literal[choices])
 
 
-def _number(unit: str, kind: type, least: int, most: float, remedy: str) -> Kind:
-    def check(name: str, value: Any) -> Any:
-        if value is not None:
-            # Python's True is an int, but no number of threads.
-            good = isinstance(value, (int, kind)) and not isinstance(value, bool)
-            if not (good and least <= value <= most):
-                raise ConfigError(name, value, remedy)
-        return value
+def _check_threads(name: str, value: Any) -> Any:
+    # Python's True is an int, but no number of threads.
+    good = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_THREADS
+    if value is not None and not good:
+        raise ConfigError(name, value, f"give a number of threads, 1 or more and at most {MOST_THREADS}")
+    return value
 
-    def read(text: str) -> Any:
-        try:
-            return kind(text)
-        except ValueError:
-            return text
 
-    return Kind(unit, check, kind, read)
+def _read_threads(text: str) -> Any:
+    try:
+        return int(text)
+    except ValueError:
+        return text
 
 
 def _check_switch(name: str, value: Any) -> Any:
@@ -223,8 +220,7 @@ _RECOMPUTE = Kind(
     lambda name, value: value if isinstance(value, bool) else _texts(name, value) or False,
     read=lambda text: _read_switch(text, text.split(",")),
 )
-_THREADS = _number("N", int, 1, MOST_THREADS, f"give a number of threads, 1 or more and at most {MOST_THREADS}")
-_SHARE = _number("SHARE", float, 0, 1e6, "give a share of the step's time, for example 0.02")
+_THREADS = Kind("N", _check_threads, int, _read_threads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,10 +270,6 @@ class OffloadConfig:
     compute waits once a quarter of a step's bytes is on its way, so it takes less memory and more time.
     ``"all"`` moves all above ``min_bytes`` with the least memory, ``"keep"`` nothing. A ``Policy`` object
     decides itself, and a ``Plan`` is followed."""
-    max_slowdown: float | None = field(default=None, metadata={"kind": _SHARE})
-    """How much slower a planned step may get than one that keeps everything, as a share such as 0.02. Needs
-    ``policy="auto"``. By default nothing waits without ``device_budget``, and with it the step takes the time that the
-    budget costs. On the CPU, transfers take processor time as well, which counts only if this is given."""
     checkpoints: str = field(default="plan", metadata={"kind": _CHECKPOINTS})
     """Whether a plan lets the program's checkpointed blocks run once. ``"plan"``: ``policy="auto"`` and a given
     ``Plan`` choose which of them run again ([checkpointing.md](checkpointing.md)). ``"leave"``: all run again, and the
@@ -338,9 +330,8 @@ class OffloadConfig:
             object.__setattr__(self, name, kind.check(name, getattr(self, name)))
         # The type comes first, as the `==` of a policy object may do anything.
         planned = isinstance(self.policy, str) and self.policy == "auto"
-        for name in ("max_slowdown", "device_memory"):
-            if getattr(self, name) is not None and not planned:
-                raise ConfigError(name, getattr(self, name), "only a planner can keep it: leave policy at 'auto'")
+        if self.device_memory is not None and not planned:
+            raise ConfigError("device_memory", self.device_memory, "only a planner can keep it: leave policy at 'auto'")
         if self.device_memory is not None and self.device_budget is not None:
             raise ConfigError("device_memory", self.device_memory, "device_budget bounds a part of it: give one")
 
@@ -443,7 +434,6 @@ class Options(TypedDict, total=False):
     nvme_budget: Size | None
     min_bytes: Size | None
     policy: str | Policy | Plan
-    max_slowdown: float | None
     checkpoints: str
     recompute: bool | str | Sequence[str]
     include: str | Sequence[str] | None

@@ -55,7 +55,6 @@ class KeepReason(Enum):
         "moving it would have made the step wait, by the plan",
         "set device_budget, so that a step may wait for what leaves",
     )
-    PLAN = "plan", Kind.CHOSEN, "one step keeps everything, to see what moving costs"
     EXCLUDED = (
         "module excluded",
         Kind.ASKED,

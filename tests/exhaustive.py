@@ -23,7 +23,7 @@ def _every(search: Search, tiers: list[int], numbers: list[int]) -> Iterator[Cho
         whole = [KEEP] * len(search.workload.items)
         for number, tier in zip(numbers, assigned, strict=True):
             whole[number] = tier
-        yield Choice(tuple(whole))
+        yield tuple(whole)
 
 
 def best_cut(search: Search) -> Choice:
@@ -36,9 +36,9 @@ def best_cut(search: Search) -> Choice:
         for numbers in (order, small):
             for count in range(len(order) + 1):
                 choice = search.offload(numbers[:count])
-                found.append((search.score(choice), window, choice.tiers))
+                found.append((search.score(choice), window, choice))
     _, search.window, tiers = min(found)
-    return Choice(tiers)
+    return tiers
 
 
 def every_mix(base: Profile, limits: Limits) -> float:

@@ -122,9 +122,9 @@ def _train(
         observed: list[Observed] = []
         add = StepsUnderPlan.add
 
-        def observe(steps: StepsUnderPlan, one: Observed, idle_share: float) -> Observed | None:
+        def observe(steps: StepsUnderPlan, one: Observed, *, limited: bool) -> Observed | None:
             observed.append(one)
-            return add(steps, one, idle_share)
+            return add(steps, one, limited=limited)
 
         patch.setattr(StepsUnderPlan, "add", observe)
         try:

@@ -56,13 +56,12 @@ def _before_the_cut(search: Search, order: list[int]) -> int:
     links = [profile.host] if search.to_host else [profile.disk]
     write_s = max(1 / link.write_bytes_per_s for link in links if link is not None)
     read_s = max(1 / link.read_bytes_per_s for link in links if link is not None)
-    extra_s = (search.limits.max_slowdown or 0.0) * profile.step_s
     begin_s = items[order[0]].birth_s
     volume = 0
     deadline_s = float("inf")
     for count, number in enumerate(order):
         item = items[number]
-        deadline_s = min(deadline_s, item.need_s + extra_s + volume * read_s)
+        deadline_s = min(deadline_s, item.need_s + volume * read_s)
         volume += item.nbytes
         if begin_s + volume * (write_s + read_s) > deadline_s:
             return count

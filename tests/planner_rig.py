@@ -64,14 +64,10 @@ class Clock:
 
 
 class Disk(StorageEngine):
-    """A disk that serves one read and one write at a time, each at its speed. It moves no bytes.
+    """A disk that serves one read and one write at a time, each at its speed. It moves no bytes."""
 
-    Each byte takes ``cost_s_per_byte`` of the training thread's time.
-    """
-
-    def __init__(self, file: SpoolFile, *, clock: Clock, bytes_per_s: float, cost_s_per_byte: float = 0.0) -> None:
+    def __init__(self, file: SpoolFile, *, clock: Clock, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
-        self._cost_s_per_byte = cost_s_per_byte
         self._clock = clock
         self._queues: dict[IoKind, deque[IoRequest]] = {kind: deque() for kind in IoKind}
         self._running: dict[IoKind, tuple[float, IoRequest]] = {}
@@ -95,7 +91,6 @@ class Disk(StorageEngine):
     def submit(self, request: IoRequest) -> None:
         if self._closed:
             raise OffloaderClosedError("the engine is closed")
-        self._clock.now_s += request.length * self._cost_s_per_byte
         self._queues[request.kind].append(request)
         self._start(request.kind)
 
@@ -263,7 +258,6 @@ def rigs(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
         blocks: int = 8,
         forward_s: float = 0.1,
         sizes: Sequence[Any] = (2 * MIB,) * 4,
-        cost_s_per_byte: float = 0.0,
         **options: Any,
     ) -> Rig:
         clock = Clock()
@@ -279,7 +273,7 @@ def rigs(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
         }
 
         def engine(file: SpoolFile, *, threads: int | None = None) -> Disk:
-            return Disk(file, clock=clock, bytes_per_s=bytes_per_s, cost_s_per_byte=cost_s_per_byte)
+            return Disk(file, clock=clock, bytes_per_s=bytes_per_s)
 
         offloader = Offloader(OffloadConfig(**(config | {"engine": engine} | options)))
         monkeypatch.setattr(offloader.store.shared.changed, "wait", clock.wait)

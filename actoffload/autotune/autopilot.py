@@ -40,7 +40,7 @@ from ..tell.plans import regions
 from ..tell.report import say
 from .budgets import Budgets
 from .following import Following
-from .making import Brought, Making, bring, loss, passed
+from .making import Brought, Making, bring, passed
 from .observations import Recording, StepsUnderPlan, Watch, differ, link_change, pace_of, surprise
 from .resting import may_rest
 from .shapes import AGAIN, UNRECORDED, Shape, Shapes, Stage, Tried
@@ -139,7 +139,6 @@ class Autopilot:
 
     def _give_up(self, error: Exception) -> None:
         self._gave_up = True
-        self._following.placement.keep_all = False
         self._following.follow(None, self._agreed or frozenset())  # regions run as in the program, or as ranks agreed
         self._profiler.forget()
         self.history.append(f"no plan: {error!r}")
@@ -174,7 +173,6 @@ class Autopilot:
     def _begin_shape(self) -> None:
         """Begin a step of this shape: record it or not, and move a storage to measure a link or not."""
         shape, placement = self._shape, self._following.placement
-        placement.keep_all = shape.stage is Stage.KEEPING
         placement.probe = shape.probe if shape.steps.measures else None
         followed = shape.stage is Stage.FOLLOWED
         self._shared.watches_host = followed and placement.probe is None and shape.steps.measures
@@ -224,7 +222,7 @@ class Autopilot:
         if self._is_too_much(shape, observed) or self._is_another(shape):
             return
         if recorded:
-            self._look_at_recording(self._recorded_shape, observed, watch.moved_bytes)
+            self._look_at_recording(self._recorded_shape, observed)
         elif shape.plan is not None and shape.plan is plan:
             shape.steps.count += 1
             shape.has_peak(self._run.peak_beside_bytes)
@@ -270,8 +268,8 @@ class Autopilot:
 
     # -- recorded steps -----------------------------------------------------------------------------------------------
 
-    def _look_at_recording(self, shape: Shape, observed: Observed, moved_bytes: int) -> None:
-        """Use a recorded step: choose the regions that run once, make a plan, or have a step move nothing first."""
+    def _look_at_recording(self, shape: Shape, observed: Observed) -> None:
+        """Use a recorded step: choose the regions that run once, or make or correct a plan."""
         if shape.plan is None and self._profiler.has_no_record:  # no storage was large enough to move
             self._profiler.forget()
             self._back_off()
@@ -285,19 +283,12 @@ class Autopilot:
             self._make_real(shape, profile)
             return
         if shape.plan is not None:
-            self._correct(shape, profile, moved_bytes)
+            self._correct(shape, profile)
             return
         if self._recording.steps <= WARM_UP:
             self.making.refuse_if_too_low(self._recorded_shape, profile, observed)
-        if shape.stage is Stage.KEEPING:
-            shape.stage = Stage.SAFE
-            self._recording.learn_cost(shape.moving[0] - profile.step_s, shape.moving[1], profile.step_s)
-            self._make_plan(shape, self._recording.on_links(profile), observed)
-        elif self._may_plan(shape):
-            if self.making.can_try_keeping(profile):
-                shape.stage, shape.moving = Stage.KEEPING, (observed.step_s - observed.wait_s, moved_bytes)
-            elif not self._chooses_regions(shape, profile):
-                self._make_plan(shape, profile, observed)
+        if self._may_plan(shape) and not self._chooses_regions(shape, profile):
+            self._make_plan(shape, profile, observed)
 
     def _may_plan(self, shape: Shape) -> bool:
         # Regions chosen just now are planned for without a pause, because until then the step moves everything.
@@ -465,13 +456,15 @@ class Autopilot:
         """Compare the last steps with the plan; have another one recorded if they differ."""
         assert shape.plan is not None, "there is a plan to look at"
         assert shape.profile is not None, "a plan was made from a profile"
-        seen = shape.steps.add(observed, idle_share := max(NOTICEABLE, loss(self.limits)))
+        limited = self.limits.device_budget is not None
+        seen = shape.steps.add(observed, limited=limited)
         if seen is None or shape.stage is not Stage.FOLLOWED:
             return
         late_s = seen.step_s - (shape.plan.predicted_step_s or seen.step_s)
         self._recording.learn_idle(shape.plan, seen)
         self._recording.look_at_links(waited=min(late_s, seen.wait_s) > NO_LOSS * seen.step_s)
-        reason = surprise(shape.plan, seen, shape.profile, self._recording.on_links(shape.profile), idle_share)
+        present = self._recording.on_links(shape.profile)
+        reason = surprise(shape.plan, seen, shape.profile, present, limited=limited)
         if not reason:
             self._changes = 0
         # If a plan's measured length has changed, the machine has, and the lengths of other plans prove nothing.
@@ -479,12 +472,12 @@ class Autopilot:
             return
         if reason and self._may_change:
             self._back_off()
-            pace = None if shape.once else pace_of(seen, shape.profile, idle_share)
+            pace = None if shape.once else pace_of(seen, shape.profile, limited=limited)
             if pace is None:
                 shape.have_recorded(reason)
             else:
                 shape.why = reason
-                self._correct(shape, shape.profile.lasting(pace), 0)
+                self._correct(shape, shape.profile.lasting(pace))
         else:  # nothing changes for the moment
             self._begin_rest(shape, seen.step_s)
 
@@ -507,13 +500,13 @@ class Autopilot:
         self._follow_known(shape, best, f"a step with {len(shape.once)} regions run once {seconds}")
         return True
 
-    def _correct(self, shape: Shape, recorded: Profile, moved_bytes: int) -> None:
+    def _correct(self, shape: Shape, recorded: Profile) -> None:
         """Follow another plan if one is better now; otherwise update the old one's profile and prediction."""
         assert shape.plan is not None, "it is corrected"
         assert shape.profile is not None, "it was made from a profile"
         old, before, reason, seen = shape.plan, shape.profile, shape.why, shape.steps.seen
         shape.stage = Stage.FOLLOWED
-        profile = self._recording.corrected(recorded, before, moved_bytes, self.limits)
+        profile = self._recording.corrected(recorded, before, self.limits)
         if self._begins_anew(shape, before, profile):
             return
         try:

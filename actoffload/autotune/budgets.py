@@ -93,7 +93,6 @@ class Budgets:
             host_budget=sum(pool.capacity_bytes for pool in self._tiers.pools) or None,
             nvme_budget=None if config.nvme_budget is None else config.size("nvme_budget", 0),
             pending_bytes=None if config.pending_bytes is None else config.size("pending_bytes", 0),
-            max_slowdown=config.max_slowdown,
             tiers=("host",) if self._tiers.spool is None else tiers,
             agreed=not several_ranks(),
             whole_device=self._of_the_device,

@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 from ..errors import BudgetError
 from ..events import now
 from ..interrupts import expected
-from ..memory.process_memory import available_bytes
 from ..planning import search
-from ..planning.constants import NO_LOSS, NOTICEABLE, PLANNING_SHARE, ROOM_TO_KEEP, TRIES
+from ..planning.constants import NO_LOSS, NOTICEABLE, PLANNING_SHARE, TRIES
 from ..planning.observed import Observed
 from ..planning.plan import Plan
 from ..planning.profile import Profile
@@ -90,23 +89,15 @@ class Making:
             if least > budget:
                 raise BudgetError(budget, least)
 
-    def can_try_keeping(self, profile: Profile) -> bool:
-        """Whether a step moves nothing first, to show the cost of moving, which only ``max_slowdown`` needs."""
-        config = self._shared.config
-        if config.max_slowdown is None or config.is_limited or profile.device != "cpu" or profile.regions:
-            return False
-        return available_bytes() >= ROOM_TO_KEEP * profile.baseline_peak_bytes
-
     def gains(self, shape: Shape, profile: Profile, new: Plan, old: Plan) -> bool:
         """Whether a new plan is better than the followed one by enough to replace it; both are simulated now."""
         limits = self.limits(shape)
         before, after = (simulate(profile, plan, limits, detail=False) for plan in (old, new))
-        over = limits.device_budget is not None and before.peak_bytes > limits.device_budget
-        if over or before.step_s > (1 + loss(limits)) * profile.step_s:
-            return True  # the old one breaks a limit
+        # First whether the old one breaks a limit.
         if limits.device_budget is not None:
-            return after.step_s < (1 - NOTICEABLE) * before.step_s
-        return after.peak_bytes < (1 - NOTICEABLE) * before.peak_bytes
+            return before.peak_bytes > limits.device_budget or after.step_s < (1 - NOTICEABLE) * before.step_s
+        late = before.step_s > (1 + NO_LOSS) * profile.step_s
+        return late or after.peak_bytes < (1 - NOTICEABLE) * before.peak_bytes
 
     def take_floor(self, least: int, budget: int) -> None:
         """Replace a share or number that no plan keeps by the lowest budget that one keeps, with one warning."""
@@ -148,13 +139,6 @@ class Making:
             shape.most_bytes = least  # the next step shows whether the device has as much
             plan = found or self.planner.plan(profile, self.limits(shape))
             return plan
-
-
-def loss(limits: Limits) -> float:
-    """How much longer than with everything kept a step may take, as a share."""
-    if limits.max_slowdown is not None:
-        return limits.max_slowdown
-    return NO_LOSS if limits.device_budget is None else float("inf")
 
 
 def passed(observed: Observed, budget: int | None) -> bool:

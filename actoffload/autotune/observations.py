@@ -44,7 +44,7 @@ class Watch(Generic[S]):
 
     def __init__(self, store: ActivationStore) -> None:
         self._shared, self._tiers, self._stopwatch = store.shared, store.tiers, store.profiler.stopwatch
-        self._before: tuple[float, Accounts, int, Event | None] | None = None
+        self._before: tuple[float, Accounts, Event | None] | None = None
         self._now: Event | None = None
         self._open: deque[tuple[S, Plan, Observed, Event, Event, int]] = deque(maxlen=2 * REVIEW_STEPS)
 
@@ -57,7 +57,7 @@ class Watch(Generic[S]):
         """Begin a step, at the moment at which the last one ended if it has just ended."""
         # One event ends a step and begins the next, so that the time in between counts for one of them.
         moment, self._now = self._now or self._tiers.moment(), None
-        self._before = now(), copy.copy(self._shared.accounts), self._moved_so_far, moment
+        self._before = now(), copy.copy(self._shared.accounts), moment
 
     @property
     def saved(self) -> int:
@@ -65,16 +65,10 @@ class Watch(Generic[S]):
         assert self._before is not None, "it has begun"
         return self._shared.accounts.packed_tensors - self._before[1].packed_tensors
 
-    @property
-    def moved_bytes(self) -> int:
-        """The bytes that went to disk and back in this step, if ``max_slowdown`` bounds the cost of that."""
-        assert self._before is not None, "it has begun"
-        return self._moved_so_far - self._before[2]
-
     def end(self) -> Observed:
         """End the step and return its times by the host's clock."""
         assert self._before is not None, "it has begun"
-        accounts, (began_s, before, _, _) = self._shared.accounts, self._before
+        accounts, (began_s, before, _) = self._shared.accounts, self._before
         self._now, step_s = self._tiers.moment(), max(1e-9, now() - began_s)
         return Observed(
             step_s=step_s,
@@ -88,7 +82,7 @@ class Watch(Generic[S]):
     def later(self, steps_of: S, plan: Plan, observed: Observed) -> bool:
         """Have `ended` return this step later, if a device ran it: the host's clock shows only when it was enqueued."""
         assert self._before is not None, "it has begun"
-        began = self._before[3]
+        began = self._before[2]
         if began is None or self._now is None:
             return False
         watched, self._stopwatch.running = self._stopwatch.number * self._stopwatch.running, False
@@ -119,13 +113,6 @@ class Watch(Generic[S]):
             return idle_s
         return max(watch.hooks_s, idle_s - watch.lead_s)
 
-    @property
-    def _moved_so_far(self) -> int:
-        if self._tiers.spool is None or self._shared.config.max_slowdown is None:
-            return 0
-        counts = self._tiers.spool.statistics()
-        return counts.written_bytes + counts.read_bytes
-
 
 class Recording:
     """Profiles of recorded steps, with the rates of the links as known by then.
@@ -140,7 +127,7 @@ class Recording:
         self.steps, self.calm, self._flushes = 0, True, 0
         self._profiler, self._tiers, self._prefetch = store.profiler, store.tiers, store.prefetch
         self._rates: dict[tuple[str, str], float] = {}
-        self._cost_s_per_byte = self._cost_s_each = 0.0
+        self._cost_s_each = 0.0
         """As in `Link`: of the nearest link."""
 
     def begin(self) -> None:
@@ -192,11 +179,11 @@ class Recording:
                 )
         nearest = "disk" if links["host"] is None else "host"
         if (link := links[nearest]) is not None:
-            links[nearest] = replace(link, cost_s_per_byte=self._cost_s_per_byte, cost_s_each=self._cost_s_each)
+            links[nearest] = replace(link, cost_s_each=self._cost_s_each)
         return profile.with_links(**links)
 
-    def corrected(self, recorded: Profile, before: Profile, moved_bytes: int, limits: Limits) -> Profile:
-        """The step as it is now, on the present links; ``before``: as it was; the recorded step moved ``moved_bytes``.
+    def corrected(self, recorded: Profile, before: Profile, limits: Limits) -> Profile:
+        """The step as it is now, on the present links; ``before``: as it was.
 
         If the new times prove nothing, the old ones stay.
         """
@@ -204,16 +191,8 @@ class Recording:
             recorded = before  # waits for the allocator look like compute
         elif limits.device_budget is None and recorded.step_s > (1 - STEP_CHANGE) * before.step_s:
             # The cost of moving looks like compute, and a plan would fill that time with more moves, without end.
-            if limits.max_slowdown is not None and recorded.device == "cpu":
-                self.learn_cost(recorded.step_s - before.step_s, moved_bytes, before.step_s)
             recorded = before
         return self.on_links(recorded)
-
-    def learn_cost(self, late_s: float, moved_bytes: int, step_s: float) -> None:
-        """Learn the cost of moving on a CPU: a step that moved bytes was this much longer than one that moved none."""
-        if moved_bytes:
-            # Capped, because one disturbed step would make moving look too dear for ever.
-            self._cost_s_per_byte = min(max(0.0, late_s), step_s) / moved_bytes
 
     def learn_idle(self, plan: Plan, seen: Observed) -> None:
         """Learn the cost of moving on a device: it idles while hooks keep the host busy, as long for any storage."""
@@ -246,13 +225,14 @@ class StepsUnderPlan:
         """Whether the next step also measures an unused link and the time of hooks, which few steps do."""
         return self.count % REVIEW_STEPS == 0
 
-    def add(self, observed: Observed, idle_share: float) -> Observed | None:
+    def add(self, observed: Observed, *, limited: bool) -> Observed | None:
         """Add a step; return the median of the last ones if they are enough to compare with the plan.
 
-        One is enough if the device idled for more than ``idle_share`` of it, as in hooks: no other one is watched.
+        One is enough if the device idled in hooks for too long, as no other one is watched. ``limited``: as in
+        `surprise`.
         """
         self._steps.append(observed)
-        self._left = 0 if _idled(observed, idle_share) else max(0, self._left - 1)
+        self._left = 0 if _idled(observed, limited) else max(0, self._left - 1)
         if self._left:
             return None
         steps = self._steps
@@ -267,17 +247,16 @@ class StepsUnderPlan:
         return self.seen
 
 
-def surprise(plan: Plan, seen: Observed, before: Profile, after: Profile, idle_share: float) -> str:
+def surprise(plan: Plan, seen: Observed, before: Profile, after: Profile, *, limited: bool) -> str:
     """Describe the first difference between the steps and their plan; empty if there is none.
 
     Args:
         plan: the plan of the steps.
         seen: the steps.
         before: the step that the plan was made from; ``after``: the same step on the present links.
-        idle_share: the share of a step for which a device may idle because of hooks; infinite under a budget, where a
-            step may wait.
+        limited: whether there is a budget, under which a step may wait, and the device may idle because of hooks.
     """
-    if _idled(seen, idle_share):
+    if _idled(seen, limited):
         return f"the device idled for {seen.idle_s:.3g} of {seen.step_s:.3g} s while hooks kept the host busy"
     if change := link_change(before, after):
         return change
@@ -288,7 +267,7 @@ def surprise(plan: Plan, seen: Observed, before: Profile, after: Profile, idle_s
         return f"a step computes for {computed_s:.3g} s, not {before.step_s:.3g} s"
     predicted_s, predicted_bytes = plan.predicted_step_s, plan.predicted_peak_bytes
     late_s = seen.step_s - (predicted_s or seen.step_s)
-    if idle_share < float("inf") and min(late_s, seen.wait_s) > NO_LOSS * seen.step_s:
+    if not limited and min(late_s, seen.wait_s) > NO_LOSS * seen.step_s:
         return f"the step takes {seen.step_s:.3g} s, not {predicted_s:.3g} s, as it waits for {seen.wait_s:.3g} s"
     if predicted_s and abs(late_s) > STEP_CHANGE * predicted_s:
         return f"the step takes {seen.step_s:.3g} s, not {predicted_s:.3g} s"
@@ -297,23 +276,23 @@ def surprise(plan: Plan, seen: Observed, before: Profile, after: Profile, idle_s
     return ""
 
 
-def pace_of(seen: Observed, recorded: Profile, idle_share: float) -> float | None:
+def pace_of(seen: Observed, recorded: Profile, *, limited: bool) -> float | None:
     """How long keeping everything takes, if steps under a plan show that; None if another step has to be recorded.
 
     Recording takes host time, so the recorded step may have been late, and another one would be as late. Keeping
     everything takes no longer than the steps under a plan, and than these without the time for which the device idled
-    in hooks. Their waits do not lower that bound, because a device may compute meanwhile. If the device idled for more
-    than ``idle_share``, the price of a move has changed, and no recorded step shows more. Call it only if no region
-    runs once: else the base would have to be of this pace as well.
+    in hooks. Their waits do not lower that bound, because a device may compute meanwhile. If the device idled for too
+    long, the price of a move has changed, and no recorded step shows more. Call it only if no region runs once: else
+    the base would have to be of this pace as well. ``limited``: see `surprise`.
     """
     keep_s = seen.step_s - seen.idle_s
     if 0 < keep_s < (1 - STEP_CHANGE) * recorded.step_s:
         return keep_s
-    return recorded.step_s if _idled(seen, idle_share) else None
+    return recorded.step_s if _idled(seen, limited) else None
 
 
-def _idled(seen: Observed, idle_share: float) -> bool:
-    return seen.idle_s > idle_share * seen.step_s
+def _idled(seen: Observed, limited: bool) -> bool:
+    return not limited and seen.idle_s > NOTICEABLE * seen.step_s
 
 
 def differ(one: Profile, other: Profile) -> bool:

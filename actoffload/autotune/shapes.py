@@ -25,7 +25,6 @@ class Stage(Enum):
     """The purpose of a shape's next step."""
 
     SAFE = "there is no plan, so what may move moves; it is recorded"
-    KEEPING = "nothing moves, to show what moving costs; it is recorded"
     HOPELESS = "as SAFE, but no plan was found, and none is looked for"
     PAPER = "it follows a plan that was made for a step that nobody has seen; it is recorded"
     FOLLOWED = "it follows the plan, and is compared with it"
@@ -73,7 +72,6 @@ class Shape:
         plan: the plan that these steps follow; None before there is one.
         steps: the last steps under the plan.
         stage: the purpose of the next step; ``why``: why it is recorded, although there is a plan.
-        moving: the compute seconds of a step that moved everything, and the bytes that it moved both ways.
         most_bytes: a bound of saved bytes beside the options' own; None if there is none.
         beside: the memory beside saved tensors in a recorded step, None before there is one; ``beside_of``: the regions
             that ran once in it; ``settled``: optimizer states and gradients were part of it; ``rounding_bytes``: what
@@ -96,7 +94,6 @@ class Shape:
         self.plan: Plan | None = None
         self.steps = StepsUnderPlan()
         self.stage, self.why = Stage.SAFE, ""
-        self.moving = 0.0, 0
         self.most_bytes: int | None = None
         self.beside: Beside | None = None
         self.beside_of: frozenset[int] = frozenset()
@@ -187,15 +184,12 @@ class Shape:
         plan, profile = self.plan, self.profile
         if plan is None or profile is None or plan.offloaded_bytes:
             return None
-        if profile.disk is not None and profile.disk.cost_s_per_byte > 0:
-            return None  # moving costs compute time, which ``max_slowdown`` bounds
         links = [link for link in (profile.disk, profile.host) if link is not None]
         most = NOTICEABLE * profile.step_s * min((link.read_bytes_per_s for link in links), default=float("inf"))
-        # A kept entry has a reason if its storage cannot move.
-        kept = [entry for entry in plan.entries if not entry.reason]
-        found = next((entry for entry in kept if entry.nbytes <= most), None)
-        smallest = min(kept, key=lambda entry: entry.nbytes, default=None) if found is None else found
-        return None if smallest is None else smallest.index
+        # A kept entry has a reason if its storage cannot move. Of equal keys `min` takes the first.
+        kept = (entry for entry in plan.entries if not entry.reason)
+        found = min(kept, key=lambda entry: entry.nbytes if entry.nbytes > most else 0, default=None)
+        return None if found is None else found.index
 
     def know(self, tried: Tried) -> None:
         """Remember steps with these regions run once. Of too many choices the one with the longest step goes."""

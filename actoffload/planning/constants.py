@@ -12,8 +12,8 @@ from __future__ import annotations
 # -- the cost and the gain of a plan ----------------------------------------------------------------------------------
 
 NO_LOSS = 0.01
-"""Share of keep's step. Without a budget and without ``max_slowdown`` a step may be longer by this: the property tests
-call it "no loss", and steps under one plan differ by more. If steps wait longer than predicted by this, a link that was
+"""Share of keep's step. Without a budget a step may be longer by this: the property tests call it "no loss", and steps
+under one plan differ by more. If steps wait longer than predicted by this, a link that was
 not full counts as no faster than measured, and without a budget another plan is made: on an H100 a plan for 53 GB/s
 waited for 15 of 496 ms. Regions run once if that makes a step shorter by this on paper: with 2 % the scaled Llama's
 step took 1.000 and not 0.976 of checkpointing's with an NVMe disk. A plan that lowers keep's peak by less than this
@@ -84,8 +84,6 @@ MOST_REST = 64
 without hooks in a row; then three to five steps have hooks again, which are 5 to 8 % of all."""
 HOOKS_S = 10e-6
 """Seconds of the host that the hooks of a tensor which stays take: 8 µs above bare hooks (`micro_2026-11-26.json`)."""
-ROOM_TO_KEEP = 1.5
-"""A step keeps all, for comparison, only if this many times its peak is free."""
 MOST_KNOWN = 8
 """Shapes with a plan of their own, the last that were used, and for each the choices of regions with their plans and
 profiles: those of a large model take a few MB each."""

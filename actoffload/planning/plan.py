@@ -15,8 +15,6 @@ VERSION = 2
 TIERS = ("", "host", "nvme")
 """Where a planned storage may go; with an empty text the offloader chooses."""
 
-_REMEDY = "not a plan of version 2 with actions 'offload' and 'keep' and tiers 'host' and 'nvme'"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanEntry:
@@ -112,15 +110,14 @@ class Plan:
         """
         try:
             plan = parse(text, cls, version=VERSION)
+            # `parse` checks types only, and an unknown action would count as a decision to move.
+            choices = {d.value for d in Decision}
+            if not all(entry.action in choices and entry.tier in TIERS for entry in plan.entries):
+                raise ValueError("actions are 'offload' and 'keep', tiers 'host' and 'nvme'")
         except ValueError as error:
             raise ConfigError(
                 "policy", text[:80], f"not a plan of version {VERSION} ({error}); give the text of Plan.to_json()"
             ) from error
-        # `parse` checks types only, and an unknown action would count as a decision to move.
-        choices = {d.value for d in Decision}
-        legal = all(entry.action in choices and entry.tier in TIERS for entry in plan.entries)
-        if not legal:
-            raise ConfigError("policy", text[:80], _REMEDY)
         return plan
 
 

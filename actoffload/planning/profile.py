@@ -129,14 +129,12 @@ class Link:
         write_bytes_per_s: away from the device.
         read_bytes_per_s: back towards it.
         latency_s: the time of each transfer beside its bytes, when nothing hides it.
-        cost_s_per_byte: lost compute time for each byte moved either way (on a CPU, copies take compute time).
         cost_s_each: lost compute time for each storage moved either way (a device idles while hooks run).
     """
 
     write_bytes_per_s: float
     read_bytes_per_s: float
     latency_s: float = 0.0
-    cost_s_per_byte: float = 0.0
     cost_s_each: float = 0.0
 
 
@@ -322,7 +320,7 @@ def _check_numbers(part: Profile | Storage | Region | RegionSave | Link, where: 
             _require(_is_size(value), value, f"{where}{name} must be a number of bytes, 0 or more")
         elif name.endswith("_bytes_per_s"):
             _require(_is_time(value) and value > 0, value, f"{where}{name} must be above 0")
-        elif name.endswith(("_s", "_per_byte")):
+        elif name.endswith("_s"):
             _require(_is_time(value), value, f"{where}{name} must be a number of 0 or more")
 
 

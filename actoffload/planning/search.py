@@ -38,22 +38,16 @@ class Limits(Conditions):
     """The bounds of a plan: the budgets of `Conditions`, and more.
 
     Attributes:
-        max_slowdown: how much longer than with everything kept a step may take, as a share. None means no loss
-            (`NO_LOSS`), or with a ``device_budget`` any length.
         tiers: where storages may go: ``"host"``, ``"nvme"``.
         agreed: whether all ranks run the same regions once, so that regions in which ranks communicate may be chosen.
         whole_device: the ``device_budget`` is the part of a number for the whole device that saved tensors may take.
     """
 
-    max_slowdown: float | None = None
     tiers: tuple[str, ...] = ("host", "nvme")
     agreed: bool = False
     whole_device: bool = False
 
     def __post_init__(self) -> None:
-        slowdown = self.max_slowdown
-        if slowdown is not None and (not isinstance(slowdown, (int, float)) or not 0 <= slowdown < float("inf")):
-            raise ConfigError("max_slowdown", slowdown, "give a share of the step time, for example 0.02, or None")
         if not set(self.tiers) <= {"host", "nvme"}:
             raise ConfigError("tiers", self.tiers, 'name "host", "nvme" or both')
 
@@ -80,9 +74,8 @@ class Proposal:
 def plan(profile: Profile, limits: Limits) -> Plan:
     """Plan for a step as recorded: which storages leave and which stay. Its regions run as in the recording.
 
-    Without a budget the plan frees the most memory that costs no time (or no more than ``max_slowdown``). Under a
-    ``device_budget`` it is the shortest step that keeps the budget. If nothing is gained, the plan moves nothing and
-    has the reason in ``declined``.
+    Without a budget the plan frees the most memory that costs no time. Under a ``device_budget`` it is the shortest
+    step that keeps the budget. If nothing is gained, the plan moves nothing and has the reason in ``declined``.
 
     Raises:
         BudgetError: no plan keeps ``limits.device_budget``; it carries the floor.
@@ -152,7 +145,7 @@ class Search:
     Attributes:
         workload: the prepared profile.
         keep: the choice that keeps everything; ``kept``: the step under it.
-        allowed_s: the longest step that the limits allow; infinite with a ``device_budget`` alone.
+        allowed_s: the longest step without a ``device_budget``.
         window: how far ahead backward reads, in bytes; None for the profile's own window.
     """
 
@@ -162,13 +155,10 @@ class Search:
         self.to_host = profile.host is not None and "host" in limits.tiers
         self.to_disk = profile.disk is not None and "nvme" in limits.tiers
         self.window: int | None = None
-        self._known: dict[tuple[tuple[int, ...], int | None, int | None], Prediction] = {}
+        self._known: dict[tuple[Choice, int | None, int | None], Prediction] = {}
         self.keep = self.workload.keep_all()
         self.kept = self.predict(self.keep)
-        slowdown = limits.max_slowdown
-        if slowdown is None:
-            slowdown = float("inf") if limits.device_budget is not None else NO_LOSS
-        self.allowed_s = self.kept.step_s * (1 + slowdown)
+        self.allowed_s = self.kept.step_s * (1 + NO_LOSS)
 
     def plan(self) -> Plan:
         """The best of the cuts under all windows; see the function `plan`."""
@@ -195,7 +185,7 @@ class Search:
     def predict(self, choice: Choice, budget: int | None = None) -> Prediction:
         """The step under a choice; ``budget`` replaces the ``device_budget``."""
         # Simulations are the whole cost of a search, and halving and trimming return to the same choices.
-        key = (choice.tiers, self.window, budget)
+        key = (choice, self.window, budget)
         found = self._known.get(key)
         if found is None:
             conditions = self.limits if budget is None else replace(self.limits, device_budget=budget)
@@ -230,10 +220,8 @@ class Search:
         score, self.window, choice = cut
         # Largest first: each of the few tries saves the most traffic.
         largest = sorted(self.movable(), key=lambda n: -self.workload.items[n].nbytes)
-        for number in [n for n in largest if choice.tiers[n] != KEEP][:TRIMS]:
-            tiers = list(choice.tiers)
-            tiers[number] = KEEP
-            other = Choice(tuple(tiers))
+        for number in [n for n in largest if choice[n] != KEEP][:TRIMS]:
+            other = _without(choice, {number})
             if self.score(other) < score:
                 score, choice = self.score(other), other
         return score, self.window, choice
@@ -264,7 +252,7 @@ class Search:
         for number in numbers:
             tiers[number] = NVME if on_disk > 0 else HOST
             on_disk -= items[number].nbytes
-        return Choice(tuple(tiers))
+        return tuple(tiers)
 
     def _bytes_for_disk(self, nbytes: int) -> float:
         if not self.to_host:
@@ -323,11 +311,8 @@ class Search:
         stayed = set(self.predict(choice).stayed)
         if not stayed:
             return choice
-        tiers = list(choice.tiers)
-        for number, item in enumerate(self.workload.items):
-            if stayed.issuperset(item.positions):
-                tiers[number] = KEEP
-        other = Choice(tuple(tiers))
+        items = enumerate(self.workload.items)
+        other = _without(choice, {number for number, item in items if stayed.issuperset(item.positions)})
         return other if self.score(other)[:2] <= self.score(choice)[:2] else choice
 
     # -- plans --------------------------------------------------------------------------------------------------------
@@ -383,8 +368,12 @@ class Search:
             return (
                 f"moving lowers the peak by less than {format_size(int(self.kept.peak_bytes - self._worth_it))}{sets}"
             )
-        allowed = self.allowed_s / self.kept.step_s - 1 if self.kept.step_s else 0.0
-        return f"what lowers the peak slows the step by more than {allowed:.1%}{sets}"
+        return f"what lowers the peak slows the step by more than {NO_LOSS:.1%}{sets}"
+
+
+def _without(choice: Choice, numbers: Collection[int]) -> Choice:
+    """The choice with these items kept."""
+    return tuple(KEEP if number in numbers else tier for number, tier in enumerate(choice))
 
 
 def _least_moved(tried: Sequence[Tried], *, by_time: bool) -> Tried:

@@ -79,7 +79,7 @@ class Prediction:
 
     Attributes:
         forward_wait_s: waits of saving, mostly for room.
-        cost_s: compute time that moving bytes took.
+        cost_s: compute time that moving storages took.
         pending_peak_bytes: the most bytes on their way out of the device at once.
         cancelled_bytes: bytes that backward needed before their write had begun.
         waits: ``(storage, seconds)`` for each wait in backward.
@@ -308,8 +308,7 @@ class _Step:
         # Its own save is an event as well, which `run` counts afterwards: a release there comes 0 events later.
         self._saved_at[p] = self._events + 1
         device.phase = "forward"
-        if device.used + self.workload.nbytes[p] > device.limit:
-            now = self._wait_for_room(self.workload.nbytes[p], now, FORWARD)
+        now = self._wait_for_room(self.workload.nbytes[p], now, FORWARD)
         device.add(p, now)
         self.transfers.state[p] = ON_DEVICE
         if mode == KEEP:
@@ -318,7 +317,7 @@ class _Step:
         if now < 0:
             self.refused.append(p)
         else:
-            self.transfers.write(p, mode, now)
+            self.transfers.write(p, now)
 
     def _admit(self, p: int, mode: int, now: float) -> float:
         """Reserve room where ``p`` goes; return the time at which there is room, or -1 if ``p`` has to stay."""
@@ -364,7 +363,7 @@ class _Step:
         state, device = transfers.state, self.device
         if state[p] != ON_DEVICE:
             nbytes = self.workload.nbytes[p]
-            if ON_HOST <= state[p] <= ON_DISK and device.used + nbytes > device.limit:
+            if ON_HOST <= state[p] <= ON_DISK:
                 now = self._wait_for_room(nbytes, now, BACKWARD)
             transfers.fetch(p, now)
             if state[p] != ON_DEVICE:
@@ -384,7 +383,7 @@ class _Step:
 
     def _forward_takes(self, nbytes: int, now: float, *, ends: bool) -> None:
         """The forward of a region begins, which takes these bytes, or ends."""
-        if not ends and self.device.used + nbytes > self.device.limit:
+        if not ends:
             now = self._wait_for_room(nbytes, now, FORWARD)
         self.device.take(-nbytes if ends else nbytes, now)
 
@@ -392,14 +391,15 @@ class _Step:
         """A region runs again, and holds the storages that it saves."""
         nbytes = self.workload.nbytes[p]
         self.device.phase = "recompute"
-        if self.device.used + nbytes > self.device.limit:
-            now = self._wait_for_room(nbytes, now, BACKWARD)
+        now = self._wait_for_room(nbytes, now, BACKWARD)
         self.device.add(p, now)
         self.transfers.state[p] = ON_DEVICE
         self.ahead.held_bytes += nbytes
 
     def _wait_for_room(self, nbytes: int, now: float, kind: int) -> float:
         """Wait until ``nbytes`` fit the budget, or nothing more is leaving; return the time."""
+        if self.device.used + nbytes <= self.device.limit:
+            return now
         until = now
         # As at an event, copied storages are released first: forward does not wait for room that they already give.
         self._let_go(now)

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from .profile import Link
-from .workload import HOST, NVME, Workload
+from .workload import Workload
 
 UNSAVED, ON_DEVICE, WRITE_QUEUED, WRITING, COPIED = range(5)
 ON_HOST, SPILL_QUEUED, SPILLING, ON_DISK = range(5, 9)
@@ -43,7 +43,7 @@ class Clock:
         self.delay += seconds
 
     def charge(self, seconds: float) -> None:
-        """Add compute time that moving bytes takes."""
+        """Add compute time that moving a storage takes."""
         if seconds:
             self.delay += seconds
             self.cost_s += seconds
@@ -121,11 +121,8 @@ class Links:
             1 / first.read_bytes_per_s,
         )
         self.latency = (first.latency_s, second.latency_s, second.latency_s, first.latency_s)
-        # Between the device and the disk a byte crosses both links, if there are two.
-        far = first.cost_s_per_byte + (second.cost_s_per_byte if host is not None else 0.0)
-        self.costs = (0.0, first.cost_s_per_byte, far)
-        """Compute time per byte, by the tier to which or from which it moves."""
-        self.cost_each = first.cost_s_each
+        self.cost_s = first.cost_s_each
+        """Compute time that each move takes."""
         self.moved = [0] * 4
         self.next_end = NEVER
         self._nbytes = workload.nbytes
@@ -133,10 +130,6 @@ class Links:
         self._queues: list[deque[int]] = [deque() for _ in range(4)]
         self._current = [-1] * 4
         self._ends = [NEVER] * 4
-
-    def charge(self, clock: Clock, nbytes: int, mode: int) -> None:
-        """Add the compute time of moving a storage to or from a tier."""
-        clock.charge(nbytes * self.costs[mode] + self.cost_each)
 
     def is_busy(self, queue: int) -> bool:
         return bool(self._queues[queue]) or self._current[queue] >= 0
@@ -216,10 +209,10 @@ class Transfers:
         self.clock = clock
         self._copied: list[int] = []
 
-    def write(self, p: int, mode: int, now: float) -> None:
+    def write(self, p: int, now: float) -> None:
         """Enqueue the write of a storage that was just saved, and for which there is room in the next tier."""
         nbytes = self.nbytes[p]
-        self.links.charge(self.clock, nbytes, mode)
+        self.clock.charge(self.links.cost_s)
         self.state[p] = WRITE_QUEUED
         self.pending += nbytes
         self.releasing += nbytes
@@ -247,10 +240,10 @@ class Transfers:
             if p in self._arrived:  # the whole way was charged as it left the disk
                 self._arrived.remove(p)
             else:
-                self.links.charge(self.clock, nbytes, HOST)
+                self.clock.charge(self.links.cost_s)
             self._fetch_to_device(p, now)
         elif state == ON_DISK:
-            self.links.charge(self.clock, nbytes, NVME)
+            self.clock.charge(self.links.cost_s)
             if self.has_host:
                 # No check for room in host memory: a prefetch has made it, and backward cannot do without the storage.
                 self.state[p] = LOADING

@@ -40,11 +40,8 @@ class Item:
     need_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A tier for each item."""
-
-    tiers: tuple[int, ...]
+Choice = tuple[int, ...]
+"""A tier for each item."""
 
 
 class Workload:
@@ -86,12 +83,12 @@ class Workload:
 
     def keep_all(self) -> Choice:
         """The choice that moves nothing."""
-        return Choice((KEEP,) * len(self.items))
+        return (KEEP,) * len(self.items)
 
     def modes(self, choice: Choice) -> list[int]:
         """The tier of each storage."""
         modes = [KEEP] * len(self.nbytes)
-        for item, tier in zip(self.items, choice.tiers, strict=True):
+        for item, tier in zip(self.items, choice, strict=True):
             if item.movable:
                 for position in item.positions:
                     modes[position] = tier
@@ -114,7 +111,7 @@ class Workload:
             releases: by storage, as `Prediction.releases`.
         """
         entries = []
-        for number, (item, tier) in enumerate(zip(self.items, choice.tiers, strict=True)):
+        for number, (item, tier) in enumerate(zip(self.items, choice, strict=True)):
             first = self.profile.storages[item.positions[0]]
             moves = item.movable and tier != KEEP
             # One entry serves every forward of the step, and the latest release is late enough for the copies of all.
@@ -142,7 +139,7 @@ class Workload:
                 continue
             to_host = entry is not None and entry.tier == "host" and self.profile.host is not None
             tiers[number] = HOST if to_host else self.lowest_tier()
-        return Choice(tuple(tiers))
+        return tuple(tiers)
 
     # -- preparation --------------------------------------------------------------------------------------------------
 

@@ -59,8 +59,7 @@ class OffloadDecision:
         self._unproven = isinstance(policy, Plan) and bool(policy.entries)
         """The first forward under the user's plan, which must save the storages that the plan lists, has not ended."""
         self._forwards = 0
-        self.keep_all = config.policy == "keep"
-        """Move nothing for now."""
+        self._keeps_all = config.policy == "keep"
         self.probe: int | None = None
         """The storage at this place leaves once although the plan keeps it, to measure a link that is not in use."""
         self.mismatched_bytes = 0
@@ -74,7 +73,7 @@ class OffloadDecision:
 
     def planned_sizes(self) -> tuple[int, ...]:
         """Return by index the bytes of each storage that the plan keeps, or -1; () unless the plan alone decides."""
-        alone = not (self.uses_names or self._unproven or self.keep_all or self.probe is not None)
+        alone = not (self.uses_names or self._unproven or self.probe is not None)
         return self._planned_sizes if alone else ()
 
     def why_keep(self, record: Record, tensor: Tensor, tape: Tape[Record]) -> KeepReason | None:
@@ -97,8 +96,8 @@ class OffloadDecision:
         # Before the plan is read below: the observer may follow another plan for a forward of this size.
         if not record.index and (begins := self.forward_begins()) is not None:
             begins(((record.nbytes,),))
-        if self.keep_all:
-            return KeepReason.POLICY if self._config.policy == "keep" else KeepReason.PLAN
+        if self._keeps_all:
+            return KeepReason.POLICY
         entry = self._entry(record)
         if self._unproven:
             self._check(record, entry)

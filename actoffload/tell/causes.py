@@ -101,7 +101,7 @@ def slow_link(f: Facts) -> Cause | None:
         remedies.append(FASTER_DISK)
     medium, part = "the disk" if disk else "host memory", "forward" if writes else "backward"
     evidence = f"{f.share(waited_s):.0%} of a step waits for {medium}, mostly in {part}{rate}"
-    return Cause(waited_s, evidence, remedies or ["set max_slowdown=0.02: what would take longer stays"])
+    return Cause(waited_s, evidence, remedies or ["name modules in exclude=: what they save stays"])
 
 
 def _first_wait_s(f: Facts) -> float:

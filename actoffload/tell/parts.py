@@ -121,9 +121,9 @@ def budget_table(profile: Profile, limits: Limits) -> list[BudgetRow]:
 
 
 def _with_budget(profile: Profile, limits: Limits, budget: int) -> BudgetRow:
-    """The best step with a budget in place of the limits' own. A budget may cost time, so no slow-down is too much."""
+    """The best step with a budget in place of the limits' own."""
     try:
-        _, plan = best(profile, replace(limits, device_budget=budget, max_slowdown=None))
+        _, plan = best(profile, replace(limits, device_budget=budget))
     except BudgetError:
         return BudgetRow(device_budget=budget, step_s=None, peak_bytes=None)
     seen = plan.predicted_step_s, plan.predicted_peak_bytes

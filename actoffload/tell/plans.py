@@ -154,18 +154,14 @@ def _table(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
 
 def _headline(profile: Profile, plan: Plan, limits: Limits) -> list[str]:
     """The planner, its limits and links, and the plan in one line."""
-    bounds = []
-    if limits.device_budget is not None:
-        bounds.append(f"device budget {format_size(limits.device_budget)}")
-    if limits.max_slowdown is not None:
-        bounds.append(f"at most {limits.max_slowdown:.1%} slower")
+    budget = "no budget" if limits.device_budget is None else f"device budget {format_size(limits.device_budget)}"
     links = [
         f"{name} {link.write_bytes_per_s / 1e9:.3g} GB/s out, {link.read_bytes_per_s / 1e9:.3g} back"
         for name, link in (("host", profile.host), ("disk", profile.disk))
         if link
     ]
     first = (
-        f"plan of {plan.planner or 'unknown'} on {profile.device}, {', '.join(bounds) or 'no budget'}; "
+        f"plan of {plan.planner or 'unknown'} on {profile.device}, {budget}; "
         f"{'; '.join(links) or 'no link was measured'}"
     )
     run = [regions_in_words(plan.regions, len(plan.once))] if plan.regions else []

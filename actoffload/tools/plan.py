@@ -38,7 +38,6 @@ class Budget:
     )
     host_budget: Bytes = None
     nvme_budget: Bytes = None
-    max_slowdown: Annotated[float | None, option("As a share: 0.02 is 2 %.")] = None
     target: Annotated[str, option("Where bytes may go: host, nvme, tiered or auto.")] = "auto"
 
     def of(self, profile: Profile) -> Limits:
@@ -51,7 +50,7 @@ class Budget:
             share = parse_share(name, text) if name == "device_budget" and text is not None else None
             if text is not None:
                 sizes[name] = parse_size(name, text) if share is None else int(share * profile.baseline_peak_bytes)
-        return bounded(profile, Limits(**sizes, max_slowdown=self.max_slowdown, tiers=TARGETS[self.target]))
+        return bounded(profile, Limits(**sizes, tiers=TARGETS[self.target]))
 
 
 @grouped

@@ -25,7 +25,7 @@ from ..planning.profile import Profile
 from ..planning.regions import choosable, with_regions
 from ..planning.search import Limits, best
 from ..planning.simulator import Conditions, Prediction, run, simulate
-from ..planning.workload import KEEP, NVME, Choice, Workload
+from ..planning.workload import KEEP, NVME, Workload
 from ..sizes import format_size
 from .console import JsonOption, PathOption, grouped, option, print_json, print_rows, progress_bar
 from .environment import BUSY_SHARE, describe_environment, find_device, write_json
@@ -261,7 +261,7 @@ def predict_variant(base: Profile, plain: Profile, series: str, budget: int | No
         raise ActOffloadError(NO_BLOCKS)
     workload = Workload(base if series == "recompute" else plain)
     tiers = tuple(NVME if series == "offload" and item.movable else KEEP for item in workload.items)
-    return run(workload, Choice(tiers), Conditions(), window=OFFLOAD_READS_AHEAD)
+    return run(workload, tiers, Conditions(), window=OFFLOAD_READS_AHEAD)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

@@ -163,7 +163,7 @@ def test_a_flag_that_cannot_work_is_named() -> None:
         "host_budget": "-1",
         "nvme_budget": "0",
         "min_bytes": "many",
-        "max_slowdown": "-1",
+        "io_threads": "-1",
     }
     for name, value in values.items():
         with pytest.raises(ConfigError, match=f"actoffload_{name}='?{value}"):

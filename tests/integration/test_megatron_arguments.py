@@ -132,9 +132,9 @@ def test_every_flag_reaches_the_offloader(tmp_path: Path) -> None:
     )
     assert not isinstance(config.policy, str)
     step.offloader.close()
-    slower = arguments.options_of(parse("--actoffload-target nvme --actoffload-max-slowdown 0.02"))
-    assert slower is not None
-    assert slower["max_slowdown"] == 0.02
+    threads = arguments.options_of(parse("--actoffload-target nvme --actoffload-io-threads 3"))
+    assert threads is not None
+    assert threads["io_threads"] == 3
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_every_flag_reaches_the_offloader(tmp_path: Path) -> None:
         ("--actoffload-policy", "none"),
         ("--actoffload-engine", "tape"),
         ("--actoffload-announce", "loudly"),
-        ("--actoffload-max-slowdown", "much"),
+        ("--actoffload-io-threads", "much"),
     ],
 )
 def test_a_bad_value_names_its_flag(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,8 +148,8 @@ def test_run_passes_arguments_variables_and_the_exit_status_on(tmp_path: Path, m
     script.write_text("import os, sys\nprint(sys.argv[1:], sorted(n for n in os.environ if n.startswith('ACTOFF')))\n")
     with script.open("a") as file:
         file.write("if os.fork() == 0:\n    os._exit(0)\nos.wait()\nsys.exit(3)\n")
-    done = run("--target", "nvme", "-o", "max_slowdown=0.1", str(script), "--target", "x")
-    names = ["ACTOFFLOAD", "ACTOFFLOAD_MAX_SLOWDOWN"]
+    done = run("--target", "nvme", "-o", "io_threads=1", str(script), "--target", "x")
+    names = ["ACTOFFLOAD", "ACTOFFLOAD_IO_THREADS"]
     assert (done.returncode, done.stdout, done.stderr) == (3, f"{['--target', 'x']} {names}\n", "")
     done = run("--", "-c", "import os; os.kill(os.getpid(), 15)")
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "", "")
@@ -216,7 +216,7 @@ def test_launchers_hand_the_switch_on(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["--target", "floppy", "--", "x.py"], "ACTOFFLOAD='floppy': choose one of"),
-        (["-o", "max_slowdown=much", "--", "x.py"], "ACTOFFLOAD_MAX_SLOWDOWN='much': give a share"),
+        (["-o", "io_threads=much", "--", "x.py"], "ACTOFFLOAD_IO_THREADS='much': give a number"),
         (["-o", "verify=maybe", "--", "x.py"], "ACTOFFLOAD_VERIFY='maybe': give True or False"),
         (["-o", "min_byte=3", "x.py"], "ACTOFFLOAD_MIN_BYTE='3': no such option; did you mean min_bytes?"),
         (["-o", "verify", "x.py"], "--option 'verify': give NAME=VALUE"),

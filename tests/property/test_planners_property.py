@@ -121,7 +121,7 @@ def test_near_the_best_plan_that_there_is() -> None:
         profile = _one_tier(seed)
         lowest = Search(profile, Limits()).floor()
         budget = int(lowest + random.Random(seed).random() * 0.98 * (profile.baseline_peak_bytes - lowest))
-        for limits, ratios in ((Limits(device_budget=budget), times), (Limits(max_slowdown=0.05), peaks)):
+        for limits, ratios in ((Limits(device_budget=budget), times), (Limits(), peaks)):
             search = Search(profile, limits)
             choices = every_choice(search, at_most=2_000)
             assert choices is not None
@@ -132,7 +132,7 @@ def test_near_the_best_plan_that_there_is() -> None:
                 assert predicted_peak(made) <= budget or search.kept.peak_bytes <= budget
                 ratios.append(predicted_s(made) / least)
             else:
-                assert predicted_s(made) <= 1.05 * profile.step_s
+                assert predicted_s(made) <= 1.01 * profile.step_s
                 ratios.append(predicted_peak(made) / least)
     for ratios in (times, peaks):
         assert sum(ratio > 1.10 for ratio in ratios) <= 0.05 * EXHAUSTIVE, sorted(ratios)[-5:]
@@ -170,12 +170,3 @@ def test_profiles_that_hypothesis_finds(seed: int, storages: int, share: float) 
     assert predicted_s(free) <= 1.01 * profile.step_s
     assert predicted_peak(free) <= profile.baseline_peak_bytes
     assert Profile.from_json(profile.to_json()) == profile
-
-
-@settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 1 << 40), slowdown=st.floats(0.0, 1.0))
-def test_max_slowdown_is_kept(seed: int, slowdown: float) -> None:
-    profile = random_profile(seed, storages=12)
-    seen = simulate(profile, plan(profile, Limits(max_slowdown=slowdown)), detail=False)
-    assert seen.step_s <= (1 + slowdown) * profile.step_s * (1 + 1e-9)
-    assert seen.peak_bytes <= profile.baseline_peak_bytes

@@ -23,7 +23,7 @@ from actoffload.errors import BudgetError
 from actoffload.planning.constants import MOST_KNOWN, TIGHTER, WARM_UP
 from actoffload.planning.observed import Observed
 from actoffload.planning.plan import PlanEntry
-from actoffload.planning.profile import Profile, Region
+from actoffload.planning.profile import Link, Profile, Region, Storage
 from actoffload.planning.search import Limits, Proposal, own_budget
 from actoffload.runtime.profiler import Profiler
 from actoffload.testing.gpt import GPT, GPTConfig
@@ -128,13 +128,12 @@ def test_the_step_after_the_warm_up_becomes_a_plan_that_is_followed(make_offload
 
 def test_limits_come_from_the_options(make_offloader: MakeOffloader) -> None:
     planner = _Scripted(lambda *_: False)
-    offloader = make_offloader(policy="auto", device_budget="128KiB", max_slowdown=0.5, nvme_budget="8MiB")
+    offloader = make_offloader(policy="auto", device_budget="128KiB", nvme_budget="8MiB")
     plan_with(offloader, planner)
     _steps(offloader, WARM_UP + 2)
     (limits,) = planner.limits
     assert limits.device_budget == 128 << 10
     assert limits.nvme_budget == 8 << 20
-    assert limits.max_slowdown == 0.5
     assert limits.tiers == ("nvme",)
 
 
@@ -425,7 +424,7 @@ def test_measured_steps_decide_at_last(make_offloader: MakeOffloader, monkeypatc
     offloader = make_offloader(policy="auto", device_budget="1GiB")
     planner = _Scripted(lambda *_: True, frozenset({0, 1, 2, 3}))
     planner.scale = 1e-9  # any measured step is longer, by too little for a new plan
-    monkeypatch.setattr("actoffload.autotune.autopilot.surprise", lambda *_: "")
+    monkeypatch.setattr("actoffload.autotune.autopilot.surprise", lambda *_, **__: "")
     pilot = plan_with(offloader, planner)
     seen = []
     for _ in range(40):
@@ -442,7 +441,23 @@ def test_a_late_recorded_step_is_found_by_the_compute_of_later_steps(wait_s: flo
     recorded = Profile(storages=(), forward_s=0.33, backward_s=0.31)
     plan = Plan((), predicted_step_s=0.64, predicted_peak_bytes=1)
     seen = Observed(step_s=0.64, forward_wait_s=wait_s, peak_bytes=1)
-    assert surprise(plan, seen, recorded, recorded, 0.01).startswith("a step computes for 0.48 s") == late
+    assert surprise(plan, seen, recorded, recorded, limited=False).startswith("a step computes for 0.48 s") == late
+
+
+def test_a_plan_that_passes_the_budget_is_replaced_even_if_the_new_one_is_slower(
+    make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    making = autopilot_of(make_offloader(policy="auto")).making
+    storages = [Storage(index=n, nbytes=100, birth_s=float(n), need_s=9.0 - n, last_need_s=10.0 - n) for n in range(3)]
+    disk = Link(write_bytes_per_s=100, read_bytes_per_s=10)  # a read takes longer than backward is away
+    step = Profile(storages=tuple(storages), forward_s=5.0, backward_s=5.0, disk=disk)
+    keep, move = (
+        Plan(tuple(PlanEntry(index=n, nbytes=100, action=action) for n, action in enumerate(actions)))
+        for actions in (["keep"] * 3, ["offload", "keep", "keep"])
+    )
+    for budget, gains in ((250, True), (350, False)):
+        monkeypatch.setattr(making, "limits", lambda shape, budget=budget: Limits(device_budget=budget))
+        assert making.gains(Shape(()), step, move, keep) == gains
 
 
 def test_of_many_choices_of_regions_the_longest_steps_are_forgotten(make_offloader: MakeOffloader) -> None:

@@ -109,7 +109,7 @@ def enter(request: pytest.FixtureRequest) -> Any:
         ("min_bytes", 1.5, "give a size in bytes"),
         ("policy", "some", "choose one of 'auto', 'greedy', 'all'"),
         ("policy", 3, "policy"),
-        ("max_slowdown", "2%", "max_slowdown"),
+        ("io_threads", "2%", "give a number of threads"),
         ("recompute", 3, "give a string or a sequence of non-empty strings"),
         ("checkpoints", "none", "choose one of 'plan', 'leave'"),
         ("include", "", "give a string or a sequence"),
@@ -118,7 +118,7 @@ def enter(request: pytest.FixtureRequest) -> Any:
         ("devices", ["cuda", ""], "devices"),
         ("strict", "yes", "give True or False"),
         ("io_threads", 0, "1 or more"),
-        ("max_slowdown", True, "a share of the step's time"),
+        ("io_threads", True, "1 or more"),
         ("io_threads", 10**9, "at most 256"),
         ("min_bytes", 2**70, "less than 8 EiB"),
         ("path", "/tmp/a\0b", "give a directory"),
@@ -153,12 +153,6 @@ def test_an_unknown_option_suggests_the_nearest(way: str, option: str, hint: str
     with pytest.raises(ConfigError, match=rf"^{option}=3: no such option; ") as caught:
         ENTRIES[way](**{option: 3})
     assert hint in str(caught.value)
-
-
-def test_a_slowdown_goes_with_the_planner() -> None:
-    assert make_config({"max_slowdown": 0.02}).max_slowdown == 0.02
-    with pytest.raises(ConfigError, match=r"max_slowdown=0.02: only a planner can keep it: leave policy at 'auto'"):
-        make_config({"policy": "all", "max_slowdown": 0.02})
 
 
 def test_a_config_is_frozen_keyword_only_and_a_value(tmp_path: Path) -> None:

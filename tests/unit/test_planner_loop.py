@@ -227,18 +227,6 @@ def test_shapes_that_take_turns_have_a_plan_each(make_rig: MakeRig) -> None:
     assert any(line.startswith("plan 2: first plan (inputs 1") for line in lines)
 
 
-@pytest.mark.parametrize("cost_s_per_byte", [0.0, 2e-9, 1e-8])
-@pytest.mark.parametrize("max_slowdown", [0.02, 0.05])
-def test_max_slowdown_is_kept_from_the_first_plan_on(
-    make_rig: MakeRig, cost_s_per_byte: float, max_slowdown: float
-) -> None:
-    """Steps that move a storage only to measure a link keep it, too."""
-    rig = make_rig(bytes_per_s=FAST, max_slowdown=max_slowdown, cost_s_per_byte=cost_s_per_byte)
-    rig.steps(20)
-    assert max(rig.seconds[WARM_UP + 2 :]) <= (1 + max_slowdown) * 2.4
-    assert bool(rig.moved[-1]) == (cost_s_per_byte < 1e-9 * 50 * max_slowdown)
-
-
 @pytest.mark.parametrize(("budget", "times"), [(None, 1.0), (BUDGET, 2.0)])
 def test_steps_that_become_longer_make_no_room_for_more_without_a_budget(
     make_rig: MakeRig, budget: int | None, times: float

@@ -345,23 +345,25 @@ def test_a_long_recorded_step_does_not_lengthen_steps_in_which_the_host_only_jus
 def test_waits_do_not_prove_that_the_recorded_step_was_late() -> None:
     """The device may have computed meanwhile."""
     recorded = Profile(storages=(), forward_s=1.0, backward_s=2.0)
-    assert pace_of(Observed(step_s=2.0), recorded, 0.01) == 2.0
-    assert pace_of(Observed(step_s=2.9), recorded, 0.01) is None
-    assert pace_of(Observed(step_s=2.0, backward_wait_s=1.0), recorded, 0.01) == 2.0
-    assert pace_of(Observed(step_s=3.0, backward_wait_s=1.0), recorded, 0.01) is None
+    assert pace_of(Observed(step_s=2.0), recorded, limited=False) == 2.0
+    assert pace_of(Observed(step_s=2.9), recorded, limited=False) is None
+    assert pace_of(Observed(step_s=2.0, backward_wait_s=1.0), recorded, limited=False) == 2.0
+    assert pace_of(Observed(step_s=3.0, backward_wait_s=1.0), recorded, limited=False) is None
 
 
 def test_idle_time_of_the_device_in_hooks_is_no_part_of_keeps_step() -> None:
     recorded = Profile(storages=(), forward_s=1.0, backward_s=2.0)
-    assert pace_of(Observed(step_s=3.0, idle_s=1.0), recorded, 0.5) == 2.0
-    assert pace_of(Observed(step_s=3.0, idle_s=0.1), recorded, 0.01) == 3.0, "the price of a move alone has changed"
-    assert pace_of(Observed(step_s=3.0, idle_s=0.1), recorded, 0.05) is None
+    assert pace_of(Observed(step_s=3.0, idle_s=1.0), recorded, limited=False) == 2.0
+    dear = Observed(step_s=3.0, idle_s=0.1)
+    assert pace_of(dear, recorded, limited=False) == 3.0, "the price of a move alone has changed"
+    assert pace_of(Observed(step_s=3.0, idle_s=0.05), recorded, limited=False) is None
+    assert pace_of(dear, recorded, limited=True) is None
 
 
 def test_one_step_with_too_long_hooks_is_enough_to_review_the_plan() -> None:
-    assert StepsUnderPlan().add(Observed(step_s=1.0, idle_s=0.02), 0.01) is not None
+    assert StepsUnderPlan().add(Observed(step_s=1.0, idle_s=0.03), limited=False) is not None
     steps = StepsUnderPlan()
-    found = [steps.add(Observed(step_s=1.0, idle_s=0.02), float("inf")) for _ in range(REVIEW_STEPS)]
+    found = [steps.add(Observed(step_s=1.0, idle_s=0.03), limited=True) for _ in range(REVIEW_STEPS)]
     assert [one is None for one in found] == [True] * (REVIEW_STEPS - 1) + [False], "under a budget they may"
 
 
@@ -393,6 +395,6 @@ def test_a_device_that_had_work_left_at_the_last_hook_has_idled_in_hooks_alone()
 def test_steps_that_wait_for_longer_than_predicted_are_planned_again_unless_a_budget_lets_them() -> None:
     plan, recorded = Plan((), planner="auto", predicted_step_s=1.0), Profile(storages=(), forward_s=1.0)
     seen = Observed(step_s=1.018, forward_wait_s=0.015)
-    assert "as it waits for 0.015 s" in surprise(plan, seen, recorded, recorded, 0.02)
-    assert surprise(plan, seen, recorded, recorded, float("inf")) == ""
-    assert surprise(plan, Observed(step_s=1.018, forward_wait_s=0.005), recorded, recorded, 0.02) == ""
+    assert "as it waits for 0.015 s" in surprise(plan, seen, recorded, recorded, limited=False)
+    assert surprise(plan, seen, recorded, recorded, limited=True) == ""
+    assert surprise(plan, Observed(step_s=1.018, forward_wait_s=0.005), recorded, recorded, limited=False) == ""
