@@ -111,12 +111,12 @@ class Result:
         current, made = tier.stream_of(device), self.made
         # A storage that another stream computes may not be there yet when this stream reads it.
         if made is None or made[1] != current:
-            with self._store.shared.lock:
-                tier.make_room(self.original.nbytes)
             # Neither a graph nor a call that a mode of the program sees.
             modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
             with torch.no_grad(), modes:
                 operands = list(map(_present, self._operands))
+                with self._store.shared.lock:
+                    tier.make_room(self.original.nbytes)  # beside the operands, which may be computed again as well
                 tensor = tier.with_room(lambda: self.operation(*operands))
                 if tensor.stride() != stride:
                     tensor = empty(dtype, device).new_empty_strided(shape, stride).copy_(tensor)

@@ -629,6 +629,28 @@ def test_what_one_stream_computes_another_does_not_take(
 
 
 @pytest.mark.simulated
+@pytest.mark.parametrize("share", [0.4, 0.6, 0.76, 0.96])
+def test_a_budget_holds_as_a_product_is_computed_from_an_activation(share: float, device: SimulatedDevice) -> None:
+    """Both are computed again, and lie beside each other."""
+
+    def train(offloader: Offloader) -> Any:
+        tensors = inputs(NAME)
+        for _ in range(3):
+            with offloader:
+                x = tensors[0]
+                for _ in range(4):
+                    x = x + gated(x, *tensors[1:])
+                loss = x.sum()
+            torch.autograd.grad(loss, tensors)
+        return offloader.statistics()
+
+    with simulated(codec="exact", device_budget="100GiB") as offloader:
+        budget = int(share * train(offloader).baseline_peak_bytes)
+    with simulated(codec="exact", device_budget=budget) as offloader:
+        assert train(offloader).resident_peak_bytes <= budget
+
+
+@pytest.mark.simulated
 @pytest.mark.parametrize(("target", "engine"), [("host", "memory"), ("nvme", "memory"), ("nvme", LateEngine)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["product", "half"])
 def test_records_fetched_ahead_make_room_for_a_tensor_that_backward_computes(
