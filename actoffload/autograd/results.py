@@ -261,6 +261,7 @@ class Results:
             self._known[number] = result
             with store.shared.lock:
                 store.shared.accounts.derived_bytes += result.original.nbytes
+                store.regions.will_compute(result.level * result.original.nbytes)  # its factors may be results as well
         if tier.copies is not None:
             # Plain PyTorch holds the memory until backward. Here the stream that owns it may use it again once the
             # program has dropped the tensor, while this stream still reads it.

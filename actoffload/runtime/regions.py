@@ -306,11 +306,14 @@ class Regions:
             held = self._profiler.computed(storage.nbytes()) if self._profiler.running else None
             self.held.append(Derived(storage, held))
             self.passed()
-            derived = sum(one.alive_bytes() for one in self.held if isinstance(one, Derived))
-            if derived > self._most_derived:
-                self._most_derived = derived
-                self._reserve()
+            self.will_compute(sum(one.alive_bytes() for one in self.held if isinstance(one, Derived)))
             self.look_at_memory()
+
+    def will_compute(self, nbytes: int) -> None:
+        """Note that backward will compute so many bytes again that are there at once. The lock is held."""
+        if nbytes > self._most_derived:
+            self._most_derived = nbytes
+            self._reserve()
 
     def released(self, record: Record) -> None:
         """Note that a record died in a recomputation: the cached output of a selective checkpoint, for example."""
