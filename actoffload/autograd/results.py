@@ -117,10 +117,15 @@ class Result:
                 operands = list(map(_present, self._operands))
                 with self._store.shared.lock:
                     tier.make_room(self.original.nbytes)  # beside the operands, which may be computed again as well
-                tensor = tier.with_room(lambda: self.operation(*operands))
-                if tensor.stride() != stride:
-                    tensor = empty(dtype, device).new_empty_strided(shape, stride).copy_(tensor)
-            made = self.made = tensor.untyped_storage(), current
+
+                def compute() -> Tensor:
+                    tensor: Tensor = self.operation(*operands)
+                    if tensor.stride() == stride:
+                        return tensor
+                    return empty(dtype, device).new_empty_strided(shape, stride).copy_(tensor)
+
+                made = self.made = tier.with_room(compute).untyped_storage(), current
+                del operands
             self._store.regions.computed(made[0])
             with self._store.shared.lock:
                 tier.make_room_to_save()

@@ -227,7 +227,10 @@ class ActivationStore:
             reason = self.decision.why_keep(record, tensor, tape)
             full = reason is KeepReason.LAST and not budget.has_room_early(0)
             if reason is KeepReason.FITS and self.decision.could_move(record):  # a plan may be wrong about the room
-                full = budget.exceeded_by((self.decision.following_bytes(record) or 0) - tier.leaving_bytes)
+                following = self.decision.following_bytes(record)
+                full = budget.exceeded_by(
+                    (budget.largest_bytes if following is None else following) - tier.leaving_bytes
+                )
             # Staying saves time only, and this room is for bytes that the step needs at once.
             reason = None if full else reason
         if reason is None:

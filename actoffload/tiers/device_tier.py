@@ -405,11 +405,11 @@ class DeviceTier(Tier):
         self.window.advance(0)
 
     def _evict_ahead(self, nbytes: int) -> None:
-        """Evict records that were fetched ahead, at least so many bytes of them; first those that were saved first."""
+        """Evict so many bytes that were fetched ahead; first of forwards before their backward, in order of saving."""
         if nbytes <= 0 or not self._reloading:
             return
         self._begin_reloads()
-        for ahead in sorted(self._reloading, key=lambda record: record.index):
+        for ahead in sorted(self._reloading, key=lambda record: (record.tape.in_backward, record.index)):
             if nbytes > 0:
                 nbytes -= ahead.nbytes
                 del self._reloading[ahead]

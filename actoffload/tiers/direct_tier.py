@@ -104,7 +104,10 @@ class DirectTier(Tier):
         return True
 
     def release_ahead(self) -> None:
-        self._evict_ahead()
+        if not self._evict_ahead():
+            self.shared.begin_all()
+            while self.shared.pending_bytes > 0 and not self.shared.stopped:
+                self.shared.changed.wait()
 
     def _evict_ahead(self) -> bool:
         """Release the device memory of records that were read ahead; return whether there were any."""

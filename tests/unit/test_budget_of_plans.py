@@ -25,6 +25,7 @@ from tests.harness import (
     Adversary,
     Chain,
     MakeOffloader,
+    accounts_of,
     assert_same_gradients,
     batch,
     hinder,
@@ -363,3 +364,27 @@ def test_a_read_under_way_is_not_counted_twice(make_offloader: MakeOffloader, mo
     gate.open()
     _value = y.grad_fn._saved_self
     assert asked == []
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize("budget", [3, 4, 6])
+@pytest.mark.parametrize("steps", [[1] * 8 + [2] * 6, [2] * 8 + [3] * 6], ids=["one more", "another one more"])
+def test_a_plan_leaves_room_for_another_forward(steps: list[int], budget: int, device: SimulatedDevice) -> None:
+    """No step before it had so many micro-batches. Budgets are in tensors, of which a forward saves eight."""
+    x = torch.linspace(-1, 1, 1 << 16).to(NAME).requires_grad_()
+    with simulated(policy="auto", device_budget=budget * x.nbytes) as offloader:
+        peaks = []
+        for microbatches in steps:
+            accounts_of(offloader).resident_peak_bytes = 0
+            losses = []
+            for _ in range(microbatches):
+                with offloader:
+                    h = x
+                    for _ in range(8):
+                        h = h.sin()
+                losses.append(h.sum())
+                del h
+            for loss in reversed(losses):
+                loss.backward()
+            peaks.append(accounts_of(offloader).resident_peak_bytes / x.nbytes)
+        assert max(peaks) <= budget, peaks

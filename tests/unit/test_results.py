@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from actoffload import Decision, Offloader, TensorFacts
 from actoffload.autograd import results
 from actoffload.errors import SavedTensorModifiedError, StateError
 from actoffload.runtime.backward_end import BackwardEnd
+from actoffload.storage.engines.base import IoKind
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
 from actoffload.tiers.record import State
 from tests.harness import (
@@ -695,3 +697,44 @@ def test_records_fetched_ahead_make_room_for_a_tensor_that_backward_computes(
         assert not any(record.on_device for record in away[:2])
         loss.backward()
         del held
+
+
+class _LateWrites(LateEngine):
+    may_write = threading.Event()
+
+    def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
+        if kind is IoKind.WRITE:
+            self.may_write.wait(60)
+        return super()._transfer_once(kind, views, offset)
+
+
+@pytest.mark.simulated
+def test_a_tensor_that_backward_computes_waits_for_writes_from_a_full_device(
+    device: SimulatedDevice, tmp_path: Path
+) -> None:
+    _LateWrites.may_write.clear()
+    x, weight = (torch.randn(512, 512).to(NAME).requires_grad_() for _ in range(2))
+    options: dict[str, Any] = {"target": "nvme", "engine": _LateWrites, "path": tmp_path, "allow_any_filesystem": True}
+    with simulated(codec="exact", **options) as offloader:
+        with offloader:
+            operands = x.cos(), x.exp()  # held, so that only the product needs memory
+            product = operands[0] * operands[1]
+            out = product @ weight
+            expected, node = product.clone(), cast(Any, out.grad_fn)
+            h = x * 1.0
+            for _ in range(4):
+                h = h.sin()
+            loss = (out + h).sum()
+            del product, out, h
+        device.synchronize()
+        torch.accelerator.empty_cache()
+        device.limit(torch.accelerator.memory_reserved())
+        rest = []
+        with contextlib.suppress(torch.OutOfMemoryError):
+            while True:
+                rest.append(torch.empty(1 << 20, dtype=torch.uint8, device=NAME))
+        threading.Timer(0.2, _LateWrites.may_write.set).start()
+        saved = node._saved_self
+        device.limit(None)
+        assert same_bits(saved, expected)
+        loss.backward()
