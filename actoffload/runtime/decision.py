@@ -164,8 +164,11 @@ class OffloadDecision:
         if self._plan is None or built or self._entry(record) is None:
             return None
         following = record.index + 1
-        # After the last one another forward may begin, even if none did in the step before.
-        return self._plan.entries[following].nbytes if following < len(self._plan.entries) else None
+        if following < len(self._plan.entries):
+            return self._plan.entries[following].nbytes
+        # Another forward may begin, unless backward followed here in the step before: a plan counts on all of its room.
+        phase = self._phases.follows()
+        return 0 if phase is not None and phase[0] == "backward" else None
 
     def could_move(self, record: Record) -> bool:
         """Whether the plan keeps a record by choice: the recorded step had no reason, such as another owner."""

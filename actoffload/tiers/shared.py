@@ -46,6 +46,10 @@ class DeviceBudget:
         if self._share is not None and peak and over:
             self.limit_bytes = max(int(self._share * peak), self.floor_bytes)
 
+    def following_bytes(self, planned: int | None) -> int:
+        """Return the bytes that the next storage may have: those that a plan knows, or the most so far."""
+        return self.largest_bytes if planned is None else planned
+
     def exceeded_by(self, nbytes: int) -> bool:
         """Whether ``nbytes`` more would pass the limit."""
         return self.limit_bytes is not None and self._accounts.resident_bytes + nbytes > self.limit_bytes
