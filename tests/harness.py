@@ -379,6 +379,15 @@ def copy_in(copies: CopyStreams, host: Tensor, after: Batch | None = None) -> tu
     return batch, filled
 
 
+def fill_device(piece_bytes: int = 1 << 20) -> list[Tensor]:
+    """Take the memory that a limit leaves on the simulated device; it is free again when the result dies."""
+    taken: list[Tensor] = []
+    with contextlib.suppress(torch.OutOfMemoryError):
+        while True:
+            taken.append(torch.empty(piece_bytes, dtype=torch.uint8, device=NAME))
+    return taken
+
+
 def forget_failed_backward() -> None:
     """Free a graph whose backward raised.
 

@@ -125,10 +125,7 @@ class Result:
                     return empty(dtype, device).new_empty_strided(shape, stride).copy_(tensor)
 
                 made = self.made = tier.with_room(compute).untyped_storage(), current
-                del operands
             self._store.regions.computed(made[0])
-            with self._store.shared.lock:
-                tier.make_room_to_save()
         return made[0]
 
 

@@ -225,7 +225,7 @@ class Autopilot:
             self._look_at_recording(self._recorded_shape, observed)
         elif shape.plan is not None and shape.plan is plan:
             shape.steps.count += 1
-            shape.has_peak(self._run.peak_beside_bytes)
+            shape.note_peak(self._run.peak_beside_bytes)
             if not watch.later(shape, shape.plan, observed):
                 self._review(shape, observed)
 

@@ -139,7 +139,7 @@ class Budgets:
 
     def peak_is_known(self, shape: Shape) -> bool:
         """Whether a step under the shape's plan has shown the device's peak, or nobody asks for it."""
-        return not self.device_bytes or shape.steps.beside_bytes is not None
+        return not self.device_bytes or shape.steps.shows_peak
 
     def all_is_there(self, shape: Shape) -> bool:
         """Whether a step began with optimizer states and gradients, or so many did not that there may never be any."""

@@ -210,12 +210,12 @@ class StepsUnderPlan:
     Attributes:
         seen: their median; None before there are enough.
         count: how many steps there were, also those that a device has not ended yet.
-        beside_bytes: as `RunSoFar.peak_beside_bytes`, in one of these steps; None until that is measured.
+        shows_peak: one of these steps has measured the device's peak (`RunSoFar.peak_beside_bytes`).
     """
 
     def __init__(self) -> None:
         self.seen: Observed | None = None
-        self.beside_bytes: int | None = None
+        self.shows_peak = False
         self.count = 0
         self._left = REVIEW_STEPS
         self._steps: deque[Observed] = deque(maxlen=REVIEW_STEPS)

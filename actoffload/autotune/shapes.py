@@ -208,10 +208,10 @@ class Shape:
         same = (tried for tried in self.tried if tried.once == self.once and tried.plan.entries == plan.entries)
         return any(tried.measured_s is not None for tried in same)
 
-    def has_peak(self, beside_bytes: int | None) -> None:
+    def note_peak(self, beside_bytes: int | None) -> None:
         """Note the bytes beside saved tensors at the device's peak in a step under the plan, if it was measured."""
         if beside_bytes:
-            self.steps.beside_bytes = self._peak_beside_bytes = beside_bytes
+            self.steps.shows_peak, self._peak_beside_bytes = True, beside_bytes
 
     def facts(self, device_bytes: int) -> ShapeFacts:
         """The facts of these steps for an explanation; ``device_bytes``: `Budgets.device_bytes`."""

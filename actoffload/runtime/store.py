@@ -227,7 +227,7 @@ class ActivationStore:
             reason = self.decision.why_keep(record, tensor, tape)
             full = reason is KeepReason.LAST and not budget.has_room_early(0)
             if reason is KeepReason.FITS and self.decision.could_move(record):  # a plan may be wrong about the room
-                following = budget.following_bytes(self.decision.following_bytes(record))
+                following = budget.next_bytes(self.decision.following_bytes(record))
                 full = budget.exceeded_by(following - tier.leaving_bytes)
             # Staying saves time only, and this room is for bytes that the step needs at once.
             reason = None if full else reason
@@ -259,7 +259,7 @@ class ActivationStore:
 
     def _make_room(self, tier: Tier) -> float:
         """Make room in the budget for the next storage; return the seconds that this thread waited."""
-        waited_s = tier.make_room(self.shared.budget.following_bytes(self._following_bytes))
+        waited_s = tier.make_room(self.shared.budget.next_bytes(self._following_bytes))
         self.shared.accounts.pack_wait_s += waited_s
         return waited_s
 

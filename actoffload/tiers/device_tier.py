@@ -398,17 +398,19 @@ class DeviceTier(Tier):
             self.release_ahead()
             self._reload(record)
 
-    def release_ahead(self) -> None:
+    def release_ahead(self) -> bool:
+        some = bool(self._reloading or self._unused or self.window.held_bytes)
         self.shared.no_memory_ahead = True
-        self._evict_ahead(self.shared.accounts.resident_bytes)
+        self._evict_ahead(self.shared.accounts.resident_bytes)  # all of them
         self._drop_unused()
         self.window.advance(0)
+        return some
 
     def _evict_ahead(self, nbytes: int) -> None:
         """Evict so many bytes that were fetched ahead; first of forwards before their backward, in order of saving."""
         if nbytes <= 0 or not self._reloading:
             return
-        self._begin_reloads()
+        self._begin_reloads()  # first, as it may release host memory of a record, at which `evict` looks
         for ahead in sorted(self._reloading, key=lambda record: (record.tape.in_backward, record.index)):
             if nbytes > 0:
                 nbytes -= ahead.nbytes
@@ -536,8 +538,7 @@ class DeviceTier(Tier):
     def order_reuse(self, record: Record) -> None:
         """See `Tier`. This may run on any thread, so it makes no call to the device: `poll` does that later.
 
-        A record that is held weakly keeps the copies that fill it, as a stream that has not waited for them may need
-        it yet.
+        A weakly held record keeps the copies that fill it, as a stream that has not waited for them may need it yet.
         """
         out, incoming = record.outgoing, record.incoming
         if out is not None:

@@ -93,30 +93,22 @@ class DirectTier(Tier):
             try:
                 self._begin_read(record)
             except torch.OutOfMemoryError:
-                if not urgent:
+                if not urgent or not self.release_ahead():
                     raise
-                if self._evict_ahead():
-                    continue
-                self.shared.begin_all()
-                if self.shared.pending_bytes == 0 or self.shared.stopped:
-                    raise
-                self.shared.changed.wait()
         return True
 
-    def release_ahead(self) -> None:
-        if not self._evict_ahead():
-            self.shared.begin_all()
-            while self.shared.pending_bytes > 0 and not self.shared.stopped:
-                self.shared.changed.wait()
-
-    def _evict_ahead(self) -> bool:
-        """Release the device memory of records that were read ahead; return whether there were any."""
+    def release_ahead(self) -> bool:
         self.shared.no_memory_ahead = True
         ahead = [one for one in self._ahead if one.state is State.RESIDENT]
         for one in ahead:
             del self._ahead[one]
             self.evict(one)
-        return bool(ahead)
+        if not ahead:
+            self.shared.begin_all()
+            if self.shared.pending_bytes == 0 or self.shared.stopped:
+                return False
+            self.shared.changed.wait()  # the end of a write releases memory
+        return True
 
     def _begin_read(self, record: Record) -> None:
         device, index = self.copies.device, record.device.index or 0

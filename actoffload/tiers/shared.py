@@ -46,7 +46,7 @@ class DeviceBudget:
         if self._share is not None and peak and over:
             self.limit_bytes = max(int(self._share * peak), self.floor_bytes)
 
-    def following_bytes(self, planned: int | None) -> int:
+    def next_bytes(self, planned: int | None) -> int:
         """Return the bytes that the next storage may have: those that a plan knows, or the most so far."""
         return self.largest_bytes if planned is None else planned
 

@@ -1,7 +1,7 @@
 """A tier moves the records of one type of device out and back: `cpu_tier`, `device_tier`, `direct_tier`.
 
-Every method of a `Tier` but `with_room` is called with the store's lock held, and none blocks except `wait_for_room`.
-Completions arrive on engine threads and take the lock themselves.
+Every method of a `Tier` but `with_room` is called with the store's lock held, and a wait releases it. Completions
+arrive on engine threads and take the lock themselves.
 """
 
 from __future__ import annotations
@@ -179,20 +179,22 @@ class Tier(ABC):
     def release_dead(self) -> None:  # noqa: B027
         """Release the device memory of records that have died, in stream order."""
 
-    def release_ahead(self) -> None:  # noqa: B027
-        """Release the device memory of records that were fetched ahead, or are leaving: the device has no more."""
+    def release_ahead(self) -> bool:
+        """Release device memory of records that were fetched ahead, or are leaving; return False if there is none."""
+        return False
 
     def with_room(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return a tensor that backward needs, computed on the device. The lock is not held.
 
-        If the device has no memory for it, records that were fetched ahead, or are leaving, make room once.
+        While the device has no memory for it, records that were fetched ahead, or are leaving, make room.
         """
-        try:
-            return compute()
-        except torch.OutOfMemoryError:
-            with self.shared.lock:
-                self.release_ahead()
-        return compute()
+        while True:
+            try:
+                return compute()
+            except torch.OutOfMemoryError:
+                with self.shared.lock:
+                    if not self.release_ahead():
+                        raise
 
     def release_before_region(self) -> None:  # noqa: B027
         """As `release_dead`, before a checkpointed region runs again and takes its memory."""

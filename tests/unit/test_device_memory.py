@@ -571,12 +571,12 @@ def test_the_peak_of_the_last_plan_counts_until_a_step_under_a_new_plan_shows_it
     shape = Shape(())
     shape.beside = Beside(180, 20, {})
     assert shape.facts(1000).other_bytes == 180
-    shape.has_peak(120)
-    shape.has_peak(None)  # a step that did not measure it
+    shape.note_peak(120)
+    shape.note_peak(None)  # a step that did not measure it
     shape.steps = StepsUnderPlan()
     assert shape.facts(1000).other_bytes == 120
-    shape.has_peak(130)
-    assert (shape.facts(1000).other_bytes, shape.steps.beside_bytes) == (130, 130)
+    shape.note_peak(130)
+    assert (shape.facts(1000).other_bytes, shape.steps.shows_peak) == (130, True)
 
 
 def test_the_need_beside_saved_tensors_comes_from_steps_with_all_regions_again() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -31,6 +30,7 @@ from tests.harness import (
     assert_empty,
     assert_same_bits,
     autopilot_of,
+    fill_device,
     forget_failed_backward,
     hinder,
     lock_of,
@@ -631,25 +631,32 @@ def test_what_one_stream_computes_another_does_not_take(
 
 
 @pytest.mark.simulated
-@pytest.mark.parametrize("share", [0.4, 0.6, 0.76, 0.96])
+@pytest.mark.parametrize("share", [0.5, 0.6, 0.8, 0.9])
 def test_a_budget_holds_as_a_product_is_computed_from_an_activation(share: float, device: SimulatedDevice) -> None:
     """Both are computed again, and lie beside each other."""
 
-    def train(offloader: Offloader) -> Any:
+    def train(offloader: Offloader) -> int:
+        """Return the allocator's peak in the last of three steps, in which the host is ahead of the device."""
         tensors = inputs(NAME)
+        before = torch.accelerator.memory_allocated()
         for _ in range(3):
+            torch.accelerator.reset_peak_memory_stats()
             with offloader:
                 x = tensors[0]
-                for _ in range(4):
+                for _ in range(6):
                     x = x + gated(x, *tensors[1:])
                 loss = x.sum()
+                del x
             torch.autograd.grad(loss, tensors)
-        return offloader.statistics()
+            del loss
+        return torch.accelerator.max_memory_allocated() - before
 
     with simulated(codec="exact", device_budget="100GiB") as offloader:
-        budget = int(share * train(offloader).baseline_peak_bytes)
+        peak, saved_bytes = train(offloader), offloader.statistics().baseline_peak_bytes
+    budget = int(share * saved_bytes)
     with simulated(codec="exact", device_budget=budget) as offloader:
-        assert train(offloader).resident_peak_bytes <= budget
+        assert train(offloader) - (peak - saved_bytes) <= budget + NBYTES  # the tensor in use may be another one
+        assert offloader.statistics().resident_peak_bytes <= budget
 
 
 @pytest.mark.simulated
@@ -687,10 +694,7 @@ def test_records_fetched_ahead_make_room_for_a_tensor_that_backward_computes(
         wait_until(lambda: all(record.state is not State.FETCHING for record in away[:2]))
         with lock_of(offloader):
             tier.poll()
-        rest = []
-        with contextlib.suppress(torch.OutOfMemoryError):
-            while True:
-                rest.append(torch.empty(1 << 20, dtype=torch.uint8, device=NAME))
+        _rest = fill_device()
         saved = node._saved_self
         device.limit(None)
         assert same_bits(saved, expected)
@@ -729,10 +733,7 @@ def test_a_tensor_that_backward_computes_waits_for_writes_from_a_full_device(
         device.synchronize()
         torch.accelerator.empty_cache()
         device.limit(torch.accelerator.memory_reserved())
-        rest = []
-        with contextlib.suppress(torch.OutOfMemoryError):
-            while True:
-                rest.append(torch.empty(1 << 20, dtype=torch.uint8, device=NAME))
+        _rest = fill_device()
         threading.Timer(0.2, _LateWrites.may_write.set).start()
         saved = node._saved_self
         device.limit(None)

@@ -29,6 +29,7 @@ from tests.harness import (
     acquire_slot,
     assert_same_gradients,
     copy_in,
+    fill_device,
     gradients,
     lock_of,
     pools_of,
@@ -353,10 +354,7 @@ def test_records_fetched_ahead_make_room_for_an_urgent_one(
         with lock_of(offloader):
             tier.poll()
             assert [record.state for record in away[:3]] == [ahead] * 3
-        rest = []
-        with contextlib.suppress(torch.OutOfMemoryError):
-            while True:
-                rest.append(torch.empty(RECORD_BYTES, dtype=torch.uint8, device=NAME))
+        _rest = fill_device(RECORD_BYTES)
         flushes = device.flushes
         found = offloader.store.obtain(away[-1], 0)
         assert found[0].nbytes() == RECORD_BYTES
@@ -383,7 +381,9 @@ def test_records_fetched_ahead_leave_for_one_that_is_needed_first(
         offloader.synchronize()
         device.synchronize()
         tier, accounts = tier_of(offloader), accounts_of(offloader)
-        away = [record for record in records_of(offloader) if not record.on_device and record.nbytes == RECORD_BYTES]
+        beside = torch.accelerator.memory_allocated() - accounts.resident_bytes
+        gone = (record for record in records_of(offloader) if not record.on_device and record.original() is None)
+        away = [record for record in gone if record.nbytes == RECORD_BYTES]
         room = budget - accounts.resident_bytes
         ahead = away[: room // RECORD_BYTES]
         assert ahead
@@ -393,16 +393,44 @@ def test_records_fetched_ahead_leave_for_one_that_is_needed_first(
         wait_until(lambda: all(record.state is not State.FETCHING for record in ahead))
         with lock_of(offloader):
             tier.poll()
-        held = [offloader.store.obtain(record, 0)[0] for record in away[-2:]]
-        assert accounts.resident_bytes <= budget
-        assert accounts.resident_peak_bytes <= budget
+        held: list[torch.UntypedStorage] = []
+        for record in away[-2:]:
+            torch.accelerator.reset_peak_memory_stats()
+            used_bytes = sum(storage.nbytes() for storage in held)
+            held.append(offloader.store.obtain(record, 0)[0])
+            assert torch.accelerator.max_memory_allocated() - beside - used_bytes <= budget
+            assert accounts.resident_peak_bytes <= budget
         assert not ahead[0].on_device
-        assert all(storage.nbytes() == RECORD_BYTES for storage in held)
         held.clear()
         loss.backward()
         found_gradients = gradients(model)
         assert accounts.resident_peak_bytes <= budget
     assert_same_gradients(found_gradients, expected)
+
+
+def test_records_of_a_later_backward_leave_first(device: SimulatedDevice, tmp_path: Path) -> None:
+    model, x = _model()
+    budget = 100 * RECORD_BYTES
+    with _offloader(tmp_path, target="host", engine="memory", device_budget=budget) as offloader:
+        losses = []
+        for _ in range(2):
+            with offloader:
+                losses.append(model(x).square().sum())
+        offloader.synchronize()
+        device.synchronize()
+        tier, accounts = tier_of(offloader), accounts_of(offloader)
+        gone = [record for record in records_of(offloader) if not record.on_device and record.original() is None]
+        one, other = (
+            [record for record in gone if record.tape is tape] for tape in dict.fromkeys(r.tape for r in gone)
+        )
+        offloader.store.obtain(one[-1], 0)  # its backward has begun
+        with lock_of(offloader):
+            for record in (one[0], other[-1]):
+                tier.fetch(record, urgent=False)
+            tier.make_room(budget - accounts.resident_bytes + 1)
+        assert (one[0].on_device, other[-1].on_device) == (True, False)
+        for loss in losses:
+            loss.backward()
 
 
 @pytest.mark.parametrize("way", ["in", "out"])
