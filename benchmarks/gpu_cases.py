@@ -16,7 +16,7 @@ GOALS = (
 )
 """The modes that a goal or a verdict is about: those of every case are run before any other mode."""
 PEERS = ("transformers offload", "Megatron")
-CODED = ("checkpointed, exact", "default, exact", "budget 35 %, exact")
+CODED = ("checkpointed, no codec", "default, exact", "budget 35 %, exact")
 EVERYTHING = (*GOALS, *PEERS, *CODED, "host, all", "tiered")
 PAPER = ("recompute", "host", "default", "selective", "TRL")
 CHECKPOINTED = ("checkpointed, ours at equal memory", "recompute + host", "transformers offload", "recompute + nvme")

@@ -78,8 +78,8 @@ MODES = {
     "checkpointed, ours at equal memory": Mode(
         peer="actoffload", recompute=True, options={"device_memory": "recompute"}
     ),
-    "checkpointed, exact": Mode(
-        peer="actoffload", recompute=True, options={"device_memory": "recompute", "codec": "exact"}
+    "checkpointed, no codec": Mode(
+        peer="actoffload", recompute=True, options={"device_memory": "recompute", "codec": "none"}
     ),
     "recompute + host": _ours(recompute=True, target="host"),
     "recompute + nvme": _ours(recompute=True, target="nvme"),

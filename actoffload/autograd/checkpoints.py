@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -156,15 +156,28 @@ class Checkpoints:
     def _run_again(
         self, region: Region, nested: bool, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        inputs = tree_leaves((args, kwargs, list(_bound(function))))
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        # A nested checkpoint is one of several, and a selective one's mode has cached another part in each plan.
+        varies = nested or torch._C._len_torch_dispatch_stack()
+        shapes = None if varies else tuple((leaf.shape, leaf.dtype) for leaf in inputs)
         with _disable_current_modes():  # the region's modes must not see the operations that make room
-            recomputation = self._regions.again(region, nested=nested)
+            recomputation = self._regions.again(region, nested=nested, shapes=shapes)
         note = self._note if region.recorded is not None and not nested else None
+        counted: AbstractContextManager[object] = nullcontext()
+        if recomputation.known_bytes is None:
+            inputs += (leaf for leaf in tree_leaves(list(_bound(function))) if isinstance(leaf, Tensor))
+            counted = _Counted(recomputation, inputs, self._is_static, note)
+        whole = False
         try:
-            with _Counted(recomputation, inputs, self._is_static, note):
-                return function(*args, **kwargs)
+            with counted:
+                found = function(*args, **kwargs)
+            whole = True
+            return found
+        except plain._StopRecomputationError:  # type: ignore[attr-defined]  # all that backward needs is saved
+            whole = True
+            raise
         finally:
-            self._regions.ran_again(recomputation)
+            self._regions.ran_again(recomputation, whole=whole)
 
     def _is_static(self, tensor: Tensor, storage: torch.UntypedStorage) -> bool:
         return self._exclusions.why_static(tensor, storage) is not None
@@ -195,14 +208,13 @@ class _Counted:
     def __init__(
         self,
         recomputation: Recomputation,
-        inputs: list[Any],
+        inputs: list[Tensor],
         is_static: Callable[[Tensor, torch.UntypedStorage], bool],
         note: Callable[[Region, Tensor, int], None] | None,
     ) -> None:
         self._recomputation = recomputation
-        tensors = (leaf for leaf in inputs if isinstance(leaf, Tensor))
         # Numbers alone identify these storages: the caller holds the tensors until the run has ended.
-        self._inputs = {storage._cdata for tensor in tensors for storage in storages(tensor)}
+        self._inputs = {storage._cdata for tensor in inputs for storage in storages(tensor)}
         self._is_static, self._note = is_static, note
 
     def __enter__(self) -> None:

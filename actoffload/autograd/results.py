@@ -116,6 +116,7 @@ class Result:
             with torch.no_grad(), modes:
                 operands = list(map(_present, self._operands))
                 with self._store.shared.lock:
+                    self._store.regions.passed(left=True)  # first: these regions' bytes are room now
                     tier.make_room(self.original.nbytes)  # beside the operands, which may be computed again as well
 
                 def compute() -> Tensor:

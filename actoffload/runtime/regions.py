@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import ClassVar
 
 import torch
@@ -18,6 +18,10 @@ from .kept_place import KeptPlace
 from .profiler import Profiler, RunRegion, SavedStorage
 from .run_so_far import RunSoFar
 from .tape import Tape
+
+
+MOST_COUNTS = 1024
+"""The counts of so many recomputations are remembered: a run may have new shapes of inputs in each step."""
 
 
 class Region:
@@ -46,13 +50,16 @@ class Recomputation:
     Attributes:
         region: the region that runs again, or that has the nested checkpoint which does.
         key: equal for all recomputations of one kind: the region's place, or less than 0 for a nested checkpoint.
+        inputs: the key and the shapes of its inputs, by which its count is remembered; None if it is not remembered.
+        known_bytes: the remembered count of its bytes, which then hold until backward has left the region. None while
+            they are counted.
         saved: each storage with its bytes, by its number. The weak reference keeps the number its own.
         leaving: storages, by their numbers, whose copy to the host is under way, so that they count until its end. The
             weak reference keeps the number its own.
         held: the profiler's entry for its bytes; None while no step is recorded.
     """
 
-    __slots__ = ("held", "key", "leaving", "region", "saved")
+    __slots__ = ("held", "inputs", "key", "known_bytes", "leaving", "region", "saved")
 
     def __init__(self, region: Region, nested: bool) -> None:
         self.region = region
@@ -60,9 +67,13 @@ class Recomputation:
         self.saved: dict[int, tuple[StorageRef, int]] = {}
         self.leaving: dict[int, StorageRef] = {}
         self.held: SavedStorage | None = None
+        self.inputs: Hashable = None
+        self.known_bytes: int | None = None
 
     def alive_bytes(self) -> int:
         """Return the bytes of the live storages, and drop the dead."""
+        if self.known_bytes is not None:
+            return self.known_bytes
         self.saved = {number: entry for number, entry in self.saved.items() if not entry[0].gone()}
         return sum(nbytes for _, nbytes in self.saved.values())
 
@@ -125,6 +136,8 @@ class Regions:
         self._abort = weakref.WeakMethod(abort)
         self._bytes: dict[int, int] = {}
         """The most that each region held when it ran again, by `Recomputation.key`."""
+        self._counts: dict[Hashable, int] = {}
+        """By `Recomputation.inputs`: to count each save of each region takes the host a tenth of a checkpointed step."""
         self.held: list[Recomputation | Derived] = []
         self.running: list[Recomputation] = []
         self._most_derived = 0
@@ -219,14 +232,14 @@ class Regions:
     def reach(self, record: Record | KeptPlace) -> None:
         """Note that backward has reached a storage: the turn is over if a region or what precedes it has saved it."""
         if self.held:
-            self.passed()
+            self.passed(left=True)
         if self._turn is not None and record.tape is self._turn[0] and (record.index or 0) < self._turn[1]:
             self.look_at_memory()  # while it counts for the turn
             self.turn_ends()
 
     def backward_ended(self) -> None:
         """Note that a backward has ended. The lock is held."""
-        self.passed()
+        self.passed(left=True)
         self.turn_ends()
 
     def turn_ends(self) -> None:
@@ -259,17 +272,23 @@ class Regions:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     @aborts_when_interrupted
-    def again(self, region: Region, *, nested: bool = False) -> Recomputation:
+    def again(self, region: Region, *, nested: bool = False, shapes: Hashable = None) -> Recomputation:
         """Prepare for a region that runs again: make room for its bytes, as far as running writes free any.
 
         Args:
             region: the region.
             nested: a checkpoint inside of it runs again, not the region itself.
+            shapes: of its inputs, if with inputs of these shapes it always saves as much.
         """
         shared, recomputation = self._shared, Recomputation(region, nested)
         with shared.lock:
             region.tape.ran_again = True  # so that the next save begins another tape
-            self.passed()  # first: room is counted without the recomputations that backward has used up
+            self.passed(left=not nested)  # first: room is counted without the recomputations that backward has used up
+            if shapes is not None:
+                recomputation.inputs = region.place, shapes
+                # A recorded step shows each save.
+                known = None if region.recorded is not None else self._counts.get(recomputation.inputs)
+                recomputation.known_bytes = known
             self.look_at_memory()  # while it counts for the turn
             self.turn_ends()
             expected = self._bytes.get(recomputation.key, 0)
@@ -285,8 +304,8 @@ class Regions:
         return recomputation
 
     @aborts_when_interrupted
-    def ran_again(self, recomputation: Recomputation) -> None:
-        """Note that a recomputation has run; it holds its bytes until backward has used them."""
+    def ran_again(self, recomputation: Recomputation, *, whole: bool) -> None:
+        """Note that a recomputation has run; it holds its bytes until backward has used them. ``whole``: no error."""
         key = recomputation.key
         with self._shared.lock:
             self.running.remove(recomputation)
@@ -294,6 +313,10 @@ class Regions:
             nbytes = recomputation.alive_bytes()
             if recomputation.held is not None:
                 self._profiler.recomputation_ended(recomputation.held, nbytes)
+            if whole and recomputation.inputs is not None:
+                if len(self._counts) >= MOST_COUNTS:
+                    self._counts.clear()
+                self._counts[recomputation.inputs] = nbytes
             self._bytes[key] = max(nbytes, self._bytes.get(key, 0))
             self._reserve()
             self.passed()
@@ -327,11 +350,17 @@ class Regions:
             with self._profiler.stopwatch.hook(), self._profiler.noting():
                 self._run.look_at_memory(self.tiers, place, born=born, used=used)
 
-    def passed(self) -> None:
-        """Count the bytes that backward has made and still holds. The lock is held."""
+    def passed(self, *, left: bool = False) -> None:
+        """Count the bytes that backward has made and still holds. The lock is held.
+
+        ``left``: backward has reached something outside of the regions that ran again before. Autograd runs the nodes
+        of a later forward first, so it has left these regions.
+        """
         nbytes, held = 0, list[Recomputation | Derived]()
         for recomputation in self.held:
             alive = recomputation.alive_bytes()
+            if left and isinstance(recomputation, Recomputation) and recomputation.known_bytes is not None:
+                alive = 0
             nbytes += alive
             if alive:
                 held.append(recomputation)

@@ -535,6 +535,58 @@ def test_tensors_of_a_recomputation_are_resident_until_backward_has_used_them(ma
     assert "2 checkpointed regions: 0 ran once, 2 ran again in backward and held up to 96.0 KiB" in offloader.report()
 
 
+def test_the_count_of_a_recomputation_is_remembered_with_the_shapes_of_its_inputs(make_offloader: MakeOffloader) -> None:
+    """So that later steps do not look at each tensor that it saves. An interrupted recomputation has saved too few."""
+    offloader, hooks, fails = make_offloader(policy="keep"), list[str](), [True]
+
+    def region(x: Tensor) -> Tensor:
+        hooks.append(torch._C._autograd._top_saved_tensors_default_hooks(False)[0].__module__)
+        y = x.exp()
+        if len(hooks) > 2 and fails:
+            fails.clear()
+            raise ConnectionError
+        y = torch.tanh(y)
+        y.register_hook(lambda grad: held.append(accounts_of(offloader).recomputed_bytes))
+        return y.sin()
+
+    steps = [(1, True), (1, True), (1, False), (2, True), (1, False), (2, False)]
+    for number, (size, counted) in enumerate(steps):
+        held: list[int] = []
+        hooks.clear()
+        x = torch.cat([batch()] * size).requires_grad_()
+        with offloader:
+            loss = checkpoint(region, checkpoint(region, x * 2, use_reentrant=False), use_reentrant=False).sum()
+        with pytest.raises(ConnectionError) if not number else contextlib.nullcontext():
+            loss.backward()
+        assert {name.partition(".")[0] for name in hooks[2:]} == {"actoffload" if counted else "torch"}
+        if number:
+            assert max(held) == size * 2 * ACTIVATION, "exp and tanh; backward has left the other region"
+        del loss
+        assert accounts_of(offloader).recomputed_bytes == 0
+
+
+def test_a_recomputation_whose_count_is_remembered_ends_as_backward_leaves_its_region(
+    make_offloader: MakeOffloader,
+) -> None:
+    """Its regions save no input in a hook of the library: they read one that is there."""
+    offloader = make_offloader(policy="keep")
+
+    def note(tensor: Tensor) -> Tensor:
+        tensor.register_hook(lambda grad: held.append(accounts_of(offloader).recomputed_bytes))
+        return tensor
+
+    for _ in range(2):
+        held: list[int] = []
+        with offloader:
+            x = y = batch().requires_grad_()
+            z = note((x * 2).exp()).sin()
+            for _ in range(2):
+                y = y + checkpoint(lambda: note(torch.tanh(x.exp())).sin(), use_reentrant=False)
+            loss = (z * y).sum()
+        loss.backward()
+        assert held == [2 * ACTIVATION, 2 * ACTIVATION, 0], "exp and tanh of each region, and not those of both"
+
+
 @pytest.mark.parametrize("once", [(), (0,)])
 def test_tensors_of_a_nested_recomputation_count_too(make_offloader: MakeOffloader, once: tuple[int]) -> None:
     def outer(x: Tensor) -> Tensor:
