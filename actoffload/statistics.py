@@ -25,10 +25,10 @@ class Statistics:
     deduplicated_bytes: int = 0
     """The part of ``packed_bytes`` that an earlier save of the same storage already held."""
     halved_bytes: int = 0
-    """Bytes that ``codec="exact"`` did not save: half of each float32 tensor that was cast from bfloat16. No other
+    """Bytes that ``codec`` did not save: half of each float32 tensor that was cast from bfloat16. No other
     field counts them."""
     derived_bytes: int = 0
-    """Bytes that ``codec="exact"`` did not save because backward computes them again: products and activations. No
+    """Bytes that ``codec`` did not save, because backward computes them again: products and activations. No
     other field counts them."""
     kept_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes that stayed where they were, by reason."""

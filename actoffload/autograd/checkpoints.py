@@ -12,7 +12,7 @@ import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import Any
 
@@ -159,9 +159,9 @@ class Checkpoints:
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         # A nested checkpoint is one of several, and a selective one's mode has cached another part in each plan.
         varies = nested or torch._C._len_torch_dispatch_stack()
-        shapes = None if varies else tuple((leaf.shape, leaf.dtype) for leaf in inputs)
+        alike = None if varies else (_identity(function), *((leaf.shape, leaf.dtype) for leaf in inputs))
         with _disable_current_modes():  # the region's modes must not see the operations that make room
-            recomputation = self._regions.again(region, nested=nested, shapes=shapes)
+            recomputation = self._regions.again(region, nested=nested, alike=alike)
         note = self._note if region.recorded is not None and not nested else None
         counted: AbstractContextManager[object] = nullcontext()
         if recomputation.known_bytes is None:
@@ -173,7 +173,7 @@ class Checkpoints:
                 found = function(*args, **kwargs)
             whole = True
             return found
-        except plain._StopRecomputationError:  # type: ignore[attr-defined]  # all that backward needs is saved
+        except plain._StopRecomputationError:  # all that backward needs is saved
             whole = True
             raise
         finally:
@@ -193,12 +193,9 @@ class Checkpoints:
 
     def _name(self, function: Any) -> str:
         """Return a name for a region: the qualified name of its module, else the name of its class or function."""
-        while isinstance(function, functools.partial):
-            function = function.func
-        function = inspect.unwrap(function)
-        owner = getattr(function, "__self__", function)
-        if isinstance(owner, nn.Module):
-            return self._names.name_of(owner) or type(owner).__name__
+        function, module = _unwrapped(function)
+        if module is not None:
+            return self._names.name_of(module) or type(module).__name__
         return getattr(function, "__qualname__", type(function).__name__)
 
 
@@ -275,6 +272,24 @@ def _note_version(versions: list[tuple[Tensor, int]], tensor: Tensor) -> None:
 def _is_strided(tensor: Tensor) -> bool:
     plain_memory = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
     return type(tensor) in PLAIN_TYPES and plain_memory
+
+
+def _unwrapped(function: Any) -> tuple[Any, nn.Module | None]:
+    """Return the function behind partial arguments and decorators, and the module that it is, or is a method of."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    owner = getattr(function, "__self__", function)
+    return function, owner if isinstance(owner, nn.Module) else None
+
+
+def _identity(function: Any) -> Hashable:
+    """Return what two runs of one module, or of one function's code, have in common."""
+    function, module = _unwrapped(function)
+    if module is not None:
+        return weakref.ref(module)
+    identity: Hashable = getattr(function, "__code__", None) or type(function).__qualname__
+    return identity
 
 
 def _bound(function: Any) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""``codec="exact"``: which saved tensors are saved in another form, from which backward gets every bit back."""
+"""``codec``: which saved tensors are saved in another form, from which backward gets every bit back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``codec="exact"``: storages of the program's for which something else is saved, and checks that it has their bits."""
+"""``codec``: storages of the program's for which something else is saved, and checks that it has their bits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PyTorch frees a chain of such nodes recursively: one of 20,000 is freed, one of 
 8 MiB)."""
 _checking = renewed_in_child(threading.Lock())
 CHANGED = (
-    'with codec="exact" a tensor is saved as the tensor that it was cast from, or computed again as the product or the '
+    "a tensor is saved as the tensor that it was cast from, or computed again as the product or the "
     "activation that it is. One had been changed before it was saved, and no version counter showed it (a change "
     "through .data, or by a kernel of the program's own): the gradients of this backward are wrong. Set codec='none'"
 )

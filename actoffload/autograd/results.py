@@ -1,4 +1,4 @@
-"""``codec="exact"``: backward computes a product or an activation again, from the operands that autograd saves anyway.
+"""``codec``: backward computes a product or an activation again, from the operands that autograd saves anyway.
 
 ``silu(gate) * up`` saves ``gate``, ``silu(gate)`` and ``up``, and the layer after it saves the product. Two of the four
 are elementwise functions of the others, whose saved tensors the graph shows. They are neither moved nor kept: the
@@ -162,7 +162,7 @@ def _present(handle: Any) -> Tensor:
     tensor: Tensor = handle.unpack() if found is None else found
     if not _has_bytes(tensor):
         raise StateError(
-            f"codec='exact': backward computes a tensor again from one of shape {list(tensor.shape)}, whose owner has "
+            f"backward computes a tensor again from one of shape {list(tensor.shape)}, whose owner has "
             "freed its memory for now. Set codec='none'"
         )
     return tensor

@@ -1,4 +1,4 @@
-"""``codec="exact"``: of a float32 tensor that was cast from bfloat16, autograd saves the bfloat16 numbers.
+"""``codec``: of a float32 tensor that was cast from bfloat16, autograd saves the bfloat16 numbers.
 
 Models in bfloat16 compute norms and adapters in float32, and save what they cast. A bfloat16 number is the upper half
 of its float32, so the half that is saved gives back every bit, NaNs included. The half takes the tensor's place from

@@ -19,7 +19,6 @@ from .profiler import Profiler, RunRegion, SavedStorage
 from .run_so_far import RunSoFar
 from .tape import Tape
 
-
 MOST_COUNTS = 1024
 """The counts of so many recomputations are remembered: a run may have new shapes of inputs in each step."""
 
@@ -50,7 +49,7 @@ class Recomputation:
     Attributes:
         region: the region that runs again, or that has the nested checkpoint which does.
         key: equal for all recomputations of one kind: the region's place, or less than 0 for a nested checkpoint.
-        inputs: the key and the shapes of its inputs, by which its count is remembered; None if it is not remembered.
+        alike: equal for all recomputations that save as much, by which its count is remembered; None if it is not.
         known_bytes: the remembered count of its bytes, which then hold until backward has left the region. None while
             they are counted.
         saved: each storage with its bytes, by its number. The weak reference keeps the number its own.
@@ -59,7 +58,7 @@ class Recomputation:
         held: the profiler's entry for its bytes; None while no step is recorded.
     """
 
-    __slots__ = ("held", "inputs", "key", "known_bytes", "leaving", "region", "saved")
+    __slots__ = ("alike", "held", "key", "known_bytes", "leaving", "region", "saved")
 
     def __init__(self, region: Region, nested: bool) -> None:
         self.region = region
@@ -67,7 +66,7 @@ class Recomputation:
         self.saved: dict[int, tuple[StorageRef, int]] = {}
         self.leaving: dict[int, StorageRef] = {}
         self.held: SavedStorage | None = None
-        self.inputs: Hashable = None
+        self.alike: Hashable = None
         self.known_bytes: int | None = None
 
     def alive_bytes(self) -> int:
@@ -137,7 +136,7 @@ class Regions:
         self._bytes: dict[int, int] = {}
         """The most that each region held when it ran again, by `Recomputation.key`."""
         self._counts: dict[Hashable, int] = {}
-        """By `Recomputation.inputs`: to count each save of each region takes the host a tenth of a checkpointed step."""
+        """By `Recomputation.alike`. To count each save of each region takes the host a tenth of its step."""
         self.held: list[Recomputation | Derived] = []
         self.running: list[Recomputation] = []
         self._most_derived = 0
@@ -272,22 +271,22 @@ class Regions:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     @aborts_when_interrupted
-    def again(self, region: Region, *, nested: bool = False, shapes: Hashable = None) -> Recomputation:
+    def again(self, region: Region, *, nested: bool = False, alike: Hashable = None) -> Recomputation:
         """Prepare for a region that runs again: make room for its bytes, as far as running writes free any.
 
         Args:
             region: the region.
             nested: a checkpoint inside of it runs again, not the region itself.
-            shapes: of its inputs, if with inputs of these shapes it always saves as much.
+            alike: its function and the shapes of its inputs, if it always saves as much with them.
         """
         shared, recomputation = self._shared, Recomputation(region, nested)
         with shared.lock:
             region.tape.ran_again = True  # so that the next save begins another tape
             self.passed(left=not nested)  # first: room is counted without the recomputations that backward has used up
-            if shapes is not None:
-                recomputation.inputs = region.place, shapes
+            if alike is not None:
+                recomputation.alike = region.place, alike
                 # A recorded step shows each save.
-                known = None if region.recorded is not None else self._counts.get(recomputation.inputs)
+                known = None if region.recorded is not None else self._counts.get(recomputation.alike)
                 recomputation.known_bytes = known
             self.look_at_memory()  # while it counts for the turn
             self.turn_ends()
@@ -313,10 +312,10 @@ class Regions:
             nbytes = recomputation.alive_bytes()
             if recomputation.held is not None:
                 self._profiler.recomputation_ended(recomputation.held, nbytes)
-            if whole and recomputation.inputs is not None:
+            if whole and recomputation.alike is not None:
                 if len(self._counts) >= MOST_COUNTS:
                     self._counts.clear()
-                self._counts[recomputation.inputs] = nbytes
+                self._counts[recomputation.alike] = nbytes
             self._bytes[key] = max(nbytes, self._bytes.get(key, 0))
             self._reserve()
             self.passed()

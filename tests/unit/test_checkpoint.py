@@ -535,7 +535,7 @@ def test_tensors_of_a_recomputation_are_resident_until_backward_has_used_them(ma
     assert "2 checkpointed regions: 0 ran once, 2 ran again in backward and held up to 96.0 KiB" in offloader.report()
 
 
-def test_the_count_of_a_recomputation_is_remembered_with_the_shapes_of_its_inputs(make_offloader: MakeOffloader) -> None:
+def test_the_count_of_a_recomputation_is_remembered_for_shapes_of_its_inputs(make_offloader: MakeOffloader) -> None:
     """So that later steps do not look at each tensor that it saves. An interrupted recomputation has saved too few."""
     offloader, hooks, fails = make_offloader(policy="keep"), list[str](), [True]
 
@@ -549,13 +549,19 @@ def test_the_count_of_a_recomputation_is_remembered_with_the_shapes_of_its_input
         y.register_hook(lambda grad: held.append(accounts_of(offloader).recomputed_bytes))
         return y.sin()
 
-    steps = [(1, True), (1, True), (1, False), (2, True), (1, False), (2, False)]
+    def short(x: Tensor) -> Tensor:
+        hooks.append("torch")
+        x.register_hook(lambda grad: held.append(accounts_of(offloader).recomputed_bytes))
+        return x.sin()  # which saves the input
+
+    steps = [(1, True), (1, True), (1, False), (0, False), (2, True), (1, False), (2, False)]
     for number, (size, counted) in enumerate(steps):
         held: list[int] = []
         hooks.clear()
-        x = torch.cat([batch()] * size).requires_grad_()
+        x = torch.cat([batch()] * max(size, 1)).requires_grad_()
+        run = region if size else short
         with offloader:
-            loss = checkpoint(region, checkpoint(region, x * 2, use_reentrant=False), use_reentrant=False).sum()
+            loss = checkpoint(run, checkpoint(run, x * 2, use_reentrant=False), use_reentrant=False).sum()
         with pytest.raises(ConnectionError) if not number else contextlib.nullcontext():
             loss.backward()
         assert {name.partition(".")[0] for name in hooks[2:]} == {"actoffload" if counted else "torch"}
@@ -575,10 +581,11 @@ def test_a_recomputation_whose_count_is_remembered_ends_as_backward_leaves_its_r
         tensor.register_hook(lambda grad: held.append(accounts_of(offloader).recomputed_bytes))
         return tensor
 
+    x = batch().requires_grad_()
     for _ in range(2):
         held: list[int] = []
         with offloader:
-            x = y = batch().requires_grad_()
+            y = x
             z = note((x * 2).exp()).sin()
             for _ in range(2):
                 y = y + checkpoint(lambda: note(torch.tanh(x.exp())).sin(), use_reentrant=False)
