@@ -40,11 +40,14 @@ class Codec:
         if not tensor.is_floating_point() or self._store.closed or self._store.shared.stopped:
             return None
         self._originals.begin_save(tape)
-        halved = self._upcasts.handle_of(tensor, tape, names) if tensor.dtype is torch.float32 else None
-        return self._results.handle_of(tensor, names) if halved is None else halved
+        # First: the cast of a product may be both, and to compute it again takes no memory.
+        result = self._results.handle_of(tensor, names)
+        if result is not None or tensor.dtype is not torch.float32:
+            return result
+        return self._upcasts.handle_of(tensor, tape, names)
 
     def bytes_of(self, tensor: Tensor, nbytes: int) -> int:
         """Return how many of the bytes of a plain tensor are saved."""
-        if self._upcasts.can_halve(tensor):
-            return nbytes // 2
-        return 0 if self._results.can_compute(tensor) else nbytes
+        if self._results.can_compute(tensor):
+            return 0
+        return nbytes // 2 if self._upcasts.can_halve(tensor) else nbytes

@@ -34,6 +34,15 @@ CHANGED = (
 )
 
 
+def source_of(node: Any) -> tuple[Any, Any] | None:
+    """Return the node of the tensor that a node casts, and the dtype and device of it; None if the node is no cast."""
+    if type(node).__name__ != "ToCopyBackward0":
+        return None
+    source, number = node.next_functions[0]
+    metadata = getattr(source, "_input_metadata", ())
+    return (source, metadata[number]) if len(metadata) > number else None
+
+
 class Original:
     """A storage of the program's, for which something else is saved.
 

@@ -2,7 +2,8 @@
 
 ``silu(gate) * up`` saves ``gate``, ``silu(gate)`` and ``up``, and the layer after it saves the product. Two of the four
 are elementwise functions of the others, whose saved tensors the graph shows. They are neither moved nor kept: the
-program's own memory of them is free as soon as the program drops it.
+program's own memory of them is free as soon as the program drops it. The same holds for the cast of such a function:
+norms in float32 save it in bfloat16, adapters in float32.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from ..errors import SavedTensorModifiedError, StateError
 from ..runtime.backward_end import BackwardEnd
 from ..runtime.identity import PLAIN_TYPES
 from ..tiers.device_tier import CAPTURED
+from ..tiers.storage_ref import StorageRef
 from .exclusions import MARKED
 from .handles import Handle, check_version, empty, version_probe, view_in
 from .hook_stack import OUR_UNPACKS
-from .originals import CHANGED, Original, Originals
+from .originals import CHANGED, Original, Originals, source_of
 
 if TYPE_CHECKING:
     from ..runtime.store import ActivationStore
@@ -43,7 +45,7 @@ without vector instructions."""
 LEVELS = 2
 """So many operations follow each other at most: a chain of products would hold all its results at once in backward."""
 HELD = LEVELS + 1
-"""So many computed results are held at most: a retained graph would otherwise hold all of them until backward ends."""
+"""So many computed results are kept at most: a retained graph would otherwise hold all of them until backward ends."""
 PART_BYTES, MOST_PARTS = 8 << 20, 16
 """A comparison takes about so many bytes at a time."""
 ONE_IN = 16
@@ -62,13 +64,30 @@ class Result:
         operands: the handles of the saved tensors that it is computed from.
         store: makes room.
         module: the name of the module that ran, if known.
+        beside_bytes: of the tensor that is cast, if the result is a cast.
 
     Attributes:
-        made: the storage once it is computed, and the stream that has done so.
+        kept: the storage once it is computed, as long as a handle waits for it that backward has not reached.
+        waiting: how many of its handles backward has not reached yet.
         level: how many operations follow each other, also through views.
+        room_bytes: that backward needs to compute it; ``at_once_bytes``: with the results that it is computed from.
     """
 
-    __slots__ = ("__weakref__", "_like", "_operands", "_store", "level", "made", "module", "operation", "original")
+    __slots__ = (
+        "__weakref__",
+        "_like",
+        "_made",
+        "_operands",
+        "_store",
+        "at_once_bytes",
+        "kept",
+        "level",
+        "module",
+        "operation",
+        "original",
+        "room_bytes",
+        "waiting",
+    )
 
     def __init__(
         self,
@@ -78,15 +97,19 @@ class Result:
         operands: tuple[Any, ...],
         store: ActivationStore,
         module: str | None,
+        beside_bytes: int,
     ) -> None:
         self._like = whole.shape, whole.stride(), whole.dtype, whole.device
         self.operation, self._operands = operation, tuple(map(_own, operands))
         self._store = store
-        self.made: tuple[torch.UntypedStorage, Any] | None = None
-        self.original = original
-        self.module = module
-        levels: list[int] = [operand.result.level for operand in operands if isinstance(operand, Again)]
-        self.level: int = 1 + max(levels, default=0)
+        self.kept: torch.UntypedStorage | None = None
+        self._made: tuple[StorageRef, Any] | None = None
+        self.waiting = 0
+        self.original, self.module = original, module
+        results: list[Result] = [operand.result for operand in operands if isinstance(operand, Again)]
+        self.level: int = 1 + max((one.level for one in results), default=0)
+        self.room_bytes = original.nbytes + beside_bytes
+        self.at_once_bytes: int = self.room_bytes + sum(one.at_once_bytes for one in results)
 
     @property
     def device(self) -> torch.device:
@@ -108,16 +131,17 @@ class Result:
         """Return a storage with the bytes of the original, safe to use on the current stream."""
         shape, stride, dtype, device = self._like
         tier = self._store.tiers.by_device[device.type]
-        current, made = tier.stream_of(device), self.made
+        current, made = tier.stream_of(device), self._made
         # A storage that another stream computes may not be there yet when this stream reads it.
-        if made is None or made[1] != current:
+        found = made[0].lock() if made is not None and made[1] == current else None
+        if found is None:
             # Neither a graph nor a call that a mode of the program sees.
             modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
             with torch.no_grad(), modes:
                 operands = list(map(_present, self._operands))
                 with self._store.shared.lock:
                     self._store.regions.passed(left=True)  # first: these regions' bytes are room now
-                    tier.make_room(self.original.nbytes)  # beside the operands, which may be computed again as well
+                    tier.make_room(self.room_bytes)  # beside the operands, which may be computed again as well
 
                 def compute() -> Tensor:
                     tensor: Tensor = self.operation(*operands)
@@ -125,9 +149,10 @@ class Result:
                         return tensor
                     return empty(dtype, device).new_empty_strided(shape, stride).copy_(tensor)
 
-                made = self.made = tier.with_room(compute).untyped_storage(), current
-            self._store.regions.computed(made[0])
-        return made[0]
+                found = self.kept = tier.with_room(compute).untyped_storage()
+                self._made = StorageRef(found), current
+            self._store.regions.computed(found)
+        return found
 
 
 def _own(handle: Any) -> Any:
@@ -171,7 +196,7 @@ def _present(handle: Any) -> Tensor:
 class Again:
     """The handle of one saved view of a `Result`."""
 
-    __slots__ = ("conj", "dtype", "neg", "offset", "probe", "result", "results", "shape", "stride", "version")
+    __slots__ = ("conj", "dtype", "neg", "offset", "probe", "result", "results", "shape", "stride", "version", "waits")
 
     def __init__(self, results: Results, result: Result, alias: Tensor) -> None:
         self.dtype, self.shape, self.stride = alias.dtype, alias.shape, alias.stride()
@@ -180,7 +205,8 @@ class Again:
         self.version = alias._version
         self.probe = version_probe(alias)
         self.results = results
-        self.result = result
+        self.result, self.waits = result, True
+        result.waiting += 1
 
     def unpack(self) -> Tensor:
         """Return the saved view, bit for bit.
@@ -200,6 +226,8 @@ class Again:
             raise StateError(CAPTURED)  # no copy of the flag may be enqueued
         try:
             storage = result.storage()
+            result.waiting -= self.waits
+            self.waits = False
             self.results.used(result)
         except BaseException as error:
             store.abort_if_interrupted(error)
@@ -237,7 +265,7 @@ class Results:
         self._forward = self._count = 0
         """The running forward, and its results so far."""
         self._made: list[weakref.ref[Result]] = []
-        """The results that hold a computed storage, the latest last. Weak, as a result ends with its last handle."""
+        """The results that keep a computed storage, the latest last. Weak, as a result ends with its last handle."""
         self._backward_end = BackwardEnd(self._forget)
 
     def handle_of(self, tensor: Tensor, names: tuple[str | None, str | None]) -> Again | None:
@@ -264,7 +292,7 @@ class Results:
             self._known[number] = result
             with store.shared.lock:
                 store.shared.accounts.derived_bytes += result.original.nbytes
-                store.regions.will_compute(result.level * result.original.nbytes)  # its factors may be results as well
+                store.regions.will_compute(result.at_once_bytes)  # its factors may be results as well
         if tier.copies is not None:
             # Plain PyTorch holds the memory until backward. Here the stream that owns it may use it again once the
             # program has dropped the tensor, while this stream still reads it.
@@ -276,6 +304,7 @@ class Results:
         node = self.originals.node_of(tensor)
         if not 0 < _level(node, tensor) <= LEVELS:
             return False
+        node, _ = _uncast(node)
         _, names, _ = OPERATIONS[type(node).__name__]
         return all(getattr(node, f"_raw_saved_{name}").unpack_hook is not None for name in names)
 
@@ -284,6 +313,7 @@ class Results:
         node = self.originals.node_of(tensor) if torch._C._current_graph_task_id() == -1 else None
         if not 0 < _level(node, tensor) <= LEVELS:
             return None
+        node, source = _uncast(node)
         kind = type(node).__name__
         operation, names, options = OPERATIONS[kind]
         saved = [getattr(node, f"_raw_saved_{name}") for name in names]
@@ -295,8 +325,12 @@ class Results:
             return None
         if options:
             operation = functools.partial(operation, **{name: getattr(node, f"_saved_{name}") for name in options})
-        whole = tensor if tensor._base is None else tensor._base
-        result = Result(whole, self.originals.original(tensor, stream), operation, handles, self._store, module)
+        whole, beside_bytes = tensor if tensor._base is None else tensor._base, 0
+        if source is not None:
+            kind, operation = f"cast {kind}", functools.partial(_cast, operation, whole.dtype)
+            beside_bytes = whole.numel() * source.dtype.itemsize
+        original = self.originals.original(tensor, stream)
+        result = Result(whole, original, operation, handles, self._store, module, beside_bytes)
         return result if result.level <= LEVELS and self._is_right(kind, whole, result) else None
 
     def _is_operand(self, handle: Any, device: torch.device) -> bool:
@@ -359,11 +393,14 @@ class Results:
         return True
 
     def used(self, result: Result) -> None:
-        """Note that backward uses a result, which is held for the next nodes, and no longer than backward runs."""
+        """Note that backward uses a result. It is kept while a handle waits for it, at most until backward ends."""
         inside = self._backward_end.expect()
         with self._store.shared.lock:  # another thread may run backward, too
             held = [one for one in self._made if one() not in (None, result)]
-            held.append(weakref.ref(result))
+            if result.waiting > 0:
+                held.append(weakref.ref(result))
+            else:
+                result.kept = None
             dropped, self._made = (held[:-HELD], held[-HELD:]) if inside else (held, [])
         _forget(dropped)
         self.originals.used(result.device.type, result.original.stream)
@@ -378,7 +415,7 @@ def _forget(made: Iterable[weakref.ref[Result]]) -> None:
     for one in made:
         result = one()
         if result is not None:
-            result.made = None
+            result.kept = None
 
 
 def _level(node: Any, tensor: Tensor, most: int = LEVELS + 1) -> int:
@@ -386,14 +423,38 @@ def _level(node: Any, tensor: Tensor, most: int = LEVELS + 1) -> int:
 
     It is 0 if the node is of no operation. No more nodes are read than needed: see `originals.MOST`.
     """
+    cast = node
+    node, source = _uncast(cast)
     kind = type(node).__name__
     if kind not in OPERATIONS or (tensor.is_cpu and kind != PRODUCT):
+        return 0
+    if source is not None and (source.device != tensor.device or not _is_exact(cast, source)):
         return 0
     operands = [following for following, _ in node.next_functions]
     # A leaf: see `Results._is_operand`. Without a node an operand needs no gradient, so its node does not save another.
     if any(operand is None or type(operand).__name__ == "AccumulateGrad" for operand in operands):
         return 0
     return 1 + max(_level(operand, tensor, most - 1) for operand in operands) if most > 1 else 1
+
+
+def _uncast(node: Any) -> tuple[Any, Any]:
+    """Return the node whose result a node casts, and the dtype and device of that; the node itself if it is no cast."""
+    return source_of(node) or (node, None)
+
+
+def _is_exact(cast: Any, source: Any) -> bool:
+    """Return whether a cast has the same bits whatever the number of threads is, as those of all accelerators have.
+
+    On the CPU NaNs that are rounded depend on it, as the last elements of each thread's part do otherwise.
+    """
+    made = cast._input_metadata[0].dtype
+    widened: bool = source.dtype is torch.bfloat16 and made is torch.float32
+    return widened or (source.device.type != "cpu" and source.dtype.is_floating_point)
+
+
+def _cast(operation: Operation, dtype: torch.dtype, *operands: Tensor) -> Tensor:
+    """Return an operation's result, cast."""
+    return operation(*operands).to(dtype)
 
 
 def _parts(count: int, whole: Tensor, *operands: Tensor) -> Iterator[tuple[Tensor, ...]]:

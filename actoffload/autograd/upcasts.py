@@ -21,7 +21,7 @@ from ..tiers.device_tier import CAPTURED
 from ..tiers.record import Record, State
 from ..tiers.storage_ref import StorageRef
 from .handles import Handle, check_version, empty, present, version_probe, view_in
-from .originals import Original, Originals
+from .originals import Original, Originals, source_of
 
 if TYPE_CHECKING:
     from ..runtime.store import ActivationStore
@@ -168,12 +168,8 @@ class Upcasts:
 
     def can_halve(self, tensor: Tensor) -> bool:
         """Return whether a plain tensor is a view of a float32 tensor that was cast from bfloat16, and not changed."""
-        node = self.originals.node_of(tensor) if tensor.dtype is torch.float32 else None
-        if type(node).__name__ != "ToCopyBackward0":
-            return False
-        source, number = node.next_functions[0]  # type: ignore[union-attr]
-        metadata = getattr(source, "_input_metadata", ())
-        return len(metadata) > number and metadata[number].dtype is torch.bfloat16
+        found = source_of(self.originals.node_of(tensor)) if tensor.dtype is torch.float32 else None
+        return found is not None and found[1].dtype is torch.bfloat16
 
     def _hold_again(self, record: Record, name: str | None) -> bool:
         """Count one more handle of a record; return False if it was released with its last one."""
