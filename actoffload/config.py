@@ -204,7 +204,7 @@ _ENGINE = _choice(*get_args(EngineName), takes="a SpoolFile")
 _ANNOUNCE = _choice("none", "first", "all", takes="the line")
 _CHECKPOINTS = _choice("plan", "leave")
 _BOUNDARIES = _choice("all", "only")
-_CODEC = _choice("none", "exact")
+_CODEC = _choice("auto", "none", "exact")
 _SIZE = _size()
 _SIZE_OR_ZERO = _size(zero=True)
 _SIZE_OR_SHARE = _size(share=True)
@@ -285,8 +285,9 @@ class OffloadConfig:
     boundaries: str = field(default="all", metadata={"kind": _BOUNDARIES})
     """Whether only the inputs of checkpointed blocks move. ``"only"`` moves these (PyTorch's checkpoint, DeepSpeed's,
     Megatron's) and nothing else; a checkpointed model saves nothing else of its blocks."""
-    codec: str = field(default="none", metadata={"kind": _CODEC})
-    """``"exact"`` saves fewer bytes, from which backward gets every bit back ([tuning.md](tuning.md))."""
+    codec: str = field(default="auto", metadata={"kind": _CODEC})
+    """Which saved tensors take fewer bytes, from which backward gets every bit back ([tuning.md](tuning.md)).
+    ``"auto"``: those of checkpointed blocks that run once. ``"exact"``: all, at the price of some computing."""
     announce: str | Callable[[str], None] = field(default="first", metadata={"kind": _ANNOUNCE})
     """Which ranks print, after the first forward, what is active, what moves, what stays and why. ``"first"`` prints
     the line to stderr on rank 0, ``"all"`` on every rank, ``"none"`` nowhere; a callable takes the line."""

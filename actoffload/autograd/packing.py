@@ -56,6 +56,12 @@ class Forwards(threading.local):
         return stack[-1].hooks.pack_hook if stack and stack[-1].hooks is not None else None
 
     @property
+    def runs_once(self) -> bool:
+        """Whether this thread is in a checkpointed region that runs once."""
+        region = self.stack[-1].region if self.stack else None
+        return region is not None and region.once
+
+    @property
     def tape(self) -> Tape[Record]:
         """The tape of the running forward. A new one begins once backward has reached the previous one."""
         if not self.stack:  # PyTorch carries the hooks to its autograd threads, where no context was entered
@@ -94,7 +100,9 @@ class Packer:
         """With compiled hooks, their ``KeptStorages``: the storages that a plan keeps."""
         self._only_boundaries = store.shared.config.boundaries == "only"
         self._names_count = store.decision.uses_names
-        self._codec = Codec(store) if store.shared.config.codec == "exact" else None
+        codec = store.shared.config.codec
+        self._codec = None if codec == "none" else Codec(store)
+        self._codes_all = codec == "exact"
 
     def hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
         """Return pack and unpack: the compiled ones if there are any, else `pack` and `unpack` in Python."""
@@ -155,12 +163,10 @@ class Packer:
                 if is_filled_later(tensor):
                     return self._keep(tensor, KeepReason.FILLED_LATER, nbytes)
                 tape, module = self.tape(), self._module_names.innermost()
-                if self._codec is not None:
-                    with sharing_counters():
-                        names = module, self._name_of(tensor.untyped_storage())
-                        coded = self._codec.handle_of(tensor, tape, names)
-                    if coded is not None:
-                        return coded
+                with sharing_counters():
+                    coded = self._coded(tensor, tape)
+                if coded is not None:
+                    return coded
                 if new and tape.planned:
                     place = store.keep_planned(nbytes, kind, tape, module)
                     if place is not None:
@@ -195,11 +201,9 @@ class Packer:
         if reason is not None:
             return self._keep(tensor, reason, end - begin)
         counters = counters or own_counter(tensor)
-        if self._codec is not None and not counters:
-            names = self._module_names.innermost(), self._name_of(storage)
-            coded = self._codec.handle_of(tensor, self.tape(), names)
-            if coded is not None:
-                return coded
+        coded = None if counters else self._coded(tensor, self.tape())
+        if coded is not None:
+            return coded
         alias = tensor.detach()
         # The compiled hooks may have kept this storage without a record: a record now would count it a second time.
         if self._kept is not None and not counters:
@@ -207,6 +211,14 @@ class Packer:
             if again is not None:
                 return again
         return self._save(alias, storage, (begin, end), self.tape(), self._module_names.innermost(), counters=counters)
+
+    def _coded(self, tensor: Tensor, tape: Tape[Record]) -> Any:
+        """Return the handle of a plain tensor that is saved in another form, or None."""
+        # A region that runs again would compute all of its tensors again: to compute a few costs less than it saves.
+        if self._codec is None or not (self._codes_all or self._forwards.runs_once):
+            return None
+        names = self._module_names.innermost(), self._name_of(tensor.untyped_storage())
+        return self._codec.handle_of(tensor, tape, names)
 
     def _with_attributes(self, tensor: Tensor, handle: Any) -> Any:
         """Return a handle that restores the tensor's Python attributes, as autograd does without hooks."""
@@ -239,7 +251,7 @@ class Packer:
         return reason
 
     def bytes_recorded(self, tensor: Tensor, nbytes: int) -> int:
-        """Return how many of the bytes of an activation a record would have; 0 for no record."""
+        """Return how many of the bytes of a region's activation a record would have if it ran once; 0 for no record."""
         return self._codec.bytes_of(tensor, nbytes) if self._codec and type(tensor) in PLAIN_TYPES else nbytes
 
     def _why_unfit(self, tensor: Tensor, nbytes: int) -> KeepReason | None:
