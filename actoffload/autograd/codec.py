@@ -41,7 +41,7 @@ class Codec:
             return None
         self._originals.begin_save(tape)
         halved = self._upcasts.handle_of(tensor, tape, names) if tensor.dtype is torch.float32 else None
-        return self._results.handle_of(tensor, names) if halved is None else halved
+        return self._results.handle_of(tensor, tape, names) if halved is None else halved
 
     def bytes_of(self, tensor: Tensor, nbytes: int) -> int:
         """Return how many of the bytes of a plain tensor are saved."""
