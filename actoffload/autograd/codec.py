@@ -43,8 +43,9 @@ class Codec:
         halved = self._upcasts.handle_of(tensor, tape, names) if tensor.dtype is torch.float32 else None
         return self._results.handle_of(tensor, tape, names) if halved is None else halved
 
-    def bytes_of(self, tensor: Tensor, nbytes: int) -> int:
-        """Return how many of the bytes of a plain tensor are saved."""
+    def bytes_of(self, tensor: Tensor, nbytes: int, tape: Tape[Record]) -> int:
+        """Return how many of the bytes of a plain tensor are saved, which a region of this forward saves again."""
+        self._originals.begin_save(tape)
         if self._upcasts.can_halve(tensor):
             return nbytes // 2
         return 0 if self._results.can_compute(tensor) else nbytes

@@ -18,6 +18,7 @@ from actoffload import Decision, Offloader, TensorFacts
 from actoffload.autograd import originals
 from actoffload.errors import SavedTensorModifiedError, StateError
 from actoffload.runtime.profiler import Profiler
+from actoffload.runtime.regions import Regions
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
 from actoffload.tiers.tier import Tier
 from tests.harness import (
@@ -543,6 +544,25 @@ def test_nothing_is_halved_where_a_mode_of_the_program_would_see_it(make_offload
             Save.apply(x.float())
         runs.append(list(seen))
     assert runs[1] == runs[2]
+
+
+def test_each_recorded_step_reads_nodes(make_offloader: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each shape has such a step, and the limit holds for the graphs that are alive. If none of the shapes lets a
+    region run once, no other save begins to count anew."""
+    noted: list[int] = []
+    monkeypatch.setattr(Profiler, "region_saved", lambda _profiler, _region, nbytes, _kept: noted.append(nbytes))
+    monkeypatch.setattr(Regions, "follow", lambda _regions, _once: None)
+    monkeypatch.setattr(originals, "MOST", 40)  # a step reads 30
+    model = Model("cpu", checkpointed=True)
+    offloader = make_offloader(policy="auto")
+    small = []
+    for rows in (32, 64, 96):
+        model.x = torch.randn(rows, 64).bfloat16().requires_grad_()
+        noted.clear()
+        while not noted:
+            model.gradients(offloader)
+        small.append(noted.count(rows * 64 * 2))
+    assert small[0] == small[1] == small[2]
 
 
 def test_a_recorded_region_has_the_bytes_that_it_would_save(
