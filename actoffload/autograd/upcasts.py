@@ -154,6 +154,8 @@ class Upcasts:
         half = None if tensor._version or tensor.is_neg() else self._halves.get(number)
         again = half is not None and half.original.has_bytes_of(tensor, stream)
         if half is None or not again or not self._hold_again(half.record, names[1]):
+            if number in self.store.identities.records:  # it has been saved whole, outside of the regions that run once
+                return None
             if (len(tape.records), tensor.untyped_storage().nbytes() // 2) in self.held or not self.can_halve(tensor):
                 return None
             numbers = self._numbers(tensor, stream, (names[0], len(tape.regions), tensor.dim()))

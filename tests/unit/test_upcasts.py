@@ -546,6 +546,23 @@ def test_nothing_is_halved_where_a_mode_of_the_program_would_see_it(make_offload
     assert runs[1] == runs[2]
 
 
+@ON_EACH_DEVICE
+def test_what_is_saved_whole_before_a_region_is_not_saved_in_half_as_well(where: str, make_offloader: Make) -> None:
+    """The input of several regions, say: it would take more memory than without a codec."""
+    x, saved_bytes = numbers(where), []
+    for codec in ("none", "auto"):
+        offloader = make_offloader(codec=codec, policy="all")
+        offloader.store.regions.follow(frozenset({0, 1}))
+        with offloader:
+            wide = x.float()
+            losses = [wide.sin().sum()]
+            losses += [checkpoint(one, wide, use_reentrant=False).sum() for one in (torch.cos, torch.exp)]
+        saved_bytes.append(offloader.statistics().activation_bytes)
+        torch.autograd.grad(sum(losses), x)
+        del wide, losses
+    assert saved_bytes[0] == saved_bytes[1]
+
+
 def test_each_recorded_step_reads_nodes(make_offloader: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each shape has such a step, and the limit holds for the graphs that are alive. If none of the shapes lets a
     region run once, no other save begins to count anew."""
