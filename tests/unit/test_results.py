@@ -287,6 +287,22 @@ def test_a_change_in_a_region_that_runs_once_later(where: str, make_offloader: M
 
 
 @ON_EACH_DEVICE
+@pytest.mark.parametrize("before", [True, False], ids=["saved before the region", "saved in it alone"])
+def test_a_product_that_is_saved_before_a_region_is_not_computed_again(
+    where: str, before: bool, make_offloader: Make
+) -> None:
+    offloader = make_offloader(policy="all")
+    offloader.store.regions.follow(frozenset({0}))
+    x, weight, other = inputs(where)
+    with offloader:
+        product = (x @ weight) * (x @ other)
+        loss = product.sin().sum() if before else 0.0
+        loss = loss + checkpoint(torch.cos, product, use_reentrant=False).sum()
+    assert offloader.statistics().derived_bytes == (0 if before else NBYTES)
+    loss.backward()
+
+
+@ON_EACH_DEVICE
 def test_one_in_sixteen_is_compared_after_the_first_forward(
     where: str, offloader: Offloader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
