@@ -187,7 +187,7 @@ class Checkpoints:
             with self._profiler.stopwatch.hook(), self._profiler.noting():
                 reason = self._packer.why_unrecorded(tensor)
                 kept = "" if reason is None else reason.value
-                saved_bytes = self._packer.bytes_recorded(tensor, nbytes)
+                saved_bytes = self._packer.bytes_recorded(tensor, nbytes, region.tape)
                 saved = (nbytes, DERIVED) if not saved_bytes and not kept else (saved_bytes or nbytes, kept)
                 self._profiler.region_saved(region.recorded, *saved)
 

@@ -41,13 +41,14 @@ class Codec:
             return None
         self._originals.begin_save(tape)
         # First: the cast of a product may be both, and to compute it again takes no memory.
-        result = self._results.handle_of(tensor, names)
+        result = self._results.handle_of(tensor, tape, names)
         if result is not None or tensor.dtype is not torch.float32:
             return result
         return self._upcasts.handle_of(tensor, tape, names)
 
-    def bytes_of(self, tensor: Tensor, nbytes: int) -> int:
-        """Return how many of the bytes of a plain tensor are saved."""
+    def bytes_of(self, tensor: Tensor, nbytes: int, tape: Tape[Record]) -> int:
+        """Return how many of the bytes of a plain tensor are saved, which a region of this forward saves again."""
+        self._originals.begin_save(tape)
         if self._results.can_compute(tensor):
             return 0
         return nbytes // 2 if self._upcasts.can_halve(tensor) else nbytes

@@ -20,6 +20,7 @@ from .handles import version_probe
 if TYPE_CHECKING:
     from ..runtime.store import ActivationStore
     from ..runtime.tape import Tape
+    from ..tiers.copy_streams import CopyStreams
     from ..tiers.record import Record
 
 MOST = 5_000
@@ -28,9 +29,9 @@ PyTorch frees a chain of such nodes recursively: one of 20,000 is freed, one of 
 8 MiB)."""
 _checking = renewed_in_child(threading.Lock())
 CHANGED = (
-    "a tensor is saved as the tensor that it was cast from, or computed again as the product or the "
-    "activation that it is. One had been changed before it was saved, and no version counter showed it (a change "
-    "through .data, or by a kernel of the program's own): the gradients of this backward are wrong. Set codec='none'"
+    "a tensor was saved as the tensor that it was cast from, or computed again as the product or the activation that "
+    "it is. It had been changed before it was saved, and no version counter showed it (a change through .data, or by a "
+    "kernel of the program's own): the gradients of this backward are wrong. Set codec='none'"
 )
 
 
@@ -85,8 +86,8 @@ class Original:
 class Originals:
     """Reads the graph for tensors of which something else can be saved, and checks that it has their bits.
 
-    An accelerator's host cannot wait for a comparison. It collects one flag for each stream, and learns what it says
-    before backward returns.
+    An accelerator's host waits for a comparison in the first forward of a module alone. Later it collects one flag for
+    each stream, and learns what it says before backward returns.
 
     Args:
         store: has the tiers.
@@ -137,6 +138,20 @@ class Originals:
         node = whole.grad_fn if self._nodes <= MOST else None
         return node if type(node).__module__ == "builtins" else None  # else a custom Function, of any name
 
+    def read(self, flag: Tensor, stream: Any) -> bool:
+        """Return what a flag says that this stream has computed. On an accelerator the host waits for the kernels."""
+        copies = self.store.tiers.by_device[flag.device.type].copies
+        if copies is None:
+            return bool(flag)
+        event, host = self._copied(flag, stream, copies)
+        copies.device.synchronize(event)
+        self._unused.append(host)
+        return bool(host)
+
+    def _copied(self, flag: Tensor, stream: Any, copies: CopyStreams) -> tuple[Any, Tensor]:
+        host = self._unused.pop() if self._unused else torch.zeros((), dtype=torch.bool, device="cpu").pin_memory()
+        return copies.copy_flag(flag, stream, host), host
+
     def note(self, stream: Any, differs: Tensor) -> None:
         """Note that a tensor differs from what is saved for it if ``differs``, computed on this stream, says so."""
         before = self._differs.get(stream)
@@ -155,8 +170,7 @@ class Originals:
             return
         differs = self._differs.pop(stream, None)
         if differs is not None:
-            host = self._unused.pop() if self._unused else torch.zeros((), dtype=torch.bool, device="cpu").pin_memory()
-            self._flags.append((copies.device, copies.copy_flag(differs, stream, host), host))
+            self._flags.append((copies.device, *self._copied(differs, stream, copies)))
         # Also without a flag: another thread may have taken it, and `_check` waits for what that thread learns.
         if not self._backward_end.expect():
             self._check()

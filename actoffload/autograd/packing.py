@@ -250,9 +250,9 @@ class Packer:
             return KeepReason.EXCLUDED if self._store.decision.excludes(self._module_names.innermost(), name) else None
         return reason
 
-    def bytes_recorded(self, tensor: Tensor, nbytes: int) -> int:
+    def bytes_recorded(self, tensor: Tensor, nbytes: int, tape: Tape[Record]) -> int:
         """Return how many of the bytes of a region's activation a record would have if it ran once; 0 for no record."""
-        return self._codec.bytes_of(tensor, nbytes) if self._codec and type(tensor) in PLAIN_TYPES else nbytes
+        return self._codec.bytes_of(tensor, nbytes, tape) if self._codec and type(tensor) in PLAIN_TYPES else nbytes
 
     def _why_unfit(self, tensor: Tensor, nbytes: int) -> KeepReason | None:
         """Return why a tensor that needs ``nbytes`` stays because of its device or size, or None."""

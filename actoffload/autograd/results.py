@@ -31,6 +31,8 @@ from .originals import CHANGED, Original, Originals, source_of
 
 if TYPE_CHECKING:
     from ..runtime.store import ActivationStore
+    from ..runtime.tape import Tape
+    from ..tiers.record import Record
 
 Operation = Callable[..., Tensor]
 PRODUCT = "MulBackward0"
@@ -260,6 +262,8 @@ class Results:
         """By the number of the program's storage."""
         self._checked: dict[tuple[Any, ...], int] = {}
         """For an operation in a module: the first forward in which results were compared."""
+        self._changed: set[tuple[Any, ...]] = set()
+        """The operations in a module of which a result differed: a later one may not be compared, so all are saved."""
         self._unsure: set[tuple[Any, ...]] = set()
         """The operations in a module of which, on the CPU, not every result was compared."""
         self._forward = self._count = 0
@@ -268,11 +272,12 @@ class Results:
         """The results that keep a computed storage, the latest last. Weak, as a result ends with its last handle."""
         self._backward_end = BackwardEnd(self._forget)
 
-    def handle_of(self, tensor: Tensor, names: tuple[str | None, str | None]) -> Again | None:
+    def handle_of(self, tensor: Tensor, tape: Tape[Record], names: tuple[str | None, str | None]) -> Again | None:
         """Return the handle of a plain tensor, or None if autograd does not save what it is computed from.
 
         Args:
             tensor: is about to be saved, and may move.
+            tape: of the forward that saves it.
             names: of the module that runs, and of the tensor, where they are known.
         """
         store, storage = self._store, tensor.untyped_storage()
@@ -286,7 +291,7 @@ class Results:
         if result is None or not result.original.has_bytes_of(tensor, stream):
             if number in store.identities.records:  # it has been saved as it is
                 return None
-            result = self._find(tensor, stream, names[0])
+            result = self._find(tensor, stream, names[0], len(tape.regions))
             if result is None:
                 return None
             self._known[number] = result
@@ -308,13 +313,17 @@ class Results:
         _, names, _ = OPERATIONS[type(node).__name__]
         return all(getattr(node, f"_raw_saved_{name}").unpack_hook is not None for name in names)
 
-    def _find(self, tensor: Tensor, stream: Any, module: str | None) -> Result | None:
+    def _find(self, tensor: Tensor, stream: Any, module: str | None, regions: int) -> Result | None:
         # In backward a tensor that the program's own hooks have returned may have a node with other bytes.
         node = self.originals.node_of(tensor) if torch._C._current_graph_task_id() == -1 else None
         if not 0 < _level(node, tensor) <= LEVELS:
             return None
         node, source = _uncast(node)
-        kind = type(node).__name__
+        kind, whole = type(node).__name__, tensor if tensor._base is None else tensor._base
+        # With the regions so far, as another plan may let a first or another call of the module run once.
+        key = kind, source is not None, module, regions, whole.dtype, whole.dim()
+        if key in self._changed:
+            return None
         operation, names, options = OPERATIONS[kind]
         saved = [getattr(node, f"_raw_saved_{name}") for name in names]
         # A tensor that the node does not save has no hook, and hooks of the program's own may return anything.
@@ -325,13 +334,13 @@ class Results:
             return None
         if options:
             operation = functools.partial(operation, **{name: getattr(node, f"_saved_{name}") for name in options})
-        whole, beside_bytes = tensor if tensor._base is None else tensor._base, 0
+        beside_bytes = 0
         if source is not None:
-            kind, operation = f"cast {kind}", functools.partial(_cast, operation, whole.dtype)
+            operation = functools.partial(_cast, operation, whole.dtype)
             beside_bytes = whole.numel() * source.dtype.itemsize
         original = self.originals.original(tensor, stream)
         result = Result(whole, original, operation, handles, self._store, module, beside_bytes)
-        return result if result.level <= LEVELS and self._is_right(kind, whole, result) else None
+        return result if result.level <= LEVELS and self._is_right(key, whole, result) else None
 
     def _is_operand(self, handle: Any, device: torch.device) -> bool:
         """Return whether a handle's tensor is an activation of this store, unchanged, on a result's device.
@@ -345,7 +354,7 @@ class Results:
         stays = handle.peek(False) if hasattr(handle, "peek") else None
         return stays is not None and stays.device == device and stays.untyped_storage()._cdata not in MARKED.by_number
 
-    def _is_right(self, kind: str, whole: Tensor, result: Result) -> bool:
+    def _is_right(self, key: tuple[Any, ...], whole: Tensor, result: Result) -> bool:
         """Return whether a result has the program's bits, as far as that is checked in this forward.
 
         Raises:
@@ -355,22 +364,23 @@ class Results:
         if forward != self._forward:
             self._forward, self._count = forward, 0
         self._count += 1
-        key = kind, result.module, whole.dtype, whole.dim()
         known = self._checked.get(key, forward) < forward
         turn = (forward + self._count) % ONE_IN == 0
         if known and not on_cpu and not turn:
             return True
-        same = self._has_bits_of(whole, result, fetch=not known or (turn and on_cpu))
+        same = self._has_bits_of(whole, result, fetch=not known or turn, waits=not known or on_cpu)
         if same is None:
             self._unsure.add(key)
         elif same:
             self._checked.setdefault(key, forward)
         elif key in self._unsure:
             raise SavedTensorModifiedError(CHANGED)
+        else:
+            self._changed.add(key)
         return known if same is None else same
 
-    def _has_bits_of(self, whole: Tensor, result: Result, *, fetch: bool) -> bool | None:
-        """Return whether a result has the program's bits, which on an accelerator is true until backward learns it.
+    def _has_bits_of(self, whole: Tensor, result: Result, *, fetch: bool, waits: bool) -> bool | None:
+        """Return whether a result has the program's bits: unless the host ``waits``, true until backward learns it.
 
         Without ``fetch`` it is None if an operand has been moved away by now.
         """
@@ -378,6 +388,7 @@ class Results:
         if operands is None:
             return False if fetch else None
         # In parts: a whole result beside the program's own would raise the peak of the forward.
+        found: Tensor | None = None
         count = 1 if whole.is_cpu else min(MOST_PARTS, 1 + whole.nbytes // PART_BYTES)
         with torch.no_grad():
             for part, *needed in _parts(count, whole.detach(), *operands):
@@ -386,10 +397,11 @@ class Results:
                     return False
                 bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[part.dtype.itemsize]
                 differs = made.view(bits).ne(part.view(bits)).any()  # bits: a NaN differs from itself
-                if not whole.is_cpu:
-                    self.originals.note(result.original.stream, differs)
-                elif differs:
-                    return False
+                found = differs if found is None else found.logical_or_(differs)
+        assert found is not None, "there is one part or more"
+        if waits:
+            return not self.originals.read(found, result.original.stream)
+        self.originals.note(result.original.stream, found)
         return True
 
     def used(self, result: Result) -> None:

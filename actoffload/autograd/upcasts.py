@@ -134,6 +134,10 @@ class Upcasts:
         self.originals = originals
         self.store = originals.store
         self.held: set[tuple[int, int]] = set()
+        self._checked: dict[tuple[Any, ...], int] = {}
+        """On an accelerator, for the tensors of a module: the first forward that had any."""
+        self._changed: set[tuple[Any, ...]] = set()
+        """The modules of which one had been changed then: later ones are not waited for, so all are saved."""
         self._halves: weakref.WeakValueDictionary[int, Half] = weakref.WeakValueDictionary()
         """By the number of the float32 storage."""
 
@@ -150,9 +154,11 @@ class Upcasts:
         half = None if tensor._version or tensor.is_neg() else self._halves.get(number)
         again = half is not None and half.original.has_bytes_of(tensor, stream)
         if half is None or not again or not self._hold_again(half.record, names[1]):
+            if number in self.store.identities.records:  # it has been saved whole, outside of the regions that run once
+                return None
             if (len(tape.records), tensor.untyped_storage().nbytes() // 2) in self.held or not self.can_halve(tensor):
                 return None
-            numbers = self._numbers(tensor, stream)
+            numbers = self._numbers(tensor, stream, (names[0], len(tape.regions), tensor.dim()))
             if numbers is None:
                 return None
             record = self.store.admit(numbers, (0, numbers.nbytes), numbers.untyped_storage(), tape, names)
@@ -185,21 +191,28 @@ class Upcasts:
                 self.store.decision.named_late(record, name)
             return True
 
-    def _numbers(self, tensor: Tensor, stream: Any) -> Tensor | None:
-        """Return the upper halves of a tensor's storage; None on the CPU if a lower half is not zero.
+    def _numbers(self, tensor: Tensor, stream: Any, key: tuple[Any, ...]) -> Tensor | None:
+        """Return the upper halves of a tensor's storage; None if a lower half is not zero.
 
-        An accelerator's host cannot wait to learn that, but learns it before backward returns.
+        An accelerator's host waits to learn that in the first forward that has ``key``. Later it learns it before
+        backward returns.
         """
+        if key in self._changed:
+            return None
         storage, tier = tensor.untyped_storage(), self.store.tiers.by_device[tensor.device.type]
         with self.store.shared.lock:
             tier.make_room(storage.nbytes() // 2)
         flat = empty(torch.int16, tensor.device).detach().set_(storage, 0, (storage.nbytes() // 2,), (1,))
         lower, upper = flat[LOWER::2], flat[1 - LOWER :: 2]
+        forward = self.store.shared.accounts.steps
         if tier.copies is None:
             if torch.count_nonzero(lower):
                 return None
-        else:
+        elif self._checked.setdefault(key, forward) < forward:
             self.originals.note(stream, lower.any())
+        elif self.originals.read(lower.any(), stream):
+            self._changed.add(key)
+            return None
         whole = tensor if tensor._base is None else tensor._base
         # Not a view of the clone: its base would hold the memory.
         numbers = empty(torch.bfloat16, tensor.device).detach()

@@ -206,13 +206,14 @@ def test_backward_reads_the_present_contents_of_a_result_that_the_program_holds(
 @ON_EACH_DEVICE
 @pytest.mark.parametrize("before", [0, 3], ids=["first forward", "later"])
 def test_a_change_before_the_save_that_bumps_no_counter(where: str, before: int, offloader: Offloader) -> None:
-    """On the CPU the first such tensor is saved as it is. Otherwise a step raises: the first one, or one of sixteen."""
+    """In the first forward such a tensor is saved as it is, and in all later ones. Otherwise one step of 16 raises."""
     x, weight, other = (one.detach().nan_to_num(1.0, 1.0).requires_grad_() for one in inputs(where))
 
     def program(change: bool) -> Tensor:
         product = (x @ weight) * (x @ other)
         if change:
             product.data[5, 5] += 1.0
+            offloader.synchronize()  # so that the CPU does not compare it
         return (product @ weight).sum()
 
     def step(change: bool) -> tuple[Tensor, ...]:
@@ -223,12 +224,14 @@ def test_a_change_before_the_save_that_bumps_no_counter(where: str, before: int,
 
     for _ in range(before):
         step(False)
-    if where == "cpu" and not before:
-        assert_same_bits(step(True), torch.autograd.grad(program(True), (x, weight, other)))
+    if not before:
+        for change in (True, False, True):
+            assert_same_bits(step(change), torch.autograd.grad(program(change), (x, weight, other)))
+        assert offloader.statistics().derived_bytes == 0
         return
 
     def steps() -> None:
-        for _ in range(results.ONE_IN if before else 1):
+        for _ in range(results.ONE_IN):
             step(True)
 
     with pytest.raises(SavedTensorModifiedError, match="codec='none'"):
@@ -236,6 +239,67 @@ def test_a_change_before_the_save_that_bumps_no_counter(where: str, before: int,
     forget_failed_backward()
     assert_same_bits(step(False), torch.autograd.grad(program(False), (x, weight, other)))
     assert_empty(offloader)
+
+
+@ON_EACH_DEVICE
+@pytest.mark.parametrize("codec", ["auto", "exact"])
+def test_a_change_of_one_of_two_products_in_each_forward(where: str, codec: str, make_offloader: Make) -> None:
+    """The other one has its bits, and no comparison shows the change where operands have moved away by then."""
+    offloader = make_offloader(codec=codec, policy="all")
+    offloader.store.regions.follow(frozenset({0}))
+    x, weight, other = (one.detach().nan_to_num(1.0, 1.0).requires_grad_() for one in inputs(where))
+
+    def block(x: Tensor) -> Tensor:
+        right, changed = (x @ weight) * (x @ other), (x @ other) * (x @ other + 1)
+        changed.data.mul_(2)
+        offloader.synchronize()
+        return (right @ weight + changed @ weight).sin()
+
+    expected = torch.autograd.grad(block(x).sum(), (x, weight, other))
+    for _ in range(3):
+        with offloader:
+            loss = checkpoint(block, x, use_reentrant=False).sum()
+        offloader.synchronize()
+        assert_same_bits(torch.autograd.grad(loss, (x, weight, other)), expected)
+    assert offloader.statistics().derived_bytes == NBYTES, "of the first one, before the second one was seen"
+
+
+@ON_EACH_DEVICE
+def test_a_change_in_a_region_that_runs_once_later(where: str, make_offloader: Make) -> None:
+    """The regions share a module's name, and the results of one were right in all forwards before."""
+    offloader = make_offloader(policy="all")
+    x, weight, other = (one.detach().nan_to_num(1.0, 1.0).requires_grad_() for one in inputs(where))
+
+    def block(x: Tensor, change: bool) -> Tensor:
+        product = (x @ weight) * (x @ other)
+        product.data.mul_(2 if change else 1)
+        return (product @ weight).sin()
+
+    expected = torch.autograd.grad(block(block(x, False), True).sum(), (x, weight, other))
+    for once in ({0}, {0}, {0, 1}, {0, 1}):
+        offloader.store.regions.follow(frozenset(once))
+        with offloader:
+            y = checkpoint(block, x, False, use_reentrant=False)
+            loss = checkpoint(block, y, True, use_reentrant=False).sum()
+        offloader.synchronize()
+        assert_same_bits(torch.autograd.grad(loss, (x, weight, other)), expected)
+    assert offloader.statistics().derived_bytes == 4 * NBYTES
+
+
+@ON_EACH_DEVICE
+@pytest.mark.parametrize("before", [True, False], ids=["saved before the region", "saved in it alone"])
+def test_a_product_that_is_saved_before_a_region_is_not_computed_again(
+    where: str, before: bool, make_offloader: Make
+) -> None:
+    offloader = make_offloader(policy="all")
+    offloader.store.regions.follow(frozenset({0}))
+    x, weight, other = inputs(where)
+    with offloader:
+        product = (x @ weight) * (x @ other)
+        loss = product.sin().sum() if before else 0.0
+        loss = loss + checkpoint(torch.cos, product, use_reentrant=False).sum()
+    assert offloader.statistics().derived_bytes == (0 if before else NBYTES)
+    loss.backward()
 
 
 @ON_EACH_DEVICE
@@ -471,8 +535,11 @@ def test_none_is_computed_while_a_graph_is_captured(device: SimulatedDevice, mon
 
 
 @pytest.mark.simulated
-def test_a_change_stays_known_while_a_handle_of_its_forward_is_alive(device: SimulatedDevice) -> None:
+def test_a_change_stays_known_while_a_handle_of_its_forward_is_alive(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A later forward, or the backward of another graph, does not forget it."""
+    monkeypatch.setattr(results, "ONE_IN", 1)
     row, column = torch.ones(1, 64, device=NAME).requires_grad_(), torch.ones(64, 1, device=NAME).requires_grad_()
     with simulated(codec="exact", min_bytes=NBYTES) as offloader:
 
@@ -483,6 +550,7 @@ def test_a_change_stays_known_while_a_handle_of_its_forward_is_alive(device: Sim
                     product.data[5, 5] += 1.0
                 return product.sin().sum()
 
+        torch.autograd.grad(forward(False), row)  # the host waits for the first comparison alone
         losses = [forward(True), forward(False)]
         for _ in range(2):
             for loss in losses:

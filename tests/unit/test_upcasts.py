@@ -18,6 +18,7 @@ from actoffload import Decision, Offloader, TensorFacts
 from actoffload.autograd import originals
 from actoffload.errors import SavedTensorModifiedError, StateError
 from actoffload.runtime.profiler import Profiler
+from actoffload.runtime.regions import Regions
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
 from actoffload.tiers.tier import Tier
 from tests.harness import (
@@ -240,6 +241,7 @@ def test_a_tensor_with_a_version_counter_of_its_own_is_another_one(where: str, o
 def test_a_storage_that_its_owner_frees_and_fills_again(where: str, offloader: Offloader) -> None:
     """It has the same number and version, and other bytes at another address."""
     x = numbers(where)
+    first(offloader, x)
     wide = x.float()
     storage, expected = wide.untyped_storage(), []
     with offloader:
@@ -267,6 +269,7 @@ def test_a_storage_that_its_owner_frees_and_fills_again(where: str, offloader: O
 def test_a_change_before_the_save_that_bumps_no_counter(where: str, inside: bool, offloader: Offloader) -> None:
     """On the CPU it is seen at once. Elsewhere backward raises before it returns: of `abs` no bit would be NaN."""
     x = torch.ones(1000, dtype=torch.bfloat16).to(where).requires_grad_()
+    first(offloader, x)
     for _ in range(2):
         wide = x.float()
         wide.data[5] = -1.1
@@ -290,11 +293,41 @@ def test_a_change_before_the_save_that_bumps_no_counter(where: str, inside: bool
     assert_empty(offloader)
 
 
+@ON_EACH_DEVICE
+@pytest.mark.parametrize("codec", ["auto", "exact"])
+def test_a_change_in_the_first_forward_and_all_later_ones(where: str, codec: str, make_offloader: Make) -> None:
+    """The module's tensors are saved whole from then on: a program that trains with plain checkpoints trains."""
+    offloader = make_offloader(codec=codec, policy="all")
+    offloader.store.regions.follow(frozenset({0}))
+    x = numbers(where)
+
+    def block(x: Tensor) -> Tensor:
+        wide = x.float()
+        wide.data.mul_(1.7)
+        return wide.sin()
+
+    expected = torch.autograd.grad(block(x).sum(), x)
+    for _ in range(3):
+        with offloader:
+            loss = checkpoint(block, x, use_reentrant=False).sum()
+        offloader.synchronize()
+        assert_same_bits(torch.autograd.grad(loss, x), expected)
+    assert offloader.statistics().halved_bytes == 0
+
+
+def first(offloader: Offloader, x: Tensor) -> None:
+    """A forward whose tensors have not been changed: for its checks alone does an accelerator's host wait."""
+    with offloader:
+        loss = x.float().abs().sum()
+    torch.autograd.grad(loss, x)
+
+
 @pytest.mark.simulated
 def test_no_backward_of_what_was_saved_with_a_changed_tensor_returns(device: SimulatedDevice) -> None:
     """One backward takes the flag of a stream for all forwards before it."""
     x = torch.ones(1000, dtype=torch.bfloat16).to(NAME).requires_grad_()
     with simulated(policy=Keep(), codec="exact") as offloader:
+        first(offloader, x)
         with offloader:
             wide = x.float()
             wide.data[5] = -1.1
@@ -511,6 +544,42 @@ def test_nothing_is_halved_where_a_mode_of_the_program_would_see_it(make_offload
             Save.apply(x.float())
         runs.append(list(seen))
     assert runs[1] == runs[2]
+
+
+@ON_EACH_DEVICE
+def test_what_is_saved_whole_before_a_region_is_not_saved_in_half_as_well(where: str, make_offloader: Make) -> None:
+    """The input of several regions, say: it would take more memory than without a codec."""
+    x, saved_bytes = numbers(where), []
+    for codec in ("none", "auto"):
+        offloader = make_offloader(codec=codec, policy="all")
+        offloader.store.regions.follow(frozenset({0, 1}))
+        with offloader:
+            wide = x.float()
+            losses = [wide.sin().sum()]
+            losses += [checkpoint(one, wide, use_reentrant=False).sum() for one in (torch.cos, torch.exp)]
+        saved_bytes.append(offloader.statistics().activation_bytes)
+        torch.autograd.grad(sum(losses), x)
+        del wide, losses
+    assert saved_bytes[0] == saved_bytes[1]
+
+
+def test_each_recorded_step_reads_nodes(make_offloader: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each shape has such a step, and the limit holds for the graphs that are alive. If none of the shapes lets a
+    region run once, no other save begins to count anew."""
+    noted: list[int] = []
+    monkeypatch.setattr(Profiler, "region_saved", lambda _profiler, _region, nbytes, _kept: noted.append(nbytes))
+    monkeypatch.setattr(Regions, "follow", lambda _regions, _once: None)
+    monkeypatch.setattr(originals, "MOST", 40)  # a step reads 30
+    model = Model("cpu", checkpointed=True)
+    offloader = make_offloader(policy="auto")
+    small = []
+    for rows in (32, 64, 96):
+        model.x = torch.randn(rows, 64).bfloat16().requires_grad_()
+        noted.clear()
+        while not noted:
+            model.gradients(offloader)
+        small.append(noted.count(rows * 64 * 2))
+    assert small[0] == small[1] == small[2]
 
 
 def test_a_recorded_region_has_the_bytes_that_it_would_save(
