@@ -23,7 +23,6 @@ from ..errors import SavedTensorModifiedError, StateError
 from ..runtime.backward_end import BackwardEnd
 from ..runtime.identity import PLAIN_TYPES
 from ..tiers.device_tier import CAPTURED
-from ..tiers.storage_ref import StorageRef
 from .exclusions import MARKED
 from .handles import Handle, check_version, empty, version_probe, view_in
 from .hook_stack import OUR_UNPACKS
@@ -47,7 +46,7 @@ without vector instructions."""
 LEVELS = 2
 """So many operations follow each other at most: a chain of products would hold all its results at once in backward."""
 HELD = LEVELS + 1
-"""So many computed results are kept at most: a retained graph would otherwise hold all of them until backward ends."""
+"""So many computed results are held at most: a retained graph would otherwise hold all of them until backward ends."""
 PART_BYTES, MOST_PARTS = 8 << 20, 16
 """A comparison takes about so many bytes at a time."""
 ONE_IN = 16
@@ -69,8 +68,7 @@ class Result:
         beside_bytes: of the tensor that is cast, if the result is a cast.
 
     Attributes:
-        kept: the storage once it is computed, as long as a handle waits for it that backward has not reached.
-        waiting: how many of its handles backward has not reached yet.
+        made: the storage once it is computed, and the stream that has done so.
         level: how many operations follow each other, also through views.
         room_bytes: that backward needs to compute it; ``at_once_bytes``: with the results that it is computed from.
     """
@@ -78,17 +76,15 @@ class Result:
     __slots__ = (
         "__weakref__",
         "_like",
-        "_made",
         "_operands",
         "_store",
         "at_once_bytes",
-        "kept",
         "level",
+        "made",
         "module",
         "operation",
         "original",
         "room_bytes",
-        "waiting",
     )
 
     def __init__(
@@ -104,9 +100,7 @@ class Result:
         self._like = whole.shape, whole.stride(), whole.dtype, whole.device
         self.operation, self._operands = operation, tuple(map(_own, operands))
         self._store = store
-        self.kept: torch.UntypedStorage | None = None
-        self._made: tuple[StorageRef, Any] | None = None
-        self.waiting = 0
+        self.made: tuple[torch.UntypedStorage, Any] | None = None
         self.original, self.module = original, module
         results: list[Result] = [operand.result for operand in operands if isinstance(operand, Again)]
         self.level: int = 1 + max((one.level for one in results), default=0)
@@ -133,10 +127,9 @@ class Result:
         """Return a storage with the bytes of the original, safe to use on the current stream."""
         shape, stride, dtype, device = self._like
         tier = self._store.tiers.by_device[device.type]
-        current, made = tier.stream_of(device), self._made
+        current, made = tier.stream_of(device), self.made
         # A storage that another stream computes may not be there yet when this stream reads it.
-        found = made[0].lock() if made is not None and made[1] == current else None
-        if found is None:
+        if made is None or made[1] != current:
             # Neither a graph nor a call that a mode of the program sees.
             modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
             with torch.no_grad(), modes:
@@ -151,10 +144,9 @@ class Result:
                         return tensor
                     return empty(dtype, device).new_empty_strided(shape, stride).copy_(tensor)
 
-                found = self.kept = tier.with_room(compute).untyped_storage()
-                self._made = StorageRef(found), current
-            self._store.regions.computed(found)
-        return found
+                made = self.made = tier.with_room(compute).untyped_storage(), current
+            self._store.regions.computed(made[0])
+        return made[0]
 
 
 def _own(handle: Any) -> Any:
@@ -198,7 +190,7 @@ def _present(handle: Any) -> Tensor:
 class Again:
     """The handle of one saved view of a `Result`."""
 
-    __slots__ = ("conj", "dtype", "neg", "offset", "probe", "result", "results", "shape", "stride", "version", "waits")
+    __slots__ = ("conj", "dtype", "neg", "offset", "probe", "result", "results", "shape", "stride", "version")
 
     def __init__(self, results: Results, result: Result, alias: Tensor) -> None:
         self.dtype, self.shape, self.stride = alias.dtype, alias.shape, alias.stride()
@@ -207,8 +199,7 @@ class Again:
         self.version = alias._version
         self.probe = version_probe(alias)
         self.results = results
-        self.result, self.waits = result, True
-        result.waiting += 1
+        self.result = result
 
     def unpack(self) -> Tensor:
         """Return the saved view, bit for bit.
@@ -228,8 +219,6 @@ class Again:
             raise StateError(CAPTURED)  # no copy of the flag may be enqueued
         try:
             storage = result.storage()
-            result.waiting -= self.waits
-            self.waits = False
             self.results.used(result)
         except BaseException as error:
             store.abort_if_interrupted(error)
@@ -269,7 +258,7 @@ class Results:
         self._forward = self._count = 0
         """The running forward, and its results so far."""
         self._made: list[weakref.ref[Result]] = []
-        """The results that keep a computed storage, the latest last. Weak, as a result ends with its last handle."""
+        """The results that hold a computed storage, the latest last. Weak, as a result ends with its last handle."""
         self._backward_end = BackwardEnd(self._forget)
 
     def handle_of(self, tensor: Tensor, tape: Tape[Record], names: tuple[str | None, str | None]) -> Again | None:
@@ -405,14 +394,11 @@ class Results:
         return True
 
     def used(self, result: Result) -> None:
-        """Note that backward uses a result. It is kept while a handle waits for it, at most until backward ends."""
+        """Note that backward uses a result, which is held for the next nodes, and no longer than backward runs."""
         inside = self._backward_end.expect()
         with self._store.shared.lock:  # another thread may run backward, too
             held = [one for one in self._made if one() not in (None, result)]
-            if result.waiting > 0:
-                held.append(weakref.ref(result))
-            else:
-                result.kept = None
+            held.append(weakref.ref(result))
             dropped, self._made = (held[:-HELD], held[-HELD:]) if inside else (held, [])
         _forget(dropped)
         self.originals.used(result.device.type, result.original.stream)
@@ -427,7 +413,7 @@ def _forget(made: Iterable[weakref.ref[Result]]) -> None:
     for one in made:
         result = one()
         if result is not None:
-            result.kept = None
+            result.made = None
 
 
 def _level(node: Any, tensor: Tensor, most: int = LEVELS + 1) -> int:

@@ -17,6 +17,8 @@ from ..errors import ConfigError
 from ..policy import KeepReason
 from .profile import DERIVED, RECOMPUTED, ROUNDING, Profile, Region, RegionSave, Storage
 
+OPERANDS = 2
+"""As many tensors, saved just before it, does backward need to compute one again."""
 PLACED = ("", KeepReason.EXCLUDED.value)
 """A storage that may move has a place on its tape, and so has one that the user's patterns keep."""
 
@@ -42,9 +44,7 @@ def more_beside(base: Profile, once: Collection[int]) -> int:
     more = sum(storage.nbytes for storage in held if storage.input_of in once)
     if once and {region.place for region in base.regions} <= set(once):
         more += max(sum(save.nbytes for save in region.saves) for region in base.regions)
-    # Backward may still hold one that it computed again, which counts no more, beside the gradients of the next nodes.
-    derived = (save.nbytes for r in base.regions if r.place in once for save in r.saves if save.kept == DERIVED)
-    return more + max(derived, default=0)
+    return more
 
 
 def with_regions(base: Profile, once: Collection[int]) -> Profile:
@@ -191,18 +191,16 @@ def _saved_once(region: Region, shift: _Shift) -> list[Storage]:
     until_s = shift(region.backward_end_s)
     backward_s = until_s - shift(_again_s(region))
     saves = sorted(region.saves, key=lambda save: save.offset_s)
-    # So that no share passes 1, and a region that took no time divides by something.
-    whole_s = max([region.recompute_s, *(save.offset_s for save in saves)]) or 1.0
+    # The second run ends at the last save, the first one with the operator that needs it. Without time, 1 divides.
+    whole_s = max([forward_s, region.recompute_s, *(save.offset_s for save in saves)]) or 1.0
     shares = [save.offset_s / whole_s for save in saves]
-    forward_s = min(forward_s, whole_s)  # the second run ends at the last save, so what follows is not in its times
     # An operator's forward ends as the next storage is saved. Backward reverses that: the operator, which needs its own
     # storage, begins as backward has left the next storage.
     again = [until_s - following * backward_s for _, following in pairwise([*shares, 1.0])]
-    derived = [number for number, save in enumerate(saves) if save.kept == DERIVED]
-    for number, later in reversed(list(pairwise(derived))):
-        # The later one may be computed from it, as a product is from an activation, with the other factor in between.
-        if later - number <= 2:
-            again[number] = again[later]
+    for number in reversed([number for number, save in enumerate(saves) if save.kept == DERIVED]):
+        # It is computed from the last one or two before it: a product from an activation and the other factor.
+        for operand in range(max(0, number - OPERANDS), number):
+            again[operand] = again[number]
     return [
         Storage(
             index=0 if save.kept in PLACED else None,

@@ -122,6 +122,69 @@ def test_every_bit_comes_back(
 
 
 @ON_EACH_DEVICE
+@pytest.mark.parametrize(
+    ("dtype", "cast"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float64, torch.float32)],
+)
+def test_the_cast_of_a_product_is_computed_again(
+    where: str, dtype: torch.dtype, cast: torch.dtype, offloader: Offloader
+) -> None:
+    """As adapters in float32 save it. On the CPU the bits of a NaN that is rounded depend on the number of threads."""
+    tensors = *inputs(where, dtype), torch.randn(64, 64).to(where, cast).requires_grad_()
+
+    def program(x: Tensor, weight: Tensor, other: Tensor, adapter: Tensor) -> Tensor:
+        return ((x @ weight) * (x @ other)).to(cast) @ adapter
+
+    expected = gradients(program, tensors, None, twice=True)
+    for step in (1, 2, 3):
+        assert_same_bits(gradients(program, tensors, offloader, twice=True), expected)
+        widened = cast is torch.float32 and dtype is torch.bfloat16
+        nbytes = 64 * 64 * cast.itemsize if widened or where != "cpu" else 0
+        assert offloader.statistics().derived_bytes == step * nbytes
+        assert offloader.statistics().halved_bytes == 0, "it is not saved at all"
+    assert_empty(offloader)
+
+
+@pytest.mark.simulated
+def test_a_product_on_another_device_is_not_computed_again(offloader: Offloader) -> None:
+    x, weight, _ = inputs("cpu", torch.bfloat16)
+    last = weight.detach().to("sim", torch.float32).requires_grad_()
+
+    def program(x: Tensor, weight: Tensor, last: Tensor) -> Tensor:
+        return (x.sin() * (x @ weight)).to("sim", torch.float32) @ last
+
+    expected = gradients(program, (x, weight, last), None)
+    for _ in range(3):
+        assert_same_bits(gradients(program, (x, weight, last), offloader), expected)
+    assert offloader.statistics().derived_bytes == 0
+
+
+@ON_EACH_DEVICE
+def test_an_activation_is_computed_once_for_its_product_and_its_own_node(where: str, offloader: Offloader) -> None:
+    """And dies with them."""
+    tensors, computed = inputs(where), list[int]()
+    note = offloader.store.regions.computed
+
+    def noted(storage: torch.UntypedStorage) -> None:
+        note(storage)
+        computed.append(accounts_of(offloader).recomputed_bytes)
+
+    offloader.store.regions.computed = noted  # type: ignore[method-assign]
+    results_of_each = 1 if where == "cpu" else 2
+    for blocks in (1, 4):
+        computed.clear()
+
+        def program(x: Tensor, weight: Tensor, other: Tensor, blocks: int = blocks) -> Tensor:
+            for _ in range(blocks):
+                x = gated(x, weight, other)
+            return x
+
+        gradients(program, tensors, offloader)
+        assert len(computed) == blocks * results_of_each
+        assert max(computed) == results_of_each * NBYTES
+
+
+@ON_EACH_DEVICE
 def test_backward_of_backward(where: str, offloader: Offloader) -> None:
     tensors = inputs(where)
 
@@ -650,7 +713,7 @@ def test_a_region_that_has_run_again_gives_its_room_to_a_result(where: str, make
     tier, held = tier_of(offloader), list[int]()
     make_room = tier.make_room
 
-    def noted(nbytes: int) -> float:
+    def noted(nbytes: int) -> Any:
         held.append(accounts_of(offloader).recomputed_bytes if nbytes == NBYTES else 0)
         return make_room(nbytes)
 
