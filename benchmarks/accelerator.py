@@ -4,10 +4,11 @@
 
 In virtual time, as `tests.scaled_llama` says: nothing depends on the machine, and all sizes and times are those of the
 full step. With the host ahead of the device, with a host that is the slower one, and with every layer checkpointed, the
-last also with the logits and the loss of a vocabulary of 32,000; and ``codec="exact"`` beside none, in bf16. The
-allocator's peak is what PyTorch's own counter says, less what was there before the step. "Driver calls" are those of
-the library for events, waits, copies, times and the allocator (`record_stream`) in the last step, without questions
-whether a graph is captured. TRL's ``OffloadActivations`` is its own code; its hooks take no time of the host.
+last also with the logits and the loss of a vocabulary of 32,000, and in bf16 with LoRA adapters in float32; and
+``codec="exact"`` beside none, in bf16. The allocator's peak is what PyTorch's own counter says, less what was there
+before the step. "Driver calls" are those of the library for events, waits, copies, times and the allocator
+(`record_stream`) in the last step, without questions whether a graph is captured. TRL's ``OffloadActivations`` is its
+own code; its hooks take no time of the host.
 """
 
 from __future__ import annotations
@@ -44,6 +45,11 @@ MODES: dict[str, dict[str, Any]] = {
     AT_TRL: {"options": {"device_budget": 0.0}},
 }
 CHECKPOINTED, WITH_LOSS = "checkpointed", "checkpointed, with logits and loss"
+SHAPES: dict[str, dict[str, Any]] = {
+    CHECKPOINTED: {},
+    WITH_LOSS: {"head": True},
+    "checkpointed, LoRA": {"lora": True, "bf16": True},
+}
 CODED = "codec"
 CODED_ROWS: dict[str, dict[str, Any]] = {"default": {}, "device_budget 40 %": {"device_budget": 0.4}}
 HOST, NVME, NO_USE = "host, 52 GB/s", "NVMe, 12/24 GB/s", "0.2 GB/s"
@@ -62,13 +68,14 @@ Rows = dict[str, Row]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, write the result file; return 1 where a bound does not hold."""
-    parser, hosts = harness.make_parser(__doc__), [*LAUNCHES, CHECKPOINTED, WITH_LOSS, CODED]
+    parser, hosts = harness.make_parser(__doc__), [*LAUNCHES, *SHAPES, CODED]
     parser.add_argument("--rows", nargs="+", choices=list(MODES), default=list(MODES), help="only these, and keep")
     parser.add_argument("--hosts", nargs="+", choices=hosts, default=hosts, help="only these")
     parser.add_argument("--links", nargs="+", choices=list(LINKS), default=list(LINKS), help="checkpointed: only these")
     options = parser.parse_args(arguments)
     configuration = {"launch_s": LAUNCHES, "layers": LAYERS, "steps": STEPS, "modes": MODES, "links": LINKS}
-    variant = options.hosts[0] if options.hosts in ([CODED], [CHECKPOINTED]) else ""
+    chosen = set(options.hosts)
+    variant = CODED if chosen == {CODED} else CHECKPOINTED if chosen <= set(SHAPES) else ""
     results = harness.Results("accelerator", arguments, configuration, variant=variant)
     rows: dict[str, Rows] = {host: {} for host in options.hosts}
     bounds = []
@@ -80,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             bounds += _coded(take, options)
         else:
             shorter = SHORTER if host == CHECKPOINTED else {}
-            bounds += _checkpointed(partial(take, head=host == WITH_LOSS), options, shorter)
+            bounds += _checkpointed(partial(take, **SHAPES[host]), options, shorter, both=host != WITH_LOSS)
     tables = [harness.table_of(host, found, COLUMNS) for host, found in rows.items()]
     failed = [row for found in rows.values() for row in found.values() if "error" in row]
     return 0 if results.finish("\n".join(tables), bounds) and not failed else 1
@@ -112,13 +119,13 @@ def _modes(host: str, found: Rows, take: Callable[..., Row], options: argparse.N
 
 
 def _checkpointed(
-    take: Callable[..., Row], options: argparse.Namespace, shorter: dict[tuple[str, float], float]
+    take: Callable[..., Row], options: argparse.Namespace, shorter: dict[tuple[str, float], float], *, both: bool
 ) -> list[Bound]:
     """Every layer checkpointed, at the peak of checkpointing alone and above; what must hold."""
     take("keep")
     alone = take("checkpointing", checkpointed=True)
     bounds = []
-    for link, room, codec in product(options.links, ROOMS, ("auto", "none") if shorter else ("auto",)):
+    for link, room, codec in product(options.links, ROOMS, ("auto", "none") if both else ("auto",)):
         limit = room * alone["peak_bytes"]
         what = f"{link}, {f'+ {100 * room - 100:.0f} %' if room > 1 else 'default'}"
         what += ", codec none" if codec == "none" else ""

@@ -36,7 +36,7 @@ from tests.host_bound import charge, highest_allocated, use_virtual_time
 
 BYTES, FLOPS = 256, 8192
 LINK_BYTES_PER_S, MEMORY_BYTES_PER_S = 52e9, 2.6e12
-LAYERS, TOKENS, WIDTH, INNER, KEYS, VOCABULARY = 16, 256, 256, 896, 64, 2000
+LAYERS, TOKENS, WIDTH, INNER, KEYS, VOCABULARY, RANK = 16, 256, 256, 896, 64, 2000, 2
 GPU = {
     "flops": 600e12 / FLOPS,
     "memory_bytes_per_s": MEMORY_BYTES_PER_S / BYTES,
@@ -113,6 +113,29 @@ class _Layer(nn.Module):
         return out
 
 
+class _Adapted(nn.Module):
+    """A linear map with a frozen weight and a LoRA adapter in float32, as PEFT makes them for a model in bfloat16."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.frozen = linear.requires_grad_(False)
+        self.down = nn.Linear(linear.in_features, RANK, bias=False)
+        self.up = nn.Linear(RANK, linear.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.frozen(x)
+        out = out + self.up(self.down(x.float())) * 2.0
+        return out.to(x.dtype)
+
+
+def _adapt(layer: _Layer) -> None:
+    for name, module in list(layer.named_children()):
+        if isinstance(module, nn.Linear):
+            setattr(layer, name, _Adapted(module))
+        else:
+            module.requires_grad_(False)
+
+
 class _Checkpointed(nn.Module):
     """A layer under the program's checkpoint, as with a framework's flag."""
 
@@ -148,6 +171,7 @@ class Step:
         head: with `_Head`.
         link: bytes per second to the host and to the device; None for those of `GPU`.
         bf16: see above.
+        lora: only adapters of the layers are trained; takes ``bf16``.
     """
 
     def __init__(
@@ -161,6 +185,7 @@ class Step:
         head: bool = False,
         link: tuple[float, float] | None = None,
         bf16: bool = False,
+        lora: bool = False,
     ) -> None:
         scale = self.scale = BYTES * (1 + bf16)
         self.device = device
@@ -169,12 +194,19 @@ class Step:
         rates["memory_bytes_per_s"] = MEMORY_BYTES_PER_S / scale
         device.model(launch_s=launch_s, **GPU | rates)
         torch.manual_seed(0)
-        made = [_Checkpointed(_Layer()) if checkpointed and i not in plain else _Layer() for i in range(layers)]
+        blocks = [_Layer() for _ in range(layers)]
+        if lora:
+            for block in blocks:
+                _adapt(block)
+        made = [_Checkpointed(block) if checkpointed and i not in plain else block for i, block in enumerate(blocks)]
         self.model = nn.Sequential(*made, *([_Head()] if head else ())).to(NAME)
-        self.model.to(torch.bfloat16 if bf16 else torch.float32)
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.to(
+                torch.bfloat16 if bf16 and parameter.requires_grad != lora else torch.float32
+            )
         for parameter in self.model.parameters():
             parameter.data.mul_(0.1)
-        self._x = torch.randn(TOKENS, WIDTH).to(NAME, torch.bfloat16 if bf16 else torch.float32)
+        self._x = torch.randn(TOKENS, WIDTH).to(NAME, torch.bfloat16 if bf16 else torch.float32).requires_grad_(lora)
         self.take(nullcontext())  # makes the gradients, which stay
         device.synchronize()
         self.base_bytes = torch.accelerator.memory_allocated()
@@ -209,6 +241,7 @@ class Step:
         step_s = device.clock_s - began_s
         peak_bytes = max(peaks) - base_bytes
         self.model.zero_grad(set_to_none=False)
+        self._x.grad = None
         return {
             "step_s": step_s,
             "host_s": host_s,
@@ -272,6 +305,7 @@ def run(
     head: bool = False,
     link: tuple[float, float] | None = None,
     bf16: bool = False,
+    lora: bool = False,
 ) -> dict[str, Any]:
     """Train in one mode and return its last step, as `Step.take` does, with ``saved_bytes`` and the counts.
 
@@ -282,11 +316,12 @@ def run(
             saved bytes. ``device_memory`` excludes the memory used between steps, and has no division by `BYTES`.
         launch_s: see `LAUNCHES`.
         steps: how many are taken.
-        layers, checkpointed, plain, head, link, bf16: see `Step`.
+        layers, checkpointed, plain, head, link, bf16, lora: see `Step`.
         seam: ``"trl"`` for TRL's context, with the ``options`` None.
     """
     with pytest.MonkeyPatch.context() as patch:
-        shape: dict[str, Any] = {"checkpointed": checkpointed, "plain": plain, "head": head, "link": link, "bf16": bf16}
+        shape: dict[str, Any] = {"checkpointed": checkpointed, "plain": plain, "head": head, "link": link}
+        shape |= {"bf16": bf16, "lora": lora}
         step = Step(install(), launch_s, layers, **shape)
         use_virtual_time(step.device, patch)
         scale(patch, step.scale)
