@@ -45,6 +45,8 @@ product has the same bits whatever the number of threads is, as the last element
 without vector instructions."""
 LEVELS = 2
 """So many operations follow each other at most: a chain of products would hold all its results at once in backward."""
+CASTS = 2
+"""So many casts in a row may follow: an adapter in float32 casts, and so does autocast."""
 HELD = LEVELS + 1
 """So many computed results are held at most: a retained graph would otherwise hold all of them until backward ends."""
 PART_BYTES, MOST_PARTS = 8 << 20, 16
@@ -65,7 +67,7 @@ class Result:
         operands: the handles of the saved tensors that it is computed from.
         store: makes room.
         module: the name of the module that ran, if known.
-        beside_bytes: of the tensor that is cast, if the result is a cast.
+        beside_bytes: of the largest tensor that is cast, if the result is a cast.
 
     Attributes:
         made: the storage once it is computed, and the stream that has done so.
@@ -298,7 +300,7 @@ class Results:
         node = self.originals.node_of(tensor)
         if not 0 < _level(node, tensor) <= LEVELS:
             return False
-        node, _ = _uncast(node)
+        node, _ = _uncast(node, tensor)
         _, names, _ = OPERATIONS[type(node).__name__]
         return all(getattr(node, f"_raw_saved_{name}").unpack_hook is not None for name in names)
 
@@ -307,10 +309,10 @@ class Results:
         node = self.originals.node_of(tensor) if torch._C._current_graph_task_id() == -1 else None
         if not 0 < _level(node, tensor) <= LEVELS:
             return None
-        node, source = _uncast(node)
+        node, casts = _uncast(node, tensor)
         kind, whole = type(node).__name__, tensor if tensor._base is None else tensor._base
         # With the regions so far, as another plan may let a first or another call of the module run once.
-        key = kind, source is not None, module, regions, whole.dtype, whole.dim()
+        key = kind, tuple(casts), module, regions, whole.dtype, whole.dim()
         if key in self._changed:
             return None
         operation, names, options = OPERATIONS[kind]
@@ -324,9 +326,9 @@ class Results:
         if options:
             operation = functools.partial(operation, **{name: getattr(node, f"_saved_{name}") for name in options})
         beside_bytes = 0
-        if source is not None:
-            operation = functools.partial(_cast, operation, whole.dtype)
-            beside_bytes = whole.numel() * source.dtype.itemsize
+        if casts:
+            operation = functools.partial(_cast, operation, casts)
+            beside_bytes = whole.numel() * max(d.itemsize for d in (node._input_metadata[0].dtype, *casts[:-1]))
         original = self.originals.original(tensor, stream)
         result = Result(whole, original, operation, handles, self._store, module, beside_bytes)
         return result if result.level <= LEVELS and self._is_right(key, whole, result) else None
@@ -421,12 +423,9 @@ def _level(node: Any, tensor: Tensor, most: int = LEVELS + 1) -> int:
 
     It is 0 if the node is of no operation. No more nodes are read than needed: see `originals.MOST`.
     """
-    cast = node
-    node, source = _uncast(cast)
+    node, _ = _uncast(node, tensor)
     kind = type(node).__name__
     if kind not in OPERATIONS or (tensor.is_cpu and kind != PRODUCT):
-        return 0
-    if source is not None and (source.device != tensor.device or not _is_exact(cast, source)):
         return 0
     operands = [following for following, _ in node.next_functions]
     # A leaf: see `Results._is_operand`. Without a node an operand needs no gradient, so its node does not save another.
@@ -435,24 +434,30 @@ def _level(node: Any, tensor: Tensor, most: int = LEVELS + 1) -> int:
     return 1 + max(_level(operand, tensor, most - 1) for operand in operands) if most > 1 else 1
 
 
-def _uncast(node: Any) -> tuple[Any, Any]:
-    """Return the node whose result a node casts, and the dtype and device of that; the node itself if it is no cast."""
-    return source_of(node) or (node, None)
+def _uncast(node: Any, tensor: Tensor) -> tuple[Any, list[torch.dtype]]:
+    """Return the node behind a tensor's casts, and the dtypes of these; None for the node if a bit may differ.
 
-
-def _is_exact(cast: Any, source: Any) -> bool:
-    """Return whether a cast has the same bits whatever the number of threads is, as those of all accelerators have.
-
-    On the CPU NaNs that are rounded depend on it, as the last elements of each thread's part do otherwise.
+    On the CPU only casts without rounding have the same bits whatever the number of threads is: the last elements of
+    each thread's part round a NaN otherwise.
     """
-    made = cast._input_metadata[0].dtype
-    widened: bool = source.dtype is torch.bfloat16 and made is torch.float32
-    return widened or (source.device.type != "cpu" and source.dtype.is_floating_point)
+    casts: list[torch.dtype] = []
+    while len(casts) < CASTS and (found := source_of(node)) is not None:
+        source, before = found
+        dtype = node._input_metadata[0].dtype
+        widened = before.dtype is torch.bfloat16 and dtype is torch.float32
+        if before.device != tensor.device or not (widened or (before.dtype.is_floating_point and not tensor.is_cpu)):
+            return None, []
+        casts.insert(0, dtype)
+        node = source
+    return node, casts
 
 
-def _cast(operation: Operation, dtype: torch.dtype, *operands: Tensor) -> Tensor:
+def _cast(operation: Operation, casts: list[torch.dtype], *operands: Tensor) -> Tensor:
     """Return an operation's result, cast."""
-    return operation(*operands).to(dtype)
+    result = operation(*operands)
+    for dtype in casts:
+        result = result.to(dtype)
+    return result
 
 
 def _parts(count: int, whole: Tensor, *operands: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -123,23 +123,31 @@ def test_every_bit_comes_back(
 
 @ON_EACH_DEVICE
 @pytest.mark.parametrize(
-    ("dtype", "cast"),
-    [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float64, torch.float32)],
+    ("dtype", "casts"),
+    [
+        (torch.bfloat16, [torch.float32]),
+        (torch.bfloat16, [torch.float32, torch.bfloat16]),
+        (torch.float32, [torch.bfloat16]),
+        (torch.float64, [torch.float32]),
+    ],
 )
 def test_the_cast_of_a_product_is_computed_again(
-    where: str, dtype: torch.dtype, cast: torch.dtype, offloader: Offloader
+    where: str, dtype: torch.dtype, casts: list[torch.dtype], offloader: Offloader
 ) -> None:
-    """As adapters in float32 save it. On the CPU the bits of a NaN that is rounded depend on the number of threads."""
-    tensors = *inputs(where, dtype), torch.randn(64, 64).to(where, cast).requires_grad_()
+    """As adapters in float32 save it, and autocast. On the CPU a NaN's bits after rounding depend on the threads."""
+    tensors = *inputs(where, dtype), torch.randn(64, 64).to(where, casts[-1]).requires_grad_()
 
     def program(x: Tensor, weight: Tensor, other: Tensor, adapter: Tensor) -> Tensor:
-        return ((x @ weight) * (x @ other)).to(cast) @ adapter
+        product = (x @ weight) * (x @ other)
+        for one in casts:
+            product = product.to(one)
+        return product @ adapter
 
     expected = gradients(program, tensors, None, twice=True)
     for step in (1, 2, 3):
         assert_same_bits(gradients(program, tensors, offloader, twice=True), expected)
-        widened = cast is torch.float32 and dtype is torch.bfloat16
-        nbytes = 64 * 64 * cast.itemsize if widened or where != "cpu" else 0
+        widened = casts == [torch.float32] and dtype is torch.bfloat16
+        nbytes = 64 * 64 * casts[-1].itemsize if widened or where != "cpu" else 0
         assert offloader.statistics().derived_bytes == step * nbytes
         assert offloader.statistics().halved_bytes == 0, "it is not saved at all"
     assert_empty(offloader)
