@@ -50,15 +50,16 @@ class Recomputation:
         region: the region that runs again, or that has the nested checkpoint which does.
         key: equal for all recomputations of one kind: the region's place, or less than 0 for a nested checkpoint.
         alike: equal for all recomputations that save as much, by which its count is remembered; None if it is not.
-        known_bytes: the remembered count of its bytes, which then hold until backward has left the region. None while
+        known_bytes: the remembered count of its bytes, which then counts until backward has left the region. None if
             they are counted.
+        run: the run of backward in which it runs.
         saved: each storage with its bytes, by its number. The weak reference keeps the number its own.
         leaving: storages, by their numbers, whose copy to the host is under way, so that they count until its end. The
             weak reference keeps the number its own.
         held: the profiler's entry for its bytes; None while no step is recorded.
     """
 
-    __slots__ = ("alike", "held", "key", "known_bytes", "leaving", "region", "saved")
+    __slots__ = ("alike", "held", "key", "known_bytes", "leaving", "region", "run", "saved")
 
     def __init__(self, region: Region, nested: bool) -> None:
         self.region = region
@@ -68,6 +69,7 @@ class Recomputation:
         self.held: SavedStorage | None = None
         self.alike: Hashable = None
         self.known_bytes: int | None = None
+        self.run: int = torch._C._current_graph_task_id()
 
     def alive_bytes(self) -> int:
         """Return the bytes of the live storages, and drop the dead."""
@@ -349,17 +351,20 @@ class Regions:
             with self._profiler.stopwatch.hook(), self._profiler.noting():
                 self._run.look_at_memory(self.tiers, place, born=born, used=used)
 
-    def passed(self, *, left: bool = False) -> None:
+    def passed(self, *, left: bool = False, over: bool = False) -> None:
         """Count the bytes that backward has made and still holds. The lock is held.
 
-        ``left``: backward has reached something outside of the regions that ran again before. Autograd runs the nodes
-        of a later forward first, so it has left these regions.
+        Args:
+            left: backward has reached something outside of the regions that have run again in this run of it. Autograd
+                runs the nodes of a region one after the other, so it has left them.
+            over: no backward runs.
         """
         nbytes, held = 0, list[Recomputation | Derived]()
+        run = torch._C._current_graph_task_id() if left else None  # another thread may run backward, too
         for recomputation in self.held:
             alive = recomputation.alive_bytes()
-            if left and isinstance(recomputation, Recomputation) and recomputation.known_bytes is not None:
-                alive = 0
+            if isinstance(recomputation, Recomputation) and recomputation.known_bytes is not None:
+                alive = 0 if over or run == recomputation.run else alive
             nbytes += alive
             if alive:
                 held.append(recomputation)

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import pickle
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -592,6 +593,40 @@ def test_a_recomputation_whose_count_is_remembered_ends_as_backward_leaves_its_r
             loss = (z * y).sum()
         loss.backward()
         assert held == [2 * ACTIVATION, 2 * ACTIVATION, 0], "exp and tanh of each region, and not those of both"
+
+
+def test_a_remembered_count_ends_with_its_own_backward(make_offloader: MakeOffloader) -> None:
+    """Another thread's backward, or one within, does not end it. A backward that raises does not leave it behind."""
+    offloader, fails = make_offloader(policy="keep"), list[bool]()
+
+    def other_backward() -> None:
+        with offloader:
+            loss = (batch().requires_grad_() * 2).exp().sin().sum()
+        loss.backward()
+
+    def look(grad: Tensor) -> None:
+        if fails:
+            raise ConnectionError
+        thread = threading.Thread(target=other_backward)
+        thread.start()
+        thread.join()
+        held.append(accounts_of(offloader).recomputed_bytes)
+
+    def region(x: Tensor) -> Tensor:
+        y = torch.tanh(x.exp())
+        y.register_hook(look)
+        return y.sin()
+
+    for step in range(4):
+        held: list[int] = []
+        fails[:] = [True] if step == 2 else []
+        with offloader:
+            assert accounts_of(offloader).recomputed_bytes == 0
+            loss = checkpoint(region, batch().requires_grad_() * 2, use_reentrant=False).sum()
+        with pytest.raises(ConnectionError) if fails else contextlib.nullcontext():
+            loss.backward()
+        del loss
+        assert held == ([] if fails else [2 * ACTIVATION])
 
 
 @pytest.mark.parametrize("once", [(), (0,)])
