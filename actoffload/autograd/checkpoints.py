@@ -283,11 +283,27 @@ def _unwrapped(function: Any) -> tuple[Any, nn.Module | None]:
     return function, owner if isinstance(owner, nn.Module) else None
 
 
+class _Same:
+    """One module, weakly, as it may compare equal to another, and have no hash."""
+
+    __slots__ = ("_hash", "_module")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._hash = weakref.ref(module), id(module)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        module = self._module()
+        return isinstance(other, _Same) and module is not None and module is other._module()
+
+
 def _identity(function: Any) -> Hashable:
     """Return what two runs of one module, or of one function's code, have in common."""
     function, module = _unwrapped(function)
     if module is not None:
-        return weakref.ref(module)
+        return _Same(module)
     identity: Hashable = getattr(function, "__code__", None) or type(function).__qualname__
     return identity
 

@@ -163,8 +163,7 @@ class Packer:
                 if is_filled_later(tensor):
                     return self._keep(tensor, KeepReason.FILLED_LATER, nbytes)
                 tape, module = self.tape(), self._module_names.innermost()
-                with sharing_counters():
-                    coded = self._coded(tensor, tape)
+                coded = self._coded(tensor)
                 if coded is not None:
                     return coded
                 if new and tape.planned:
@@ -201,7 +200,7 @@ class Packer:
         if reason is not None:
             return self._keep(tensor, reason, end - begin)
         counters = counters or own_counter(tensor)
-        coded = None if counters else self._coded(tensor, self.tape())
+        coded = None if counters else self._coded(tensor)
         if coded is not None:
             return coded
         alias = tensor.detach()
@@ -212,13 +211,14 @@ class Packer:
                 return again
         return self._save(alias, storage, (begin, end), self.tape(), self._module_names.innermost(), counters=counters)
 
-    def _coded(self, tensor: Tensor, tape: Tape[Record]) -> Any:
+    def _coded(self, tensor: Tensor) -> Any:
         """Return the handle of a plain tensor that is saved in another form, or None."""
         # A region that runs again would compute all of its tensors again: to compute a few costs less than it saves.
         if self._codec is None or not (self._codes_all or self._forwards.runs_once):
             return None
-        names = self._module_names.innermost(), self._name_of(tensor.untyped_storage())
-        return self._codec.handle_of(tensor, tape, names)
+        with sharing_counters():
+            names = self._module_names.innermost(), self._name_of(tensor.untyped_storage())
+            return self._codec.handle_of(tensor, self.tape(), names)
 
     def _with_attributes(self, tensor: Tensor, handle: Any) -> Any:
         """Return a handle that restores the tensor's Python attributes, as autograd does without hooks."""

@@ -9,6 +9,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -593,6 +594,31 @@ def test_a_recomputation_whose_count_is_remembered_ends_as_backward_leaves_its_r
             loss = (z * y).sum()
         loss.backward()
         assert held == [2 * ACTIVATION, 2 * ACTIVATION, 0], "exp and tanh of each region, and not those of both"
+
+
+def test_modules_that_compare_equal_have_counts_of_their_own(make_offloader: MakeOffloader) -> None:
+    @dataclass
+    class Equal(nn.Module):  # and without a hash
+        times: int = field(compare=False)
+
+        def __post_init__(self) -> None:
+            super().__init__()
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(self.times):
+                x = x.exp()
+            x.register_hook(lambda grad: held.append(accounts_of(offloader).recomputed_bytes))
+            return x.sin()
+
+    offloader, modules = make_offloader(policy="keep"), [Equal(1), Equal(2)]
+    assert modules[0] == modules[1]
+    for _ in range(2):
+        for module in modules:
+            held: list[int] = []
+            with offloader:
+                loss = checkpoint(module, batch().requires_grad_() * 2, use_reentrant=False).sum()
+            loss.backward()
+            assert held == [module.times * ACTIVATION]
 
 
 def test_a_remembered_count_ends_with_its_own_backward(make_offloader: MakeOffloader) -> None:
