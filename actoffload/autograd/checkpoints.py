@@ -99,7 +99,7 @@ class Checkpoints:
         names: ModuleScopes,
     ) -> None:
         self.forwards = forwards
-        self._regions, self._profiler = store.regions, store.profiler
+        self._regions, self._profiler, self._decision = store.regions, store.profiler, store.decision
         self._packer, self._exclusions, self._names = packer, exclusions, names
         with _Original.lock:  # another thread may iterate over the set, which must not change meanwhile
             _everywhere.add(self)
@@ -122,7 +122,11 @@ class Checkpoints:
         """
         entry, function = self.forwards.stack[-1], given[0]
         name = self._name(function) if self._profiler.running else ""  # only a recorded step shows names
-        region = self._regions.begin(self._packer.tape(), name)
+        tape = self._packer.tape()
+        if not len(tape) and not tape.regions:  # first: the shapes decide on the plan, and so on this region
+            leaves = tree_leaves((given[1:], options))
+            self._decision.region_begins(sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor)))
+        region = self._regions.begin(tape, name)
         entry.region = region
         try:
             if region.once:

@@ -111,6 +111,14 @@ class OffloadDecision:
             self.mismatched_bytes += record.nbytes
         return KeepReason.LAST if self._keeps_last and self._is_last(tape) else None
 
+    def region_begins(self, nbytes: int) -> None:
+        """Note that a forward begins with a checkpointed region, whose inputs have so many bytes.
+
+        Its first storage says less of its shapes: it depends on the plan, as a region that runs once saves no input.
+        """
+        if (begins := self.forward_begins()) is not None:
+            begins(((nbytes,),))
+
     def excludes(self, module: str | None, name: str | None) -> bool:
         """Whether the patterns, or ``boundaries="only"``, keep a tensor of this name that is saved in this module."""
         return self.uses_names and not self._filter.allows(module, name)

@@ -37,6 +37,7 @@ from tests.harness import (
     accounts_of,
     assert_empty,
     assert_same_gradients,
+    autopilot_of,
     batch,
     gradients,
     run_in_threads,
@@ -509,6 +510,27 @@ def test_a_region_in_which_ranks_communicate_is_known(
         if not known:
             monkeypatch.setattr(dist.ProcessGroup, "_get_sequence_number_for_group", refuse)
         assert communicate() == ([False, True, True] if known else [True] * 3)
+
+
+def test_a_plan_does_not_change_the_shape_of_a_forward_without_a_model(make_offloader: MakeOffloader) -> None:
+    """A region that runs once saves no input: its first storage, of another size, would be taken for another shape."""
+    offloader = make_offloader(policy="auto", device_budget="1GiB", min_bytes=1)
+
+    def region(x: Tensor) -> Tensor:
+        return x[:, :8].exp().sum() * torch.tanh(x)
+
+    once = set()
+    for _ in range(8):
+        with offloader:
+            x = batch().requires_grad_()
+            for _ in range(3):
+                x = checkpoint(region, x, use_reentrant=False)
+            loss = x.sum()
+        loss.backward()
+        once.add(offloader.statistics().regions_once)
+    pilot = autopilot_of(offloader)
+    assert max(once) > 0
+    assert not [reason for reason in pilot.history if "inputs" in reason], "which tells shapes apart"
 
 
 # -- memory of a recomputation ----------------------------------------------------------------------------------------
