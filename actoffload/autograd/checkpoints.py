@@ -160,16 +160,17 @@ class Checkpoints:
     def _run_again(
         self, region: Region, nested: bool, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        # A nested checkpoint is one of several, and a selective one's mode has cached another part in each plan.
-        varies = nested or torch._C._len_torch_dispatch_stack()
-        alike = None if varies else (_identity(function), *((leaf.shape, leaf.dtype) for leaf in inputs))
+        given = tree_leaves((args, kwargs, list(_bound(function))))
+        # A nested checkpoint is one of several, and a selective one's mode has cached another part in each plan. What
+        # the program reads outside of backward is not used up as backward goes on.
+        varies = nested or torch._C._len_torch_dispatch_stack() or torch._C._current_graph_task_id() == -1
+        alike = None if varies else _alike(function, given)
         with _disable_current_modes():  # the region's modes must not see the operations that make room
             recomputation = self._regions.again(region, nested=nested, alike=alike)
         note = self._note if region.recorded is not None and not nested else None
         counted: AbstractContextManager[object] = nullcontext()
         if recomputation.known_bytes is None:
-            inputs += (leaf for leaf in tree_leaves(list(_bound(function))) if isinstance(leaf, Tensor))
+            inputs = [leaf for leaf in given if isinstance(leaf, Tensor)]
             counted = _Counted(recomputation, inputs, self._is_static, note)
         whole = False
         try:
@@ -303,13 +304,23 @@ class _Same:
         return isinstance(other, _Same) and module is not None and module is other._module()
 
 
-def _identity(function: Any) -> Hashable:
-    """Return what two runs of one module, or of one function's code, have in common."""
+def _alike(function: Any, given: list[Any]) -> Hashable:
+    """Return what two runs of a region have in common that save as much; None if that cannot be known.
+
+    Args:
+        function: that runs: a module, or code.
+        given: its arguments, and what it binds, of which tensors and modules count.
+    """
     function, module = _unwrapped(function)
-    if module is not None:
-        return _Same(module)
-    identity: Hashable = getattr(function, "__code__", None) or type(function).__qualname__
-    return identity
+    alike: list[Hashable] = [getattr(function, "__code__", None) or type(function).__qualname__]
+    for one in (module, *given):
+        if isinstance(one, Tensor):
+            if one.is_nested:  # its shape does not show its size
+                return None
+            alike.append((one.shape, one.dtype, one.requires_grad))
+        elif isinstance(one, nn.Module):
+            alike.append((_Same(one), one.training))
+    return tuple(alike)
 
 
 def _bound(function: Any) -> Iterator[Any]:

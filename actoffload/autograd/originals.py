@@ -145,11 +145,15 @@ class Originals:
             return bool(flag)
         event, host = self._copied(flag, stream, copies)
         copies.device.synchronize(event)
-        self._unused.append(host)
-        return bool(host)
+        differs = bool(host)
+        self._unused.append(host)  # last: from now on another thread may have a flag copied to it
+        return differs
 
     def _copied(self, flag: Tensor, stream: Any, copies: CopyStreams) -> tuple[Any, Tensor]:
-        host = self._unused.pop() if self._unused else torch.zeros((), dtype=torch.bool, device="cpu").pin_memory()
+        try:
+            host = self._unused.pop()
+        except IndexError:  # asked only now, as another thread may have taken the last
+            host = torch.zeros((), dtype=torch.bool, device="cpu").pin_memory()
         return copies.copy_flag(flag, stream, host), host
 
     def note(self, stream: Any, differs: Tensor) -> None:

@@ -137,7 +137,7 @@ class Result:
             with torch.no_grad(), modes:
                 operands = list(map(_present, self._operands))
                 with self._store.shared.lock:
-                    self._store.regions.passed(left=True)  # first: these regions' bytes are room now
+                    self._store.regions.leave()  # first: these regions' bytes are room now
                     tier.make_room(self.room_bytes)  # beside the operands, which may be computed again as well
 
                 def compute() -> Tensor:
@@ -386,7 +386,7 @@ class Results:
                 made = result.operation(*needed)
                 if made.dtype != part.dtype or made.shape != part.shape or type(made) not in PLAIN_TYPES:
                     return False
-                bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[part.dtype.itemsize]
+                bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[part.dtype.itemsize]
                 differs = made.view(bits).ne(part.view(bits)).any()  # bits: a NaN differs from itself
                 found = differs if found is None else found.logical_or_(differs)
         assert found is not None, "there is one part or more"

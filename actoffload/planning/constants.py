@@ -89,6 +89,8 @@ MOST_KNOWN = 8
 profiles: those of a large model take a few MB each."""
 MOST_REASONS = 100
 """Reasons for plans that the offloader remembers."""
+OPERANDS = 2
+"""Tensors, saved just before it, that backward needs to compute one again: a product has two factors."""
 
 # -- one number for the whole device ----------------------------------------------------------------------------------
 

@@ -15,10 +15,9 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..policy import KeepReason
+from .constants import OPERANDS
 from .profile import DERIVED, RECOMPUTED, ROUNDING, Profile, Region, RegionSave, Storage
 
-OPERANDS = 2
-"""As many tensors, saved just before it, does backward need to compute one again."""
 PLACED = ("", KeepReason.EXCLUDED.value)
 """A storage that may move has a place on its tape, and so has one that the user's patterns keep."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Hashable
 from typing import ClassVar
@@ -21,6 +22,9 @@ from .tape import Tape
 
 MOST_COUNTS = 1024
 """The counts of so many recomputations are remembered: a run may have new shapes of inputs in each step."""
+ONE_IN = 16
+"""One region of so many is counted in each step all the same, another one each time. Routing, or a frozen weight, may
+have changed what all of them save."""
 
 
 class Region:
@@ -52,7 +56,7 @@ class Recomputation:
         alike: equal for all recomputations that save as much, by which its count is remembered; None if it is not.
         known_bytes: the remembered count of its bytes, which then counts until backward has left the region. None if
             they are counted.
-        run: the run of backward in which it runs.
+        run: of backward, and the thread, in which it runs.
         saved: each storage with its bytes, by its number. The weak reference keeps the number its own.
         leaving: storages, by their numbers, whose copy to the host is under way, so that they count until its end. The
             weak reference keeps the number its own.
@@ -69,7 +73,7 @@ class Recomputation:
         self.held: SavedStorage | None = None
         self.alike: Hashable = None
         self.known_bytes: int | None = None
-        self.run: int = torch._C._current_graph_task_id()
+        self.run = _run()
 
     def alive_bytes(self) -> int:
         """Return the bytes of the live storages, and drop the dead."""
@@ -77,6 +81,10 @@ class Recomputation:
             return self.known_bytes
         self.saved = {number: entry for number, entry in self.saved.items() if not entry[0].gone()}
         return sum(nbytes for _, nbytes in self.saved.values())
+
+
+def _run() -> tuple[int, int]:
+    return torch._C._current_graph_task_id(), threading.get_ident()
 
 
 class Derived:
@@ -137,8 +145,9 @@ class Regions:
         self._abort = weakref.WeakMethod(abort)
         self._bytes: dict[int, int] = {}
         """The most that each region held when it ran again, by `Recomputation.key`."""
-        self._counts: dict[Hashable, int] = {}
-        """By `Recomputation.alike`. To count each save of each region takes the host a tenth of its step."""
+        self._counts: dict[Hashable, int | None] = {}
+        """By `Recomputation.alike`. To count each save of each region takes the host a tenth of its step. None if two
+        counts differed: these recomputations are always counted."""
         self.held: list[Recomputation | Derived] = []
         self.running: list[Recomputation] = []
         self._most_derived = 0
@@ -233,14 +242,14 @@ class Regions:
     def reach(self, record: Record | KeptPlace) -> None:
         """Note that backward has reached a storage: the turn is over if a region or what precedes it has saved it."""
         if self.held:
-            self.passed(left=True)
+            self.leave()
         if self._turn is not None and record.tape is self._turn[0] and (record.index or 0) < self._turn[1]:
             self.look_at_memory()  # while it counts for the turn
             self.turn_ends()
 
     def backward_ended(self) -> None:
         """Note that a backward has ended. The lock is held."""
-        self.passed(left=True)
+        self.leave(_run()[:1])  # on all threads
         self.turn_ends()
 
     def turn_ends(self) -> None:
@@ -284,12 +293,16 @@ class Regions:
         shared, recomputation = self._shared, Recomputation(region, nested)
         with shared.lock:
             region.tape.ran_again = True  # so that the next save begins another tape
-            self.passed(left=not nested)  # first: room is counted without the recomputations that backward has used up
+            # First: room is counted without the recomputations that backward has used up.
+            if nested:
+                self.passed()
+            else:
+                self.leave()
             if alike is not None:
                 recomputation.alike = region.place, alike
                 # A recorded step shows each save.
-                known = None if region.recorded is not None else self._counts.get(recomputation.alike)
-                recomputation.known_bytes = known
+                if region.recorded is None and (shared.accounts.steps + region.place) % ONE_IN:
+                    recomputation.known_bytes = self._counts.get(recomputation.alike)
             self.look_at_memory()  # while it counts for the turn
             self.turn_ends()
             expected = self._bytes.get(recomputation.key, 0)
@@ -315,13 +328,19 @@ class Regions:
             if recomputation.held is not None:
                 self._profiler.recomputation_ended(recomputation.held, nbytes)
             if whole and recomputation.alike is not None:
-                if len(self._counts) >= MOST_COUNTS:
-                    self._counts.clear()
-                self._counts[recomputation.alike] = nbytes
+                self._remember(recomputation.alike, nbytes)
             self._bytes[key] = max(nbytes, self._bytes.get(key, 0))
             self._reserve()
             self.passed()
             self.look_at_memory()
+
+    def _remember(self, alike: Hashable, nbytes: int) -> None:
+        if len(self._counts) >= MOST_COUNTS:
+            self._counts.clear()
+        if self._counts.setdefault(alike, nbytes) not in (nbytes, None):
+            # What has changed may have changed the other counts as well.
+            varying = [one for one, count in self._counts.items() if count is None]
+            self._counts = dict.fromkeys([*varying, alike])
 
     @aborts_when_interrupted
     def computed(self, storage: torch.UntypedStorage) -> None:
@@ -351,20 +370,25 @@ class Regions:
             with self._profiler.stopwatch.hook(), self._profiler.noting():
                 self._run.look_at_memory(self.tiers, place, born=born, used=used)
 
-    def passed(self, *, left: bool = False, over: bool = False) -> None:
-        """Count the bytes that backward has made and still holds. The lock is held.
+    def leave(self, run: tuple[int, ...] | None = None) -> None:
+        """Note that backward has reached something outside of the regions that ran again before. The lock is held.
+
+        Autograd runs the nodes of a later forward first, so the thread has left its regions of this run of backward.
 
         Args:
-            left: backward has reached something outside of the regions that have run again in this run of it. Autograd
-                runs the nodes of a region one after the other, so it has left them.
-            over: no backward runs.
+            run: the run of backward, and the thread, if not all have left them. By default those that call this.
         """
+        run = _run() if run is None else run
+        for one in self.held:
+            if isinstance(one, Recomputation) and one.known_bytes is not None and one.run[: len(run)] == run:
+                one.known_bytes = 0
+        self.passed()
+
+    def passed(self) -> None:
+        """Count the bytes that backward has made and still holds. The lock is held."""
         nbytes, held = 0, list[Recomputation | Derived]()
-        run = torch._C._current_graph_task_id() if left else None  # another thread may run backward, too
         for recomputation in self.held:
             alive = recomputation.alive_bytes()
-            if isinstance(recomputation, Recomputation) and recomputation.known_bytes is not None:
-                alive = 0 if over or run == recomputation.run else alive
             nbytes += alive
             if alive:
                 held.append(recomputation)

@@ -32,6 +32,7 @@ from actoffload.planning.regions import choosable
 from actoffload.testing.gpt import GPT, GPTConfig
 from tests.harness import (
     ON_EACH_DEVICE,
+    WAIT_S,
     Chain,
     MakeOffloader,
     accounts_of,
@@ -675,6 +676,107 @@ def test_a_remembered_count_ends_with_its_own_backward(make_offloader: MakeOfflo
             loss.backward()
         del loss
         assert held == ([] if fails else [2 * ACTIVATION])
+
+
+def _with_keyword(large: bool) -> Callable[[Tensor], Tensor]:
+    """As Hugging Face's layers pass all but the first argument."""
+
+    def region(x: Tensor, other: Tensor) -> Tensor:
+        return x * torch.tanh(other.exp()).sum()
+
+    return partial(region, other=torch.cat([batch()] * (4 if large else 1)).requires_grad_())
+
+
+def _with_module(large: bool) -> Callable[[Tensor], Tensor]:
+    """As older models of Hugging Face do it: the same code runs another module, if the program leaves out a layer."""
+    layers = Chain(64, 3 if large else 1)
+
+    def region(x: Tensor) -> Tensor:
+        out: Tensor = layers(x)
+        return out
+
+    return region
+
+
+_DROPOUT = nn.Sequential(nn.Tanh(), nn.Dropout(0.5), nn.Tanh())
+
+
+def _with_mode(large: bool) -> Callable[[Tensor], Tensor]:
+    return _DROPOUT.train(large)
+
+
+@pytest.mark.parametrize("make", [_with_keyword, _with_module, _with_mode])
+def test_a_count_is_remembered_for_all_that_a_region_is_given(make_offloader: MakeOffloader, make: Any) -> None:
+    offloader, found = make_offloader(policy="keep"), list[int]()
+    for large in (False, False, True, False):
+        region = make(large)
+        with offloader:
+            loss = checkpoint(region, batch().requires_grad_() * 2, use_reentrant=False).sum()
+        loss.backward()
+        found.append(offloader.statistics().recompute_peak_bytes)
+    assert found[0] == found[1] < found[2] == found[3]
+
+
+def test_a_count_that_has_changed_is_noticed(make_offloader: MakeOffloader) -> None:
+    """In one region of sixteen; from then on all are counted again, and those of which that was seen always."""
+    offloader, depth = make_offloader(policy="keep"), 1
+
+    def region(x: Tensor) -> Tensor:
+        y = x.exp()
+        y.register_hook(lambda grad: held.append(accounts_of(offloader).recomputed_bytes // ACTIVATION))
+        for _ in range(depth):
+            y = torch.tanh(y)
+        return y.sin()
+
+    for step in range(40):
+        held: list[int] = []
+        depth = 1 if step < 3 or step > 36 else 2
+        with offloader:
+            y = batch().requires_grad_() * 2
+            for _ in range(4):
+                y = checkpoint(region, y, use_reentrant=False)
+        y.sum().backward()
+        if step < 3 or 18 < step < 36:
+            assert held == [1 + depth] * 4
+
+
+def test_a_thread_does_not_leave_the_region_of_another(make_offloader: MakeOffloader) -> None:
+    offloader, barrier, held = make_offloader(policy="keep"), threading.Barrier(2, timeout=WAIT_S), list[int]()
+
+    def note(grad: Tensor) -> None:
+        if remembered:
+            barrier.wait()  # each has run its region again
+            held.append(accounts_of(offloader).recomputed_bytes)
+            barrier.wait()
+
+    def region(x: Tensor) -> Tensor:
+        y = x.exp()
+        y.register_hook(note)
+        return torch.tanh(y).sin()
+
+    def work() -> None:
+        with offloader:
+            loss = checkpoint(region, batch().requires_grad_() * 2, use_reentrant=False).sum()
+        loss.backward()
+
+    remembered = False
+    work()
+    remembered = True
+    run_in_threads(work, work)
+    assert held == [4 * ACTIVATION] * 2
+    assert accounts_of(offloader).recomputed_bytes == 0
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_as_the_input_of_a_region(make_offloader: MakeOffloader) -> None:
+    """It has no shape."""
+    offloader, parts = make_offloader(policy="keep"), [batch().requires_grad_(), batch(64).requires_grad_()]
+    for _ in range(2):
+        with offloader:
+            nested = torch._nested_tensor_from_tensor_list(parts)
+            nested = checkpoint(torch.relu, nested, use_reentrant=False, determinism_check="none")
+        found = torch.autograd.grad(torch.nested.to_padded_tensor(nested, 0.0).sum(), parts)
+        assert all(map(torch.equal, found, [(part > 0).float() for part in parts]))
 
 
 @pytest.mark.parametrize("once", [(), (0,)])

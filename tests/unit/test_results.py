@@ -153,6 +153,32 @@ def test_the_cast_of_a_product_is_computed_again(
     assert_empty(offloader)
 
 
+class SaveCast(torch.autograd.Function):
+    """Saves what others have cast, as kernels for eight bits do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cast: Tensor) -> Tensor:
+        ctx.save_for_backward(cast)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.saved_tensors[0].to(gradients[0].dtype), None
+
+
+@ON_EACH_DEVICE
+def test_a_product_that_is_cast_to_eight_bits(where: str, offloader: Offloader) -> None:
+    *tensors, other = inputs(where)
+
+    def program(x: Tensor, weight: Tensor) -> Tensor:
+        out: Tensor = SaveCast.apply(x @ weight, ((x @ weight) * (x @ other)).to(torch.float8_e4m3fn))
+        return out
+
+    expected = gradients(program, tuple(tensors), None)
+    for _ in range(3):
+        assert_same_bits(gradients(program, tuple(tensors), offloader), expected)
+
+
 @pytest.mark.simulated
 def test_a_product_on_another_device_is_not_computed_again(offloader: Offloader) -> None:
     x, weight, _ = inputs("cpu", torch.bfloat16)

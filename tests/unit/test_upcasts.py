@@ -315,6 +315,33 @@ def test_a_change_in_the_first_forward_and_all_later_ones(where: str, codec: str
     assert offloader.statistics().halved_bytes == 0
 
 
+@pytest.mark.simulated
+def test_a_flag_is_read_before_another_thread_may_use_its_memory(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Taken(list[Tensor]):
+        """Another thread copies its own flag as soon as it can: its tensors have not been changed."""
+
+        def append(self, flag: Tensor) -> None:
+            super().append(flag.zero_())
+
+    make = originals.Originals.__init__
+
+    def made(self: originals.Originals, store: Any) -> None:
+        make(self, store)
+        self._unused = Taken()
+
+    monkeypatch.setattr(originals.Originals, "__init__", made)
+    x = numbers(NAME)
+    with simulated(codec="exact") as offloader:
+        with offloader:
+            wide = x.float()
+            wide.data.mul_(1.7)
+            loss = wide.sin().sum()
+        assert offloader.statistics().halved_bytes == 0
+        loss.backward()
+
+
 def first(offloader: Offloader, x: Tensor) -> None:
     """A forward whose tensors have not been changed: for its checks alone does an accelerator's host wait."""
     with offloader:
