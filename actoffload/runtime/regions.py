@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Hashable
 from typing import ClassVar
@@ -56,7 +55,7 @@ class Recomputation:
         alike: equal for all recomputations that save as much, by which its count is remembered; None if it is not.
         known_bytes: the remembered count of its bytes, which then counts until backward has left the region. None if
             they are counted.
-        run: of backward, and the thread, in which it runs.
+        run: of backward, in which it runs.
         saved: each storage with its bytes, by its number. The weak reference keeps the number its own.
         leaving: storages, by their numbers, whose copy to the host is under way, so that they count until its end. The
             weak reference keeps the number its own.
@@ -73,7 +72,7 @@ class Recomputation:
         self.held: SavedStorage | None = None
         self.alike: Hashable = None
         self.known_bytes: int | None = None
-        self.run = _run()
+        self.run: int = torch._C._current_graph_task_id()
 
     def alive_bytes(self) -> int:
         """Return the bytes of the live storages, and drop the dead."""
@@ -81,10 +80,6 @@ class Recomputation:
             return self.known_bytes
         self.saved = {number: entry for number, entry in self.saved.items() if not entry[0].gone()}
         return sum(nbytes for _, nbytes in self.saved.values())
-
-
-def _run() -> tuple[int, int]:
-    return torch._C._current_graph_task_id(), threading.get_ident()
 
 
 class Derived:
@@ -249,7 +244,7 @@ class Regions:
 
     def backward_ended(self) -> None:
         """Note that a backward has ended. The lock is held."""
-        self.leave(_run()[:1])  # on all threads
+        self.leave()
         self.turn_ends()
 
     def turn_ends(self) -> None:
@@ -370,17 +365,15 @@ class Regions:
             with self._profiler.stopwatch.hook(), self._profiler.noting():
                 self._run.look_at_memory(self.tiers, place, born=born, used=used)
 
-    def leave(self, run: tuple[int, ...] | None = None) -> None:
+    def leave(self, *, all_runs: bool = False) -> None:
         """Note that backward has reached something outside of the regions that ran again before. The lock is held.
 
-        Autograd runs the nodes of a later forward first, so the thread has left its regions of this run of backward.
-
-        Args:
-            run: the run of backward, and the thread, if not all have left them. By default those that call this.
+        Autograd runs a region's nodes one after the other, so this run of backward has left the regions before.
+        ``all_runs``: no other one is under way either.
         """
-        run = _run() if run is None else run
+        run = torch._C._current_graph_task_id()
         for one in self.held:
-            if isinstance(one, Recomputation) and one.known_bytes is not None and one.run[: len(run)] == run:
+            if isinstance(one, Recomputation) and one.known_bytes is not None and (all_runs or one.run == run):
                 one.known_bytes = 0
         self.passed()
 

@@ -478,7 +478,7 @@ class ActivationStore:
             elif record.waiting <= 0:
                 self.tiers.by_device[record.kind].evict(record)
         if self.regions.held and accounts.baseline_bytes == accounts.recomputed_bytes:
-            self.regions.leave(())  # only recomputations hold bytes: backward is over
+            self.regions.leave(all_runs=True)  # only recomputations hold bytes: backward is over
 
     def _release(self, record: Record) -> None:
         self.tiers.by_device[record.kind].release(record)
