@@ -66,7 +66,7 @@ class RunSoFar:
         self._accounts = accounts
         self._began_s: float | None = None
         self._optimizer_steps = self._first_optimizer_steps = optimizer_steps()
-        self._microbatches_stepped = 0
+        self._microbatches_stepped = self._microbatches_of_step = 0
         self._tiers: Tiers | None = None
 
     @property
@@ -78,9 +78,10 @@ class RunSoFar:
         """
         steps, accounts = optimizer_steps(), self._accounts
         uncounted = steps > self._optimizer_steps
-        begins = uncounted or accounts.microbatches == self._microbatches_stepped
-        accumulates = accounts.microbatches > accounts.optimizer_steps + uncounted
-        return steps > self._first_optimizer_steps and not (accumulates and begins)
+        since = accounts.microbatches - self._microbatches_stepped
+        # Of the last step alone: one skipped optimizer step, as by a gradient scaler, is no accumulation.
+        accumulates = (since if uncounted else self._microbatches_of_step) > 1
+        return steps > self._first_optimizer_steps and not (accumulates and (uncounted or not since))
 
     def forward_begins(self, tiers: Tiers, *, first: bool) -> None:
         """Note that a forward begins; ``first``: nothing is alive, so that a step begins with it."""
@@ -106,6 +107,7 @@ class RunSoFar:
         self._optimizer_steps = optimizer_steps()
         if self._optimizer_steps > before and accounts.microbatches > self._microbatches_stepped:
             accounts.optimizer_steps += 1
+            self._microbatches_of_step = accounts.microbatches - self._microbatches_stepped
             self._microbatches_stepped = accounts.microbatches
 
     # -- the device's memory beside saved tensors ---------------------------------------------------------------------

@@ -590,3 +590,25 @@ def test_the_need_beside_saved_tensors_comes_from_steps_with_all_regions_again()
     assert (shape.beside, shape.settled, shape.rounding_bytes) == (first, True, 512 - 50)
     shape.needs_beside(none, second, settled=False)
     assert (shape.beside, shape.settled) == (second, False), "nothing keeps room free"
+
+
+def test_an_optimizer_step_that_is_skipped_is_no_accumulation(make_offloader: MakeOffloader) -> None:
+    """As by a gradient scaler, or in a first check of gradients. Plans wait for a step that begins with gradients."""
+    model, offloader = Chain(), make_offloader(policy="auto")
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+    def microbatch(*, step: bool) -> bool:
+        """Return whether the next one begins with all memory."""
+        with offloader:
+            loss = model(batch()).sum()
+        loss.backward()
+        if step:
+            optimizer.step()
+        return offloader.store.run.is_settled
+
+    assert not microbatch(step=False)
+    assert not microbatch(step=True), "it may have been one of two"
+    assert microbatch(step=True)
+    for _ in range(2):
+        assert microbatch(step=False), "it begins with gradients"
+        assert not microbatch(step=True), "these are two"
