@@ -161,8 +161,8 @@ class Checkpoints:
         self, region: Region, nested: bool, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         given = tree_leaves((args, kwargs, list(_bound(function))))
-        # A nested checkpoint is one of several, and a selective one's mode has cached another part in each plan. What
-        # the program reads outside of backward is not used up as backward goes on.
+        # A nested checkpoint is one of several, and a selective one's mode has cached another part in each plan. A
+        # reading outside of backward, of `grad_fn` say, uses nothing up.
         varies = nested or torch._C._len_torch_dispatch_stack() or torch._C._current_graph_task_id() == -1
         alike = None if varies else _alike(function, given)
         with _disable_current_modes():  # the region's modes must not see the operations that make room
@@ -171,7 +171,9 @@ class Checkpoints:
         counted: AbstractContextManager[object] = nullcontext()
         if recomputation.known_bytes is None:
             inputs = [leaf for leaf in given if isinstance(leaf, Tensor)]
-            counted = _Counted(recomputation, inputs, self._is_static, note)
+            # The checkpoint itself saves the arguments.
+            arguments = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+            counted = _Counted(recomputation, inputs, arguments, self._is_static, note)
         whole = False
         try:
             with counted:
@@ -187,14 +189,16 @@ class Checkpoints:
     def _is_static(self, tensor: Tensor, storage: torch.UntypedStorage) -> bool:
         return self._exclusions.why_static(tensor, storage) is not None
 
-    def _note(self, region: Region, tensor: Tensor, nbytes: int) -> None:
+    def _note(self, region: Region, tensor: Tensor, nbytes: int, lent: torch.UntypedStorage | None) -> None:
+        if lent is not None and self._packer.has_record(lent):  # the forward has saved it outside of regions
+            return
         if self._profiler.running and region.recorded is not None:
             with self._profiler.stopwatch.hook(), self._profiler.noting():
                 reason = self._packer.why_unrecorded(tensor)
                 kept = "" if reason is None else reason.value
                 saved_bytes = self._packer.bytes_recorded(tensor, nbytes, region.tape)
                 saved = (nbytes, DERIVED) if not saved_bytes and not kept else (saved_bytes or nbytes, kept)
-                self._profiler.region_saved(region.recorded, *saved)
+                self._profiler.region_saved(region.recorded, *saved, lent)
 
     def _name(self, function: Any) -> str:
         """Return a name for a region: the qualified name of its module, else the name of its class or function."""
@@ -211,12 +215,16 @@ class _Counted:
         self,
         recomputation: Recomputation,
         inputs: list[Tensor],
+        arguments: list[Tensor],
         is_static: Callable[[Tensor, torch.UntypedStorage], bool],
-        note: Callable[[Region, Tensor, int], None] | None,
+        note: Callable[[Region, Tensor, int, torch.UntypedStorage | None], None] | None,
     ) -> None:
         self._recomputation = recomputation
         # Numbers alone identify these storages: the caller holds the tensors until the run has ended.
-        self._inputs = {storage._cdata for tensor in inputs for storage in storages(tensor)}
+        self._inputs, self._own = (
+            {storage._cdata for tensor in tensors for storage in storages(tensor)} for tensors in (inputs, arguments)
+        )
+        self._lent = self._inputs - self._own if note is not None else set()
         self._is_static, self._note = is_static, note
 
     def __enter__(self) -> None:
@@ -232,15 +240,18 @@ class _Counted:
             number = storage._cdata
             if number in self._inputs:
                 recorded = self._recomputation.region.recorded
-                if recorded is not None:
+                if recorded is not None and number in self._own:
                     recorded.input_bytes = max(recorded.input_bytes, storage.nbytes())
+                if self._note is not None and number in self._lent and not self._is_static(tensor, storage):
+                    self._lent.remove(number)
+                    self._note(self._recomputation.region, tensor, storage.nbytes(), storage)
                 continue
             if number in saved or self._is_static(tensor, storage):
                 continue
             ref, nbytes = StorageRef(storage), storage.nbytes()
             saved[ref.cdata] = ref, 0 if number in self._recomputation.leaving else nbytes
             if self._note is not None:
-                self._note(self._recomputation.region, tensor, nbytes)
+                self._note(self._recomputation.region, tensor, nbytes, None)
 
 
 @contextmanager

@@ -250,6 +250,10 @@ class Packer:
             return KeepReason.EXCLUDED if self._store.decision.excludes(self._module_names.innermost(), name) else None
         return reason
 
+    def has_record(self, storage: torch.UntypedStorage) -> bool:
+        """Return whether a saved tensor of this storage has a record."""
+        return storage._cdata in self._store.identities.records
+
     def bytes_recorded(self, tensor: Tensor, nbytes: int, tape: Tape[Record]) -> int:
         """Return how many of the bytes of a region's activation a record would have if it ran once; 0 for no record."""
         return self._codec.bytes_of(tensor, nbytes, tape) if self._codec and type(tensor) in PLAIN_TYPES else nbytes

@@ -71,14 +71,26 @@ def with_regions(base: Profile, once: Collection[int]) -> Profile:
     stays = [s for s in base.storages if places.isdisjoint((_holder(s, base.regions), s.input_of))]
     kept = [_moved(s, sooner) for s in stays]
     # Removing time may make moments equal. The order of saving has to survive that: a plan counts places in it.
-    born = accumulate((s.birth_s for s in kept), max)
+    born = list(accumulate((s.birth_s for s in kept), max))
     # At equal moments a region's saves come before the storage saved at its end, the input of the next region: so the
     # number of regions that have ended counts, and of equal ones the kept storages come first, as the sort is stable.
     ends = sorted(sooner(region.end_s) for region in base.regions)
     placed = [(time_s, bisect_right(ends, time_s), s) for time_s, s in zip(born, kept, strict=True)]
+    lent: dict[tuple[int, int], int] = {}
     for region in chosen:
         ended = bisect_right(ends, sooner(region.begin_s))
-        placed += [(s.birth_s, ended, s) for s in _saved_once(region, sooner)]
+        before_end = bisect_left(born, sooner(region.end_s))
+        input_s = born[before_end - 1] if before_end else 0.0  # the checkpoint saves inputs before the region begins
+        for number, s in _saved_once(region, sooner):
+            s = replace(s, birth_s=max(s.birth_s, input_s))
+            first = None if number is None else lent.setdefault((region.tape, number), len(placed))
+            if first is None or first == len(placed):
+                placed.append((s.birth_s, ended, s))
+            else:  # an earlier region has saved it; backward needs it in this one first
+                birth_s, before, saved = placed[first]
+                need_s = min((n for n in (saved.need_s, s.need_s) if n is not None), default=None)
+                last_s = max(saved.last_need_s, s.last_need_s)
+                placed[first] = birth_s, before, replace(saved, need_s=need_s, last_need_s=last_s)
     regions = []
     for region in base.regions:
         region = _moved_region(region, sooner)
@@ -183,8 +195,11 @@ def _moved_region(region: Region, shift: _Shift) -> Region:
     return replace(region, begin_s=begin_s, end_s=forward_end_s, again_s=again_s, backward_end_s=end_s)
 
 
-def _saved_once(region: Region, shift: _Shift) -> list[Storage]:
-    """The storages that a region saves in its forward if it runs once, and the ones that backward makes of them."""
+def _saved_once(region: Region, shift: _Shift) -> list[tuple[int | None, Storage]]:
+    """The storages that a region saves in its forward if it runs once, and the ones that backward makes of them.
+
+    Each has `RegionSave.lent`.
+    """
     assert region.backward_end_s is not None, "it is choosable"
     begin_s, forward_s = shift(region.begin_s), shift(region.end_s) - shift(region.begin_s)
     until_s = shift(region.backward_end_s)
@@ -201,16 +216,19 @@ def _saved_once(region: Region, shift: _Shift) -> list[Storage]:
         for operand in range(max(0, number - OPERANDS), number):
             again[operand] = again[number]
     return [
-        Storage(
-            index=0 if save.kept in PLACED else None,
-            nbytes=save.nbytes,
-            birth_s=need_s if save.kept == DERIVED else begin_s + share * forward_s,
-            need_s=None if save.kept == DERIVED else need_s,
-            last_need_s=until_s - share * backward_s,
-            module=region.name,
-            tape=region.tape,
-            kept=save.kept,
-            region=region.place,
+        (
+            save.lent,
+            Storage(
+                index=0 if save.kept in PLACED else None,
+                nbytes=save.nbytes,
+                birth_s=need_s if save.kept == DERIVED else begin_s + share * forward_s,
+                need_s=None if save.kept == DERIVED else need_s,
+                last_need_s=until_s - share * backward_s,
+                module=region.name,
+                tape=region.tape,
+                kept=save.kept,
+                region=region.place,
+            ),
         )
         for save, share, need_s in zip(saves, shares, again, strict=True)
     ]

@@ -8,12 +8,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..events import now
 from ..planning.profile import Profile, Region, RegionSave, Storage
 from ..policy import KeepReason, Kind
 from ..tiers.record import Record
+from ..tiers.storage_ref import StorageRef
 from ..tiers.timers import Stamp, Stopwatch
 from .backward_end import BackwardEnd
 from .ranks import collectives
@@ -53,7 +55,7 @@ class RunRegion:
         begin: of its forward; ``end``: likewise, None if the forward raised.
         held: the storages that its second run left alive, as one entry; None before that run.
         again_end: the end of the second run.
-        saves: of the second run: the moment of each save, its bytes, and why it would stay.
+        saves: of the second run: the moment of each save, its bytes, why it would stay, and `RegionSave.lent`.
         communicates: a collective ran in it, or may have.
         versions: of each tensor that the first run saved, a tensor that shares its version counter, and the version.
         changed: one of these tensors was changed in place before the second run.
@@ -68,7 +70,7 @@ class RunRegion:
     end: Stamp = None
     held: SavedStorage | None = None
     again_end: Stamp = None
-    saves: list[tuple[Stamp, int, str]] = field(default_factory=list)
+    saves: list[tuple[Stamp, int, str, int | None]] = field(default_factory=list)
     communicates: bool = False
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
     changed: bool = False
@@ -148,6 +150,7 @@ class Profiler:
         self._number_of: dict[Record, int] = {}
         self._regions: list[RunRegion] = []
         self._recomputations: list[SavedStorage] = []
+        self._lent: dict[int, tuple[StorageRef, int]] = {}
         self._phases: list[tuple[str, Stamp]] = []
         self._tapes: dict[int, tuple[int, object]] = {}
         self._in_backward: set[int] = set()
@@ -252,10 +255,14 @@ class Profiler:
             region.end = self.stopwatch.stamp()
             region.count_collectives()
 
-    def region_saved(self, region: RunRegion, nbytes: int, kept: str) -> None:
-        """Note a new storage that a second run saves; ``kept``: as `RegionSave.kept`."""
+    def region_saved(self, region: RunRegion, nbytes: int, kept: str, lent: torch.UntypedStorage | None = None) -> None:
+        """Note a new storage that a second run saves; ``kept``: as `RegionSave.kept`; ``lent``: it, if it is lent."""
         if region in self._regions and region.again_end is None:
-            region.saves.append((self.stopwatch.stamp(), nbytes, kept))
+            number = None
+            if lent is not None:  # a weak reference keeps the storage's number its own
+                ref = StorageRef(lent)
+                _, number = self._lent.setdefault(ref.cdata, (ref, len(self._lent)))
+            region.saves.append((self.stopwatch.stamp(), nbytes, kept, number))
 
     def recomputation_begins(self, region: RunRegion, *, nested: bool) -> SavedStorage | None:
         """Note that backward runs a region, or a checkpoint nested in it, again; return an entry for its bytes."""
@@ -414,7 +421,12 @@ class Profiler:
             recompute_s=ran_s - again_s,
             backward_end_s=max(ran_s, seconds(self._end if run.held.death is None else run.held.death)),
             saves=tuple(
-                RegionSave(offset_s=min(ran_s - again_s, max(0.0, seconds(stamp) - again_s)), nbytes=nbytes, kept=kept)
-                for stamp, nbytes, kept in run.saves
+                RegionSave(
+                    offset_s=min(ran_s - again_s, max(0.0, seconds(stamp) - again_s)),
+                    nbytes=nbytes,
+                    kept=kept,
+                    lent=lent,
+                )
+                for stamp, nbytes, kept, lent in run.saves
             ),
         )

@@ -28,7 +28,8 @@ from actoffload.autograd import checkpoints
 from actoffload.autograd.hook_stack import top
 from actoffload.autotune.blocks import find_blocks
 from actoffload.errors import ConfigError, SavedTensorModifiedError
-from actoffload.planning.regions import choosable
+from actoffload.planning.profile import Profile
+from actoffload.planning.regions import choosable, with_regions
 from actoffload.testing.gpt import GPT, GPTConfig
 from tests.harness import (
     ON_EACH_DEVICE,
@@ -532,6 +533,39 @@ def test_a_plan_does_not_change_the_shape_of_a_forward_without_a_model(make_offl
     pilot = autopilot_of(offloader)
     assert max(once) > 0
     assert not [reason for reason in pilot.history if "inputs" in reason], "which tells shapes apart"
+
+
+@pytest.mark.parametrize("first", [torch.neg, torch.sin], ids=["", "its argument too"])
+def test_on_paper_the_first_of_the_regions_that_run_once_saves_what_several_get_from_outside(
+    make_offloader: MakeOffloader, first: Callable[[Tensor], Tensor]
+) -> None:
+    """By keyword or closure, as Transformers' layers get position embeddings: else all later places would differ."""
+    offloader = make_offloader(policy="all", min_bytes=1)
+
+    def recorded(*once: int) -> Profile:
+        following(offloader, *once)
+        offloader.store.profiler.begin()
+        x = batch().requires_grad_()
+
+        def region(y: Tensor, *, turned: Tensor) -> Tensor:
+            return (first(y) * turned * row * gate).exp().sin()
+
+        with offloader:
+            turned, row, gate = batch() + 1.0, batch()[:1] + 2.0, torch.sigmoid(x)
+            y = x * gate  # which saves the gate
+            for _ in range(4):
+                y = checkpoint(partial(region, turned=turned), y, use_reentrant=False)
+            loss = y.sum()
+        loss.backward()
+        profile = offloader.store.profiler.profile()
+        assert profile is not None
+        return profile
+
+    base = recorded()
+    for once in ((1,), (0, 2), (1, 2, 3), (0, 1, 2, 3)):
+        steps = with_regions(base, once), recorded(*once)
+        paper, found = ([s.nbytes for s in step.storages if s.index is not None] for step in steps)
+        assert paper == found
 
 
 # -- memory of a recomputation ----------------------------------------------------------------------------------------

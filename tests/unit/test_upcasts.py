@@ -594,7 +594,7 @@ def test_each_recorded_step_reads_nodes(make_offloader: Make, monkeypatch: pytes
     """Each shape has such a step, and the limit holds for the graphs that are alive. If none of the shapes lets a
     region run once, no other save begins to count anew."""
     noted: list[int] = []
-    monkeypatch.setattr(Profiler, "region_saved", lambda _profiler, _region, nbytes, _kept: noted.append(nbytes))
+    monkeypatch.setattr(Profiler, "region_saved", lambda _profiler, _region, nbytes, _kept, _lent: noted.append(nbytes))
     monkeypatch.setattr(Regions, "follow", lambda _regions, _once: None)
     monkeypatch.setattr(originals, "MOST", 40)  # a step reads 30
     model = Model("cpu", checkpointed=True)
@@ -616,7 +616,7 @@ def test_a_recorded_region_has_the_bytes_that_it_would_save(
     noted: list[int] = []
     note = Profiler.region_saved
 
-    def region_saved(profiler: Profiler, region: Any, nbytes: int, kept: str) -> None:
+    def region_saved(profiler: Profiler, region: Any, nbytes: int, kept: str, lent: Any) -> None:
         noted.extend([] if kept else [nbytes])
         note(profiler, region, nbytes, kept)
 
