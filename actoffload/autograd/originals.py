@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,6 +81,33 @@ class Original:
         """Return the storage if the program still holds it, and its owner has not freed it for now."""
         storage = self._identity.lock()
         return storage if storage is not None and storage.nbytes() >= self.nbytes else None
+
+
+class Checked:
+    """The keys (of an operation, a module) whose tensors the first forward with that key has compared.
+
+    In that forward the host waits for each comparison, so a tensor that differs costs no training. A later one may not
+    be compared: once one differs, all of its key are saved as they are.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[Hashable, int] = {}
+        self._differ: set[Hashable] = set()
+
+    def differs(self, key: Hashable) -> bool:
+        """Return whether a tensor of this key was different."""
+        return key in self._differ
+
+    def before(self, key: Hashable, forward: int) -> bool:
+        """Return whether a forward before this one has compared tensors of this key."""
+        return self._first.get(key, forward) < forward
+
+    def note(self, key: Hashable, forward: int, same: bool) -> None:
+        """Note the result of a comparison that the host has waited for."""
+        if same:
+            self._first.setdefault(key, forward)
+        else:
+            self._differ.add(key)
 
 
 class Originals:

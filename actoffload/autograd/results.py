@@ -26,7 +26,7 @@ from ..tiers.device_tier import CAPTURED
 from .exclusions import MARKED
 from .handles import Handle, check_version, empty, version_probe, view_in
 from .hook_stack import OUR_UNPACKS
-from .originals import CHANGED, Original, Originals, source_of
+from .originals import CHANGED, Checked, Original, Originals, source_of
 
 if TYPE_CHECKING:
     from ..runtime.store import ActivationStore
@@ -251,10 +251,7 @@ class Results:
         self._store = originals.store
         self._known: weakref.WeakValueDictionary[int, Result] = weakref.WeakValueDictionary()
         """By the number of the program's storage."""
-        self._checked: dict[tuple[Any, ...], int] = {}
-        """For an operation in a module: the first forward in which results were compared."""
-        self._changed: set[tuple[Any, ...]] = set()
-        """The operations in a module of which a result differed: a later one may not be compared, so all are saved."""
+        self._checked = Checked()
         self._unsure: set[tuple[Any, ...]] = set()
         """The operations in a module of which, on the CPU, not every result was compared."""
         self._forward = self._count = 0
@@ -313,7 +310,7 @@ class Results:
         kind, whole = type(node).__name__, tensor if tensor._base is None else tensor._base
         # With the regions so far, as another plan may let a first or another call of the module run once.
         key = kind, tuple(casts), module, regions, whole.dtype, whole.dim()
-        if key in self._changed:
+        if self._checked.differs(key):
             return None
         operation, names, options = OPERATIONS[kind]
         saved = [getattr(node, f"_raw_saved_{name}") for name in names]
@@ -355,19 +352,17 @@ class Results:
         if forward != self._forward:
             self._forward, self._count = forward, 0
         self._count += 1
-        known = self._checked.get(key, forward) < forward
+        known = self._checked.before(key, forward)
         turn = (forward + self._count) % ONE_IN == 0
         if known and not on_cpu and not turn:
             return True
         same = self._has_bits_of(whole, result, fetch=not known or turn, waits=not known or on_cpu)
         if same is None:
             self._unsure.add(key)
-        elif same:
-            self._checked.setdefault(key, forward)
-        elif key in self._unsure:
+        elif not same and key in self._unsure:
             raise SavedTensorModifiedError(CHANGED)
         else:
-            self._changed.add(key)
+            self._checked.note(key, forward, same)
         return known if same is None else same
 
     def _has_bits_of(self, whole: Tensor, result: Result, *, fetch: bool, waits: bool) -> bool | None:

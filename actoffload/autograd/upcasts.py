@@ -21,7 +21,7 @@ from ..tiers.device_tier import CAPTURED
 from ..tiers.record import Record, State
 from ..tiers.storage_ref import StorageRef
 from .handles import Handle, check_version, empty, present, version_probe, view_in
-from .originals import Original, Originals, source_of
+from .originals import Checked, Original, Originals, source_of
 
 if TYPE_CHECKING:
     from ..runtime.store import ActivationStore
@@ -134,10 +134,7 @@ class Upcasts:
         self.originals = originals
         self.store = originals.store
         self.held: set[tuple[int, int]] = set()
-        self._checked: dict[tuple[Any, ...], int] = {}
-        """On an accelerator, for the tensors of a module: the first forward that had any."""
-        self._changed: set[tuple[Any, ...]] = set()
-        """The modules of which one had been changed then: later ones are not waited for, so all are saved."""
+        self._checked = Checked()
         self._halves: weakref.WeakValueDictionary[int, Half] = weakref.WeakValueDictionary()
         """By the number of the float32 storage."""
 
@@ -197,7 +194,7 @@ class Upcasts:
         An accelerator's host waits to learn that in the first forward that has ``key``. Later it learns it before
         backward returns.
         """
-        if key in self._changed:
+        if self._checked.differs(key):
             return None
         storage, tier = tensor.untyped_storage(), self.store.tiers.by_device[tensor.device.type]
         with self.store.shared.lock:
@@ -208,11 +205,13 @@ class Upcasts:
         if tier.copies is None:
             if torch.count_nonzero(lower):
                 return None
-        elif self._checked.setdefault(key, forward) < forward:
+        elif self._checked.before(key, forward):
             self.originals.note(stream, lower.any())
-        elif self.originals.read(lower.any(), stream):
-            self._changed.add(key)
-            return None
+        else:
+            differs = self.originals.read(lower.any(), stream)
+            self._checked.note(key, forward, not differs)
+            if differs:
+                return None
         whole = tensor if tensor._base is None else tensor._base
         # Not a view of the clone: its base would hold the memory.
         numbers = empty(torch.bfloat16, tensor.device).detach()

@@ -141,8 +141,8 @@ class Regions:
         self._bytes: dict[int, int] = {}
         """The most that each region held when it ran again, by `Recomputation.key`."""
         self._counts: dict[Hashable, int | None] = {}
-        """By `Recomputation.alike`. To count each save of each region takes the host a tenth of its step. None if two
-        counts differed: these recomputations are always counted."""
+        """By `Recomputation.alike`: to count all saves in each step took more than half of the library's host time.
+        None if two counts differed: these recomputations are always counted."""
         self.held: list[Recomputation | Derived] = []
         self.running: list[Recomputation] = []
         self._most_derived = 0

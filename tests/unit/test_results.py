@@ -180,7 +180,9 @@ def test_a_product_that_is_cast_to_eight_bits(where: str, offloader: Offloader) 
 
 
 @pytest.mark.simulated
-def test_a_product_on_another_device_is_not_computed_again(offloader: Offloader) -> None:
+@pytest.mark.parametrize("devices", [("sim",), ("cpu", "sim")], ids=["", "both move"])
+def test_a_product_on_another_device_is_not_computed_again(make_offloader: Make, devices: tuple[str, ...]) -> None:
+    offloader = make_offloader(codec="exact", policy="all", devices=devices)
     x, weight, _ = inputs("cpu", torch.bfloat16)
     last = weight.detach().to("sim", torch.float32).requires_grad_()
 
