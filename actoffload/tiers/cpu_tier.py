@@ -14,7 +14,8 @@ import torch
 from ..errors import StorageError
 from ..events import EventKind, now
 from ..memory.cpu_allocator import HeldBlock
-from ..memory.host_pool import HostPool, Slot
+from ..memory.host_pool import HostPool
+from ..memory.slots import Slot
 from ..policy import KeepReason
 from ..storage.engines.base import Range
 from ..storage.spool import Spool

@@ -15,6 +15,7 @@ from ..locks import renewed_in_child
 from ..memory import cpu_allocator
 from ..memory.host_pool import HostBudget, HostPool
 from ..memory.process_memory import available_bytes, fix_mmap_threshold, memory_bytes, peak_rss_bytes, rss_bytes
+from ..memory.slab import Device
 from ..storage.engines import BEHIND_A_DEVICE
 from ..storage.spool import Disk, Spool
 from .accelerator import Accelerator, Event, accelerator_for, allocated_bytes, default_device_types
@@ -94,7 +95,7 @@ class Tiers:
             "host_read_bytes": sum(one.read_bytes for one in self._copies),
             "nvme_written_bytes": spool.written_bytes if spool else 0,
             "nvme_read_bytes": spool.read_bytes if spool else 0,
-            "host_peak_bytes": sum(pool.peak_bytes for pool in self.pools),
+            "host_peak_bytes": sum(pool.slots.peak_bytes for pool in self.pools),
             "nvme_peak_bytes": spool.peak_allocated_bytes if spool else 0,
             "process_peak_bytes": peak_rss_bytes(),
             "device_peak_bytes": max(self._peak_bytes, (self.allocated_bytes or (0, 0))[1]),
@@ -362,12 +363,14 @@ class Tiers:
             return DirectTier(self.shared, spool, copies)
         pool = HostPool(
             self._host_budget(device.type),
-            pin=device.pin,
-            unpin=device.unpin,
-            is_done=copies.done,
-            wait_for=copies.synchronize,
-            bind=lambda work: device.bind(work, copies.current_index() or 0),
-            stay_near=device.stay_near,
+            device=Device(
+                pin=device.pin,
+                unpin=device.unpin,
+                is_done=copies.done,
+                wait_for=copies.synchronize,
+                bind=lambda work: device.bind(work, copies.current_index() or 0),
+                stay_near=device.stay_near,
+            ),
             on_growth=self._pool_grew,
             poison=config.debug,
         )
