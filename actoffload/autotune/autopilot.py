@@ -181,7 +181,7 @@ class Autopilot:
         if self._profiler.finished:
             return  # the device has not ended the recorded step yet, so its times are not known
         if self._is_recorded(shape):
-            self._recorded_shape, self._settled = shape, self._run.is_settled
+            self._recorded_shape, self._settled = shape, self._run.optimizer.settled
             self._shared.watches_host = True
             if not self._profiler.active:
                 self._recording.begin()
@@ -190,7 +190,7 @@ class Autopilot:
 
     def _is_recorded(self, shape: Shape) -> bool:
         """Whether the step that begins is recorded."""
-        settled = self._run.is_settled
+        settled = self._run.optimizer.settled
         if shape.stage in (Stage.PAPER, Stage.DUE):
             return settled or not shape.settled
         if shape.stage in UNRECORDED or (shape.base is None and self._count < self._record_from):
@@ -225,7 +225,7 @@ class Autopilot:
             self._look_at_recording(self._recorded_shape, observed)
         elif shape.plan is not None and shape.plan is plan:
             shape.steps.count += 1
-            shape.note_peak(self._run.peak_beside_bytes)
+            shape.note_peak(self._run.beside.at_peak_bytes)
             if not watch.later(shape, shape.plan, observed):
                 self._review(shape, observed)
 
@@ -278,7 +278,7 @@ class Autopilot:
         profile = self._recording.profile(everything_moved=shape.plan is None)
         if profile is None:
             return
-        shape.needs_beside(profile, self._run.beside, settled=self._settled)
+        shape.needs_beside(profile, self._run.beside.recorded, settled=self._settled)
         if shape.stage is Stage.PAPER:
             self._make_real(shape, profile)
             return

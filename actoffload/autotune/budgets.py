@@ -102,10 +102,10 @@ class Budgets:
     def room_bytes(self) -> int | None:
         """Saved bytes for which the device has room beside all else; None while that is not known."""
         usable, memory = self._tiers.usable_bytes(), self._tiers.in_use()
-        if usable is None or memory is None or not self._run.beside.nbytes:
+        if usable is None or memory is None or not self._run.beside.recorded.nbytes:
             return None
         # Memory in use counts as room too, except for the part beside saved tensors: the rest is saved tensors now.
-        return max(0, int((1 - MEMORY_MARGIN) * usable) + memory[0] - self._run.beside.nbytes)
+        return max(0, int((1 - MEMORY_MARGIN) * usable) + memory[0] - self._run.beside.recorded.nbytes)
 
     # -- device_memory ------------------------------------------------------------------------------------------------
 
@@ -130,12 +130,13 @@ class Budgets:
     @property
     def passed_bytes(self) -> int:
         """The bytes by which the last step passed ``device_memory`` in forward or backward."""
-        return max(0, self._run.passed_bytes - self.device_bytes) if self.device_bytes else 0
+        return max(0, self._run.beside.passed_bytes - self.device_bytes) if self.device_bytes else 0
 
     def begin_peak(self, shape: Shape) -> None:
         """Have one step under each plan, the one that begins or a later one, show the device's peak."""
         followed = shape.stage is Stage.FOLLOWED and not self.peak_is_known(shape)
-        self._run.measure_peak(self._tiers, wanted=followed and (self._run.is_settled or not shape.settled))
+        ready = self._run.optimizer.settled or not shape.settled
+        self._run.beside.measure_peak(self._tiers, wanted=followed and ready)
 
     def peak_is_known(self, shape: Shape) -> bool:
         """Whether a step under the shape's plan has shown the device's peak, or nobody asks for it."""

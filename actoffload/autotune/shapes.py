@@ -13,7 +13,7 @@ from ..planning.plan import Plan
 from ..planning.profile import Profile
 from ..planning.search import own_budget
 from ..runtime.decision import InputShapes
-from ..runtime.run_so_far import BLOCK_SIZE, Beside
+from ..runtime.memory_beside import BLOCK_SIZE, Beside
 from ..tell.facts import ShapeFacts
 from .observations import StepsUnderPlan
 

@@ -15,8 +15,8 @@ from ..tiers.storage_ref import StorageRef
 from ..tiers.tiers import Tiers
 from .backward_end import BackwardEnd
 from .kept_place import KeptPlace
+from .memory_beside import MemoryBeside
 from .profiler import Profiler, RunRegion, SavedStorage
-from .run_so_far import RunSoFar
 from .tape import Tape
 
 MOST_COUNTS = 1024
@@ -108,7 +108,7 @@ class Regions:
 
     Args:
         tiers: make room, and have the counts.
-        profiler: notes each region while a step is recorded; ``run``: looks at memory then.
+        profiler: notes each region while a step is recorded; ``beside``: looks at memory then.
         backward_end: calls the store when a run of backward ends.
         abort: the store's method of that name, held weakly, as the store holds this object.
 
@@ -128,7 +128,7 @@ class Regions:
         self,
         tiers: Tiers,
         profiler: Profiler,
-        run: RunSoFar,
+        beside: MemoryBeside,
         backward_end: BackwardEnd,
         abort: Callable[[BaseException], object],
     ) -> None:
@@ -136,7 +136,7 @@ class Regions:
         self.last: list[bool] = []
         self.expected: int | None = None
         self.tiers = tiers
-        self._shared, self._profiler, self._run, self._backward_end = tiers.shared, profiler, run, backward_end
+        self._shared, self._profiler, self._beside, self._backward_end = tiers.shared, profiler, beside, backward_end
         self._abort = weakref.WeakMethod(abort)
         self._bytes: dict[int, int] = {}
         """The most that each region held when it ran again, by `Recomputation.key`."""
@@ -189,7 +189,7 @@ class Regions:
             self.most = max(self.most, len(tape.regions))
             if self._profiler.running:
                 self.look_at_memory()
-                self._run.region_begins()
+                self._beside.parts.region_begins()
                 tape.region = region.recorded = self._profiler.region_began(tape, region.place, name, region.once)
             self.turn_ends()
             region.taken_bytes = self.in_forward.get(region.place, 0)
@@ -205,12 +205,12 @@ class Regions:
             accounts.pack_wait_s += tier.make_room(nbytes)
         accounts.baseline_bytes += nbytes
         accounts.add_resident(nbytes)
-        self._run.taken_bytes += nbytes
+        self._beside.taken_bytes += nbytes
 
     def _give_back(self, nbytes: int) -> None:
         if nbytes:
             self._shared.accounts.deferred.append(nbytes)
-            self._run.given_back.append(nbytes)
+            self._beside.given_back.append(nbytes)
 
     def over(self, region: Region) -> None:
         """Note that the forward of a region has ended or raised. A finalizer may call this, so it takes no lock."""
@@ -232,7 +232,7 @@ class Regions:
             self.turn_ends()  # of a region that ended meanwhile, on another thread
             self._turn = region.tape, len(region.tape.records), taken
             self.look_at_memory(region.place)
-            self._run.turn_begins(region.place + 1)
+            self._beside.parts.turn_begins(region.place + 1)
 
     def reach(self, record: Record | KeptPlace) -> None:
         """Note that backward has reached a storage: the turn is over if a region or what precedes it has saved it."""
@@ -252,7 +252,7 @@ class Regions:
         if self._turn is not None:
             self._give_back(self._turn[2])
             self._turn = None
-            self._run.turn_ends()
+            self._beside.parts.turn_ends()
 
     def forward_ended(self, tape: Tape[Record]) -> None:
         """Note that a forward has ended.
@@ -360,10 +360,10 @@ class Regions:
                 recomputation.leaving[record.identity.cdata] = record.identity
 
     def look_at_memory(self, place: int | None = None, *, born: int = 0, used: int = 0) -> None:
-        """Look at memory in a recorded step, at the end of a hook: see `RunSoFar.look_at_memory`."""
+        """Look at memory in a recorded step, at the end of a hook: see `MemoryBeside.look`."""
         if self._profiler.running:
             with self._profiler.stopwatch.hook(), self._profiler.noting():
-                self._run.look_at_memory(self.tiers, place, born=born, used=used)
+                self._beside.look(self.tiers, place, born=born, used=used)
 
     def leave(self, *, all_runs: bool = False) -> None:
         """Note that backward has reached something outside of the regions that ran again before. The lock is held.

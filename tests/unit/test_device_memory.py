@@ -20,7 +20,7 @@ from actoffload.autotune.observations import StepsUnderPlan
 from actoffload.autotune.shapes import AGAIN, Shape
 from actoffload.errors import BudgetError, ConfigError
 from actoffload.planning.profile import RECOMPUTED, Profile, Region, Storage
-from actoffload.runtime.run_so_far import Beside, RunSoFar
+from actoffload.runtime.memory_beside import Beside, MemoryBeside, Parts
 from actoffload.testing.simulated_device import NAME, SimulatedDevice
 from actoffload.tiers.accounts import Accounts
 from tests import scaled_llama
@@ -283,10 +283,10 @@ def test_the_memory_of_a_loss_leaves_backward_its_room(device: SimulatedDevice) 
         with offloader:
             pass
         assert offloader.statistics().live_records == 0
-        assert (accounts.resident_bytes, accounts.baseline_bytes, run.taken_bytes) == (
+        assert (accounts.resident_bytes, accounts.baseline_bytes, run.beside.taken_bytes) == (
             0,
             0,
-            sum(run.given_back.drain()),
+            sum(run.beside.given_back.drain()),
         )
 
 
@@ -484,7 +484,7 @@ def test_a_micro_batch_that_begins_without_gradients_does_not_settle_the_need(
     settled = []
     for _ in range(3):
         for _ in range(4):
-            settled.append(offloader.store.run.is_settled)
+            settled.append(offloader.store.run.optimizer.settled)
             with offloader:
                 loss = model(batch()).square().sum()
             loss.backward()
@@ -500,7 +500,7 @@ def test_without_accumulation_every_step_after_the_first_settles_the_need(make_o
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     settled = []
     for _ in range(3):
-        settled.append(offloader.store.run.is_settled)
+        settled.append(offloader.store.run.optimizer.settled)
         train_step(model, batch(), offloader)
         optimizer.step()
         optimizer.zero_grad()
@@ -551,20 +551,34 @@ class _Allocator:
 
 def test_the_need_of_a_regions_forward_is_known_apart() -> None:
     accounts, tiers = Accounts(), _Allocator()
-    run: Any = RunSoFar(accounts)
-    run.begin_looking(tiers, apart=True)
-    run.look_at_memory(tiers.take(peak=900, now=100), place=0)
-    run.look_at_memory(tiers.take(peak=300, now=100), place=1)
-    run.look_at_memory(tiers.take(peak=400, now=100))
+    measured: Any = MemoryBeside(accounts)
+    measured.begin_step(tiers, apart=True)
+    measured.look(tiers.take(peak=900, now=100), place=0)
+    measured.look(tiers.take(peak=300, now=100), place=1)
+    measured.look(tiers.take(peak=400, now=100))
     accounts.add_resident(50)
-    run.look_at_memory(tiers.take(peak=500, now=150))  # between two samples 50 bytes may have been resident or not
+    measured.look(tiers.take(peak=500, now=150))  # between two samples 50 bytes may have been resident or not
     accounts.add_resident(70)
-    run.taken_bytes = 70
-    run.look_at_memory(tiers.take(peak=150, now=150))
-    run.look_at_memory(tiers.take(peak=560, now=150))
-    run.backward_ends(tiers, recorded=True)
-    assert run.beside == Beside(510, 100, {0: 390})
-    assert run.passed_bytes == 900
+    measured.taken_bytes = 70
+    measured.look(tiers.take(peak=150, now=150))
+    measured.look(tiers.take(peak=560, now=150))
+    measured.backward_ends(tiers, recorded=True)
+    assert measured.recorded == Beside(510, 100, {0: 390})
+    assert measured.passed_bytes == 900
+
+
+def test_the_bytes_of_a_turn_are_its_own_only_if_backward_reaches_a_region() -> None:
+    parts = Parts(7, apart=True)
+    parts.add(100, None)
+    parts.add(300, 0)
+    parts.turn_begins(1)
+    parts.add(500, None)
+    parts.turn_ends()
+    assert parts.result() == Beside(100, 7, {0: 200, 1: 400})
+    parts.turn_begins(1)
+    parts.add(600, None)
+    parts.region_begins()  # another one, so that this was no turn
+    assert parts.result() == Beside(600, 7, {})
 
 
 def test_the_peak_of_the_last_plan_counts_until_a_step_under_a_new_plan_shows_its_own() -> None:
@@ -604,7 +618,7 @@ def test_an_optimizer_step_that_is_skipped_is_no_accumulation(make_offloader: Ma
         loss.backward()
         if step:
             optimizer.step()
-        return offloader.store.run.is_settled
+        return offloader.store.run.optimizer.settled
 
     assert not microbatch(step=False)
     assert not microbatch(step=True), "it may have been one of two"
