@@ -151,7 +151,7 @@ class ActivationStore:
                 tier.saved_again(record, tensor)  # perhaps on another stream, which uses its memory from now on
                 record.add_handle()
                 if names[1] is not None and record.name is None:
-                    self.decision.named_late(record, names[1])
+                    self.decision.names.named_late(record, names[1])
                 return record
             record = Record(storage, storage.data_ptr(), begin, end, tensor.device, tensor.shape if self.trace else ())
             record.module, record.name = names
