@@ -163,9 +163,9 @@ class Tiers:
         """Remarks for the report on how the resources were opened."""
         found = []
         if self.spool is not None:
-            refused = self.spool.engine_reason.partition("; not ")[2]
+            refused = self.spool.disk.engine_reason.partition("; not ")[2]
             remarks = dict.fromkeys([f"not {refused}" if refused else "", *(e.remark for e in self.spool.engines)])
-            found = [f"{self.spool.engine_name} engine: {text}" for text in remarks if text]
+            found = [f"{self.spool.capabilities.name} engine: {text}" for text in remarks if text]
         return [*found, self._memory_remark] if self._memory_remark else found
 
     def rates(self) -> dict[tuple[str, str], tuple[float, bool]]:
@@ -359,7 +359,7 @@ class Tiers:
         copies.waits.samples = self.shared.config.policy != "auto"  # which plans from them
         self.hook = device.hook
         window = None if config.pending_bytes is None else config.size("pending_bytes", 0)
-        if config.target == "nvme" and spool is not None and spool.device_memory and not config.verify:
+        if config.target == "nvme" and spool is not None and spool.capabilities.device_memory and not config.verify:
             return DirectTier(self.shared, spool, copies)
         pool = HostPool(
             self._host_budget(device.type),

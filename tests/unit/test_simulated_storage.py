@@ -167,7 +167,7 @@ def test_a_prefetch_that_found_no_memory_is_tried_once_a_step_and_half_as_far_in
 def test_uring_is_tried_first_behind_a_device(device: SimulatedDevice, tmp_path: Path) -> None:
     with _offloader(tmp_path, target="nvme", engine="auto") as offloader:
         spool = spool_of(offloader)
-        assert spool.engine_name == "uring" or "not uring" in spool.engine_reason
+        assert spool.capabilities.name == "uring" or "not uring" in spool.disk.engine_reason
 
 
 def test_a_read_that_fails_is_an_error_and_is_tried_again(device: SimulatedDevice, tmp_path: Path) -> None:
