@@ -81,7 +81,8 @@ class Budgets:
         """Bound the step of a shape that begins."""
         self._shared.budget.limit_bytes = self.of(shape, known)
         like = self._like(shape, known)
-        self._regions.in_forward, self._regions.count = like.need.in_forward, like.regions or self._regions.most
+        taken = self._regions.taken
+        taken.in_forward, taken.count = like.need.in_forward, like.regions or self._regions.most
 
     def limits(self, shape: Shape, known: Iterable[Shape], once: Collection[int] | None = None) -> Limits:
         """The limits of a plan for a shape with the regions that run ``once``, by default as in its steps now."""

@@ -104,7 +104,7 @@ class ActivationStore:
             for tier in self.tiers.by_device.values():
                 tier.begin_forward()
             if first:
-                self.regions.turn_ends()  # of a forward whose loss was dropped
+                self.regions.taken.turn_ends()  # of a forward whose loss was dropped
                 self.shared.accounts.begin_step()
             self.run.forward_begins(self.tiers, first=first)
             if first and (self.profiler.running or self.shared.config.device_memory is not None):
