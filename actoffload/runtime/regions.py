@@ -124,7 +124,7 @@ class Counts:
             self._known = dict.fromkeys([*varying, alike])
 
 
-class Taken:
+class TakenBytes:
     """The bytes beside saved tensors that count as resident for a while: for forwards of regions, and for the turn.
 
     The store's lock guards this; `give_back` alone takes no lock.
@@ -210,7 +210,7 @@ class Regions:
         self.running: list[Recomputation] = []
         self._most_derived = 0
         """The most bytes that backward has computed again at once."""
-        self.taken = Taken(tiers, beside)
+        self.taken = TakenBytes(tiers, beside)
         self.most = 0
 
     def follow(self, once: frozenset[int]) -> None:
