@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from ..locks import renewed_in_child
 from ..memory import native_build
 from ..memory.cpu_allocator import HeldBlock
-from ..memory.host_pool import Slot
 from ..memory.native_build import SWITCH, Refused, told
+from ..memory.slots import Slot
 from ..policy import STATIC, KeepReason
 from ..runtime.identity import own_counter
 from ..runtime.kept_place import KeptPlace

@@ -298,7 +298,7 @@ class Offloader:
                     accounts.at_once_bytes = max(accounts.at_once_bytes, entry.tape.by_node.largest_bytes)
         if said is not None:
             store.shared.reporter.advise("burst", said)
-        unmatched = store.decision.unmatched_names() if entry.tape.live else []
+        unmatched = store.decision.names.unmatched() if entry.tape.live else []
         if unmatched:
             given = ", ".join(f"tensor:{pattern}" for pattern in unmatched)
             store.shared.reporter.advise("names", f"no saved tensor was given a name() for these patterns: {given}")

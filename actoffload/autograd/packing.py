@@ -99,7 +99,7 @@ class Packer:
         self._kept: Any = None
         """With compiled hooks, their ``KeptStorages``: the storages that a plan keeps."""
         self._only_boundaries = store.shared.config.boundaries == "only"
-        self._names_count = store.decision.uses_names
+        self._names_count = store.decision.names.used
         codec = store.shared.config.codec
         self._codec = None if codec == "none" else Codec(store)
         self._codes_all = codec == "exact"
@@ -247,7 +247,8 @@ class Packer:
             return KeepReason.FILLED_LATER
         if reason is None and self._names_count:  # a plan on paper must not move it either
             name = name_of(storage, only_boundaries=self._only_boundaries)
-            return KeepReason.EXCLUDED if self._store.decision.excludes(self._module_names.innermost(), name) else None
+            excluded = self._store.decision.names.excludes(self._module_names.innermost(), name)
+            return KeepReason.EXCLUDED if excluded else None
         return reason
 
     def has_record(self, storage: torch.UntypedStorage) -> bool:

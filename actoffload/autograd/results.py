@@ -271,7 +271,7 @@ class Results:
         store, storage = self._store, tensor.untyped_storage()
         if tensor._version or tensor.is_neg() or 2 * tensor.nbytes < storage.nbytes():  # of a small view its bytes move
             return None
-        if store.decision.uses_names and store.decision.excludes(*names):
+        if store.decision.names.used and store.decision.names.excludes(*names):
             return None
         tier, number = store.tiers.by_device[tensor.device.type], storage._cdata
         stream = tier.stream_of(tensor.device)

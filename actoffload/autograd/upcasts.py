@@ -185,7 +185,7 @@ class Upcasts:
             accounts.deduplicated_bytes += record.nbytes
             record.add_handle()
             if name is not None and record.name is None:
-                self.store.decision.named_late(record, name)
+                self.store.decision.names.named_late(record, name)
             return True
 
     def _numbers(self, tensor: Tensor, stream: Any, key: tuple[Any, ...]) -> Tensor | None:

@@ -107,7 +107,8 @@ class Autopilot:
         self.forward_begins(key)
         if self._shape.nothing_moves:  # otherwise no forward rests, and a signature takes time
             self._signatures.add(signature())
-        return self._shape.stage is Stage.RESTING and self._signatures == self._shape.signatures and not self._gave_up
+        known = self._shape.rest.signatures
+        return self._shape.stage is Stage.RESTING and self._signatures == known and not self._gave_up
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -181,7 +182,7 @@ class Autopilot:
         if self._profiler.finished:
             return  # the device has not ended the recorded step yet, so its times are not known
         if self._is_recorded(shape):
-            self._recorded_shape, self._settled = shape, self._run.is_settled
+            self._recorded_shape, self._settled = shape, self._run.optimizer.settled
             self._shared.watches_host = True
             if not self._profiler.active:
                 self._recording.begin()
@@ -190,13 +191,13 @@ class Autopilot:
 
     def _is_recorded(self, shape: Shape) -> bool:
         """Whether the step that begins is recorded."""
-        settled = self._run.is_settled
+        settled = self._run.optimizer.settled
         if shape.stage in (Stage.PAPER, Stage.DUE):
-            return settled or not shape.settled
+            return settled or not shape.need.settled
         if shape.stage in UNRECORDED or (shape.base is None and self._count < self._record_from):
             return False
         found = settled or self._recording.steps <= WARM_UP or self._budgets.all_is_there(shape)
-        shape.unsettled += not found
+        shape.need.unsettled += not found
         return found
 
     def _finish_step(self) -> None:
@@ -217,7 +218,7 @@ class Autopilot:
                 self._profiler.forget()  # the recording begins with the next step instead
             return
         self._count += 1
-        shape.signatures = frozenset(self._signatures) or shape.signatures
+        shape.rest.signatures = frozenset(self._signatures) or shape.rest.signatures
         observed = watch.end()
         if self._is_too_much(shape, observed) or self._is_another(shape):
             return
@@ -225,14 +226,14 @@ class Autopilot:
             self._look_at_recording(self._recorded_shape, observed)
         elif shape.plan is not None and shape.plan is plan:
             shape.steps.count += 1
-            shape.note_peak(self._run.peak_beside_bytes)
+            shape.note_peak(self._run.beside.at_peak_bytes)
             if not watch.later(shape, shape.plan, observed):
                 self._review(shape, observed)
 
     def _begin_rest(self, shape: Shape, step_s: float) -> None:
         """Have the next steps of a shape run without hooks, if neither ranks nor a budget need the hooks."""
         free = self._agreed is None and self.making.limits(shape).device_budget is None and shape is self._shape
-        if free and len(shape.signatures) == 1 and may_rest(self._store, shape, self._watch.saved, step_s):
+        if free and len(shape.rest.signatures) == 1 and may_rest(self._store, shape, self._watch.saved, step_s):
             shape.begin_rest()
 
     def _is_too_much(self, shape: Shape, observed: Observed) -> bool:
@@ -243,7 +244,7 @@ class Autopilot:
             return False
         peak = observed.peak_bytes or (0 if shape.profile is None else shape.profile.baseline_peak_bytes)
         most = peak if limit is None else min(peak, limit)
-        shape.tried.clear()  # these plans were made for a larger budget
+        shape.tried.forget()  # these plans were made for a larger budget
         if ran_out and most:
             self._budgets.at_most(shape, TIGHTER * most)
         if ran_out:
@@ -262,7 +263,7 @@ class Autopilot:
             return False
         self._back_off()
         shape.base = None
-        shape.tried.clear()
+        shape.tried.forget()
         self._run_once(shape, AGAIN, "the forward saved other sizes than the plan was made for")
         return True
 
@@ -278,7 +279,7 @@ class Autopilot:
         profile = self._recording.profile(everything_moved=shape.plan is None)
         if profile is None:
             return
-        shape.needs_beside(profile, self._run.beside, settled=self._settled)
+        shape.need.take(profile, self._run.beside.recorded, once=shape.once, settled=self._settled)
         if shape.stage is Stage.PAPER:
             self._make_real(shape, profile)
             return
@@ -338,7 +339,7 @@ class Autopilot:
     def _know(self, shape: Shape, plan: Plan, profile: Profile, measured_s: float | None = None) -> None:
         """Remember the length of a step with these regions, under this plan."""
         budget = self._budgets.of(shape, self._shapes, AGAIN)  # whatever runs once, so that budgets compare
-        shape.know(Tried(shape.once, plan, profile, budget, shape.beside, measured_s))
+        shape.tried.know(Tried(shape.once, plan, profile, budget, shape.need.beside, measured_s))
 
     def _tries_others(self, shape: Shape, than_s: float, reason: str) -> bool:
         """Whether, on paper, a step with other regions run once is shorter than this. Then the next step proves it."""
@@ -381,7 +382,7 @@ class Autopilot:
             self._budgets.at_most(shape, TIGHTER * (self._budgets.of(shape, self._shapes) or 0))
             self._choose(shape, "no plan keeps the budget")
             return
-        best = min(shape.tried, key=lambda tried: tried.step_s, default=None)
+        best = shape.tried.best
         if self._recording.calm and best and (plan.predicted_step_s or 0.0) > (1 - NO_LOSS) * best.step_s:
             self._know(shape, plan, profile)
             self._follow_known(shape, best, f"a step with {len(shape.once)} regions run once is no shorter")
@@ -416,7 +417,7 @@ class Autopilot:
         self._follow(shape, plan, profile, "first plan")
 
     def _follow_known(self, shape: Shape, known: Tried, reason: str) -> None:
-        shape.beside = known.beside
+        shape.need.beside = known.beside
         self._follow(shape, replace(known.plan, predicted_step_s=known.step_s), known.profile, reason, known.once)
 
     def _run_once(self, shape: Shape, once: frozenset[int], reason: str = "") -> None:
@@ -468,7 +469,7 @@ class Autopilot:
         if not reason:
             self._changes = 0
         # If a plan's measured length has changed, the machine has, and the lengths of other plans prove nothing.
-        if (not reason or not shape.has_measured(shape.plan)) and self._goes_back(shape, seen):
+        if (not reason or not shape.tried.has_measured(shape.once, shape.plan)) and self._goes_back(shape, seen):
             return
         if reason and self._may_change:
             self._back_off()
@@ -492,8 +493,8 @@ class Autopilot:
         assert shape.plan is not None, "these steps followed it"
         assert shape.profile is not None, "it was made from it"
         self._know(shape, shape.plan, shape.profile, seen.step_s)
-        best = min(shape.tried, key=lambda tried: tried.step_s)
-        if best.step_s >= (1 - NOTICEABLE) * seen.step_s or not self._may_change:
+        best = shape.tried.best
+        if best is None or best.step_s >= (1 - NOTICEABLE) * seen.step_s or not self._may_change:
             return False
         self._back_off()
         seconds = f"takes {seen.step_s:.3g} s, with {len(best.once)} {best.step_s:.3g} s"
@@ -534,12 +535,12 @@ class Autopilot:
         """Whether the machine has changed, so that all regions run again in the next step, which is the new base."""
         if not shape.regions or self._agreed is not None:
             return False
-        again = next((tried for tried in shape.tried if tried.once == AGAIN), None)
+        again = shape.tried.again
         other = self._recording.calm and differ(profile, before)
         if other and shape.once and shape.base is not None:  # the earlier recording may have been the disturbed one
             other = differ(profile, with_regions(shape.base, shape.once))
         if other or link_change(before, profile):
-            shape.tried.clear()  # measured before the machine changed
+            shape.tried.forget()  # measured before the machine changed
         if not shape.once:
             shape.base = profile
         elif other and again is not None:
@@ -588,6 +589,6 @@ class Autopilot:
             others=[other.facts(nbytes) for other in self._shapes if other is not shape],
             recorded_ago=self._count - shape.recorded_at + 1,
             probes=shape.probe is not None,
-            rest=shape.rest if shape.stage is Stage.RESTING else 0,
+            rest=shape.rest.left if shape.stage is Stage.RESTING else 0,
             stuck=not self._count and self._shared.accounts.optimizer_steps > WARM_UP + 1,
         )

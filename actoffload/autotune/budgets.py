@@ -58,7 +58,7 @@ class Budgets:
         if self._config.device_memory is not None:
             bounds.append(self._left_bytes(shape, known))
         elif self._of_the_device and once and shape.base is not None:
-            bounds.append(shape.own_bytes)
+            bounds.append(shape.need.own_bytes(shape.base))
         less = self._more_beside(shape, once)
         bounds = [None if nbytes is None else max(0, nbytes - less) for nbytes in bounds]
         return min((nbytes for nbytes in (self._given, *bounds) if nbytes is not None), default=None)
@@ -73,7 +73,7 @@ class Budgets:
         return self._config.device_memory is not None or self._config.device_budget is None
 
     def _more_beside(self, shape: Shape, once: Collection[int]) -> int:
-        if shape.base is None or not self._of_the_device or once == shape.beside_of:
+        if shape.base is None or not self._of_the_device or once == shape.need.of:
             return 0
         return more_beside(shape.base, once)
 
@@ -81,7 +81,8 @@ class Budgets:
         """Bound the step of a shape that begins."""
         self._shared.budget.limit_bytes = self.of(shape, known)
         like = self._like(shape, known)
-        self._regions.in_forward, self._regions.count = like.in_forward, like.regions or self._regions.most
+        taken = self._regions.taken
+        taken.in_forward, taken.count = like.need.in_forward, like.regions or self._regions.most
 
     def limits(self, shape: Shape, known: Iterable[Shape], once: Collection[int] | None = None) -> Limits:
         """The limits of a plan for a shape with the regions that run ``once``, by default as in its steps now."""
@@ -89,7 +90,7 @@ class Budgets:
         tiers = {"host": ("host",), "nvme": ("nvme",)}.get(config.target, ("host", "nvme"))
         return Limits(
             device_budget=self.of(shape, known, once),
-            in_forward=self._like(shape, known).in_forward,
+            in_forward=self._like(shape, known).need.in_forward,
             host_budget=sum(pool.capacity_bytes for pool in self._tiers.pools) or None,
             nvme_budget=None if config.nvme_budget is None else config.size("nvme_budget", 0),
             pending_bytes=None if config.pending_bytes is None else config.size("pending_bytes", 0),
@@ -102,10 +103,10 @@ class Budgets:
     def room_bytes(self) -> int | None:
         """Saved bytes for which the device has room beside all else; None while that is not known."""
         usable, memory = self._tiers.usable_bytes(), self._tiers.in_use()
-        if usable is None or memory is None or not self._run.beside.nbytes:
+        if usable is None or memory is None or not self._run.beside.recorded.nbytes:
             return None
         # Memory in use counts as room too, except for the part beside saved tensors: the rest is saved tensors now.
-        return max(0, int((1 - MEMORY_MARGIN) * usable) + memory[0] - self._run.beside.nbytes)
+        return max(0, int((1 - MEMORY_MARGIN) * usable) + memory[0] - self._run.beside.recorded.nbytes)
 
     # -- device_memory ------------------------------------------------------------------------------------------------
 
@@ -130,12 +131,13 @@ class Budgets:
     @property
     def passed_bytes(self) -> int:
         """The bytes by which the last step passed ``device_memory`` in forward or backward."""
-        return max(0, self._run.passed_bytes - self.device_bytes) if self.device_bytes else 0
+        return max(0, self._run.beside.passed_bytes - self.device_bytes) if self.device_bytes else 0
 
     def begin_peak(self, shape: Shape) -> None:
         """Have one step under each plan, the one that begins or a later one, show the device's peak."""
         followed = shape.stage is Stage.FOLLOWED and not self.peak_is_known(shape)
-        self._run.measure_peak(self._tiers, wanted=followed and (self._run.is_settled or not shape.settled))
+        ready = self._run.optimizer.settled or not shape.need.settled
+        self._run.beside.measure_peak(self._tiers, wanted=followed and ready)
 
     def peak_is_known(self, shape: Shape) -> bool:
         """Whether a step under the shape's plan has shown the device's peak, or nobody asks for it."""
@@ -143,22 +145,22 @@ class Budgets:
 
     def all_is_there(self, shape: Shape) -> bool:
         """Whether a step began with optimizer states and gradients, or so many did not that there may never be any."""
-        return self._config.device_memory is None or shape.settled or shape.unsettled >= UNSEEN_STEPS
+        return self._config.device_memory is None or shape.need.settled or shape.need.unsettled >= UNSEEN_STEPS
 
     def _left_bytes(self, shape: Shape, known: Iterable[Shape]) -> int:
         """The part of ``device_memory`` for saved tensors; 0 while nothing shows the other needs of such a step."""
-        like = self._like(shape, known)
-        if like.beside is None:
+        need = self._like(shape, known).need
+        if need.beside is None:
             return 0
         memory = self._tiers.in_use()
         # Optimizer states that appeared since that step was recorded take their part.
-        grown = 0 if memory is None or like.settled else max(0, memory[0] - like.beside.began_bytes)
-        return max(0, self.device_bytes - like.beside.nbytes - like.rounding_bytes - grown)
+        grown = 0 if memory is None or need.settled else max(0, memory[0] - need.beside.began_bytes)
+        return max(0, self.device_bytes - need.beside.nbytes - need.rounding_bytes - grown)
 
     @staticmethod
     def _like(shape: Shape, known: Iterable[Shape]) -> Shape:
         """The shape, or a larger one if nothing shows what its own steps need beside saved tensors: no more."""
-        if shape.beside is not None:
+        if shape.need.beside is not None:
             return shape
-        larger = (one for one in known if one.beside is not None and one.elements >= shape.elements)
+        larger = (one for one in known if one.need.beside is not None and one.elements >= shape.elements)
         return min(larger, key=lambda one: one.elements, default=shape)

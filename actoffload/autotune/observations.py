@@ -210,7 +210,7 @@ class StepsUnderPlan:
     Attributes:
         seen: their median; None before there are enough.
         count: how many steps there were, also those that a device has not ended yet.
-        shows_peak: one of these steps has measured the device's peak (`RunSoFar.peak_beside_bytes`).
+        shows_peak: one of these steps has measured the device's peak (`MemoryBeside.at_peak_bytes`).
     """
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from ..planning.plan import Plan
 from ..planning.profile import Profile
 from ..planning.search import own_budget
 from ..runtime.decision import InputShapes
-from ..runtime.run_so_far import BLOCK_SIZE, Beside
+from ..runtime.memory_beside import BLOCK_SIZE, Beside
 from ..tell.facts import ShapeFacts
 from .observations import StepsUnderPlan
 
@@ -44,7 +44,7 @@ class Tried:
         once: the regions that run once.
         plan: the plan that these steps followed, or would follow; ``profile``: the step that it was made from.
         budget: the most bytes that they might save.
-        beside: as in `Shape`.
+        beside: as in `NeedBeside`.
         measured_s: the length of a step; None while it is only predicted.
     """
 
@@ -61,6 +61,119 @@ class Tried:
         return self.plan.predicted_step_s or 0.0 if self.measured_s is None else self.measured_s
 
 
+class Tries:
+    """The steps of a shape under the choices of regions so far, at most `MOST_KNOWN`."""
+
+    def __init__(self) -> None:
+        self._known: list[Tried] = []
+
+    def __iter__(self) -> Iterator[Tried]:
+        return iter(self._known)
+
+    def know(self, tried: Tried) -> None:
+        """Remember steps with these regions run once. Of too many choices the one with the longest step goes."""
+        for place, known in enumerate(self._known):
+            if known.once == tried.once and known.plan.entries == tried.plan.entries:
+                self._known[place] = tried  # in its place: the first `AGAIN` is the one to compare with
+                return
+        if len(self._known) >= MOST_KNOWN:
+            # The first `AGAIN` never goes: every other choice has to be shorter than it.
+            again = self.again
+            self._known.remove(max((one for one in self._known if one is not again), key=lambda one: one.step_s))
+        self._known.append(tried)
+
+    def forget(self) -> None:
+        """Forget all: the steps to come are not comparable."""
+        self._known.clear()
+
+    @property
+    def again(self) -> Tried | None:
+        """The first steps in which all regions ran again."""
+        return next((tried for tried in self._known if tried.once == AGAIN), None)
+
+    @property
+    def best(self) -> Tried | None:
+        """The shortest steps."""
+        return min(self._known, key=lambda tried: tried.step_s, default=None)
+
+    def has_measured(self, once: frozenset[int], plan: Plan) -> bool:
+        """Whether the length of steps under a plan, with these regions run once, is measured."""
+        same = (tried for tried in self._known if tried.once == once and tried.plan.entries == plan.entries)
+        return any(tried.measured_s is not None for tried in same)
+
+
+class NeedBeside:
+    """The memory that steps of a shape need beside saved tensors, as far as steps have shown it.
+
+    Attributes:
+        beside: in a recorded step, None before there is one; ``of``: the regions that ran once in it; ``settled``:
+            optimizer states and gradients were part of it; ``rounding_bytes``: what an allocator may add to its saved
+            tensors.
+        unsettled: how many steps began unsettled while the planner waited for a settled one.
+        at_peak_bytes: at the device's peak in the last step under a plan that measured it, else 0.
+    """
+
+    def __init__(self) -> None:
+        self.beside: Beside | None = None
+        self.of: frozenset[int] = frozenset()
+        self.settled = False
+        self.rounding_bytes = self.unsettled = self.at_peak_bytes = 0
+        self._own: tuple[Profile | None, Beside | None, int] = None, None, 0
+
+    def take(self, profile: Profile, beside: Beside, *, once: frozenset[int], settled: bool) -> None:
+        """Take over the memory that a recorded step had beside saved tensors; see the attributes.
+
+        Where a region runs once, memory of saved tensors that backward has used counts as memory beside them, so the
+        two together are no more than where it runs again. While any region runs again, reading ahead leaves the room of
+        a whole recomputation free. So the numbers of the step in which all regions ran again stay right.
+        """
+        if not once or self.beside is None or not profile.recompute_bytes:
+            self.beside, self.of, self.settled = beside, once, settled
+            sizes = [storage.nbytes for storage in profile.storages]
+            sizes += [save.nbytes for region in profile.regions for save in region.saves]
+            self.rounding_bytes = sum(-nbytes % BLOCK_SIZE for nbytes in sizes)
+
+    @property
+    def in_forward(self) -> dict[int, int]:
+        """As `Beside.in_forward`."""
+        return {} if self.beside is None else self.beside.in_forward
+
+    @property
+    def most_bytes(self) -> int:
+        """The bytes at the peak. Until a step has measured them, the most that there was at any moment counts."""
+        return self.at_peak_bytes or (0 if self.beside is None else self.beside.nbytes)
+
+    def own_bytes(self, base: Profile) -> int:
+        """The bytes that steps may save without a limit of the user's: what the program's checkpoints hold."""
+        if self._own[0] is not base or self._own[1] is not self.beside:  # else nothing has changed since the last call
+            self._own = base, self.beside, own_budget(base, self.in_forward)
+        return self._own[2]
+
+
+class Rest:
+    """Steps of a shape that run without hooks, as long as the model's forward has the known signature.
+
+    Attributes:
+        left: how many are left.
+        allowed: whether any step may be one.
+        signatures: of the model's forwards in the last step in which they were computed; another one does not rest.
+    """
+
+    def __init__(self) -> None:
+        self.left, self.allowed = 0, True
+        self.signatures: frozenset[Hashable] = frozenset()
+
+    def step(self, saved: int) -> bool:
+        """End a step; return whether the rest is over. ``saved``: the tensors that it saved through hooks all the same.
+
+        If there were any, the steps of this shape are not all alike, and none of them rests again. After `MOST_REST`
+        some steps have hooks again, because a link may be faster by then.
+        """
+        self.left -= 1
+        self.allowed = self.allowed and not saved
+        return saved > 0 or self.left <= 0
+
+
 class Shape:
     """Steps whose inputs have one shape.
 
@@ -73,14 +186,8 @@ class Shape:
         steps: the last steps under the plan.
         stage: the purpose of the next step; ``why``: why it is recorded, although there is a plan.
         most_bytes: a bound of saved bytes beside the options' own; None if there is none.
-        beside: the memory beside saved tensors in a recorded step, None before there is one; ``beside_of``: the regions
-            that ran once in it; ``settled``: optimizer states and gradients were part of it; ``rounding_bytes``: what
-            an allocator may add to its saved tensors.
-        rest: how many steps without hooks are left; ``signatures``: of the model's forwards in the last step in which
-            they were computed: a forward with another one does not rest.
-        may_rest: whether any step may run without hooks.
+        need: the memory beside saved tensors; ``rest``: the steps without hooks.
         passed: the regions that ran once in the last step that passed ``device_memory``.
-        unsettled: how many steps began unsettled while the planner waited for a settled one.
         recorded_at: the number of the step that the plan was made from.
         predicted_s: the length of a step, as predicted when the plan was made.
         tried: the steps under the choices of regions so far, this one among them.
@@ -95,34 +202,11 @@ class Shape:
         self.steps = StepsUnderPlan()
         self.stage, self.why = Stage.SAFE, ""
         self.most_bytes: int | None = None
-        self.beside: Beside | None = None
-        self.beside_of: frozenset[int] = frozenset()
-        self._peak_beside_bytes = 0  # in a step under this plan or one before it
-        self.settled = False
-        self.rounding_bytes = 0
+        self.need, self.rest = NeedBeside(), Rest()
         self.passed: frozenset[int] | None = None
-        self.unsettled = 0
-        self.rest, self.may_rest = 0, True
-        self.signatures: frozenset[Hashable] = frozenset()
         self.recorded_at = 0
         self.predicted_s: float | None = None
-        self.tried: list[Tried] = []
-        self._own: tuple[Profile | None, Beside | None, int] = None, None, 0
-
-    @property
-    def own_bytes(self) -> int:
-        """The bytes that these steps may save without a limit of the user's: what the program's checkpoints hold."""
-        base, beside, nbytes = self._own
-        if base is not self.base or beside is not self.beside:
-            assert self.base is not None, "regions run once only where a step has shown them running again"
-            nbytes = own_budget(self.base, self.in_forward)
-            self._own = self.base, self.beside, nbytes
-        return nbytes
-
-    @property
-    def in_forward(self) -> dict[int, int]:
-        """As `Beside.in_forward`."""
-        return {} if self.beside is None else self.beside.in_forward
+        self.tried = Tries()
 
     def have_recorded(self, why: str, *, on_paper: bool = False) -> None:
         """Have the next step under the plan recorded; ``on_paper``: no step has followed this plan yet."""
@@ -131,21 +215,15 @@ class Shape:
     @property
     def nothing_moves(self) -> bool:
         """Whether, by the plan, a step may run without hooks."""
-        return self.may_rest and not (self.plan is not None and (self.plan.offloaded_bytes or self.regions))
+        return self.rest.allowed and not (self.plan is not None and (self.plan.offloaded_bytes or self.regions))
 
     def begin_rest(self) -> None:
-        """Run the next steps without hooks, as long as the model's forward has the known signature."""
-        self.stage, self.rest = Stage.RESTING, MOST_REST
+        """Run the next steps without hooks."""
+        self.stage, self.rest.left = Stage.RESTING, MOST_REST
 
     def rested(self, saved: int) -> None:
-        """End a step of a rest; ``saved``: the tensors that it saved through hooks all the same.
-
-        If there were any, the steps of this shape are not all alike, and none of them rests again. After `MOST_REST`
-        some steps have hooks again, because a link may be faster by then.
-        """
-        self.rest -= 1
-        self.may_rest = self.may_rest and not saved
-        if saved or self.rest <= 0:
+        """End a step of a rest; ``saved``: as in `Rest.step`."""
+        if self.rest.step(saved):
             self.stage, self.steps = Stage.SAFE if self.plan is None else Stage.FOLLOWED, StepsUnderPlan()
 
     @property
@@ -161,19 +239,6 @@ class Shape:
     def at_most(self, nbytes: float) -> None:
         """Lower the bound of the bytes that these steps may save."""
         self.most_bytes = max(0, int(nbytes if self.most_bytes is None else min(nbytes, self.most_bytes)))
-
-    def needs_beside(self, profile: Profile, beside: Beside, *, settled: bool) -> None:
-        """Take over the memory that a recorded step had beside saved tensors; see the attributes.
-
-        Where a region runs once, memory of saved tensors that backward has used counts as memory beside them, so the
-        two together are no more than where it runs again. While any region runs again, reading ahead leaves the room of
-        a whole recomputation free. So the numbers of the step in which all regions ran again stay right.
-        """
-        if not self.once or self.beside is None or not profile.recompute_bytes:
-            self.beside, self.beside_of, self.settled = beside, self.once, settled
-            sizes = [storage.nbytes for storage in profile.storages]
-            sizes += [save.nbytes for region in profile.regions for save in region.saves]
-            self.rounding_bytes = sum(-nbytes % BLOCK_SIZE for nbytes in sizes)
 
     @property
     def probe(self) -> int | None:
@@ -191,34 +256,15 @@ class Shape:
         found = min(kept, key=lambda entry: entry.nbytes if entry.nbytes > most else 0, default=None)
         return None if found is None else found.index
 
-    def know(self, tried: Tried) -> None:
-        """Remember steps with these regions run once. Of too many choices the one with the longest step goes."""
-        for place, known in enumerate(self.tried):
-            if known.once == tried.once and known.plan.entries == tried.plan.entries:
-                self.tried[place] = tried  # in its place: the first `AGAIN` is the one to compare with
-                return
-        if len(self.tried) >= MOST_KNOWN:
-            # The first `AGAIN` never goes: every other choice has to be shorter than it.
-            first = next((t for t in self.tried if t.once == AGAIN), None)
-            self.tried.remove(max((t for t in self.tried if t is not first), key=lambda t: t.step_s))
-        self.tried.append(tried)
-
-    def has_measured(self, plan: Plan) -> bool:
-        """Whether the length of steps under a plan is measured."""
-        same = (tried for tried in self.tried if tried.once == self.once and tried.plan.entries == plan.entries)
-        return any(tried.measured_s is not None for tried in same)
-
     def note_peak(self, beside_bytes: int | None) -> None:
         """Note the bytes beside saved tensors at the device's peak in a step under the plan, if it was measured."""
         if beside_bytes:
-            self.steps.shows_peak, self._peak_beside_bytes = True, beside_bytes
+            self.steps.shows_peak, self.need.at_peak_bytes = True, beside_bytes
 
     def facts(self, device_bytes: int) -> ShapeFacts:
         """The facts of these steps for an explanation; ``device_bytes``: `Budgets.device_bytes`."""
-        again = next((tried for tried in self.tried if tried.once == AGAIN), None)
+        again = self.tried.again
         base_s = None if again is None else again.plan.predicted_step_s
-        # Until a step under a plan has shown it, the most that there was beside saved tensors counts, at any moment.
-        beside = self._peak_beside_bytes or (0 if self.beside is None else self.beside.nbytes)
         return ShapeFacts(
             inputs=str(self),
             profile=self.profile,
@@ -229,7 +275,7 @@ class Shape:
             base_s=base_s or (0.0 if self.base is None else self.base.step_s),
             base_bytes=0 if self.base is None else self.base.baseline_peak_bytes,
             predicted_s=self.predicted_s,
-            other_bytes=beside,
+            other_bytes=self.need.most_bytes,
             device_bytes=device_bytes,
         )
 

@@ -6,8 +6,10 @@ import ctypes
 import mmap
 import os
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +37,31 @@ class OwnedMemory(ctypes.c_char * (1 << 46)):  # type: ignore[misc]
     owner: object
 
 
+@dataclass(frozen=True)
+class Device:
+    """The device whose copies read and write host memory, by its functions; by default there is none.
+
+    Attributes:
+        pin: Page-locks ``(address, nbytes)``; None for memory that needs no pinning.
+        unpin: Undoes ``pin``; returns False when it could not. None: nothing undoes it.
+        is_done: Returns whether an event of a copy has happened.
+        wait_for: Returns when it has.
+        bind: Returns its argument, to be called in another thread with the device of the calling thread.
+        stay_near: Has the calling thread run near the device from then on.
+    """
+
+    pin: Callable[[int, int], bool] | None = None
+    unpin: Callable[[int], bool] | None = None
+    is_done: Callable[[Any], bool] = lambda event: True
+    wait_for: Callable[[Any], object] = lambda event: None
+    bind: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda work: work
+    stay_near: Callable[[], None] = lambda: None
+
+
+OF_THE_PARENT = Device(is_done=lambda event: False)
+"""The device in a forked child, where no copy is ever known to have ended."""
+
+
 class Slab:
     """Host memory in one piece, and which parts of it are in use.
 
@@ -44,7 +71,7 @@ class Slab:
 
     Attributes:
         buffer: An object at its address that keeps it alive.
-        number: Tells slabs of the same room apart; the pool's, as is the next.
+        number: Tells slabs of the same room apart; of `Slabs`, as is the next.
         room: The largest slot that it has room for, as it is listed; -1 when it is not.
         locked: Whether it may be page-locked: from before the request until the device has let go of it.
         used: Whether a slot came from it since the last look of `HostPool.trim`.
@@ -156,3 +183,63 @@ class Slab:
                 rest.append((end, used_end, events))
         self._used[first:last] = rest
         return list(found)
+
+
+class Slabs:
+    """The slabs of a pool, listed by the room that they have. The pool's lock guards this.
+
+    Attributes:
+        mapped_bytes: Of all slabs, also of those that are not listed.
+        idle: The listed slabs without slots.
+    """
+
+    def __init__(self) -> None:
+        self.mapped_bytes = 0
+        self.idle: dict[Slab, None] = {}
+        self._all: list[Slab] = []
+        self._made = 0
+        self._by_room: list[tuple[int, int, Slab]] = []
+
+    def __iter__(self) -> Iterator[Slab]:
+        return iter(tuple(self._all))  # the caller may remove them meanwhile
+
+    def add(self, slab: Slab) -> None:
+        """Add and list a new slab."""
+        self._made += 1
+        slab.number = self._made
+        self._all.append(slab)
+        self.mapped_bytes += slab.nbytes
+        self.relist(slab)
+
+    def remove(self, slab: Slab) -> None:
+        """Forget a slab, which is unmapped with the last view of it."""
+        self._all.remove(slab)
+        self.unlist(slab)
+        self.mapped_bytes -= slab.nbytes
+
+    def with_room(self, nbytes: int) -> Slab | None:
+        """Return the listed slab with the least room for a slot of this size, or None."""
+        place = bisect_left(self._by_room, (nbytes,))
+        return self._by_room[place][2] if place < len(self._by_room) else None
+
+    def relist(self, slab: Slab) -> None:
+        """List a slab by the room that it has now."""
+        self.unlist(slab)
+        slab.room = slab.extents.largest_free_bytes
+        insort(self._by_room, (slab.room, slab.number, slab))
+        if slab.extents.allocated_bytes == 0:
+            self.idle[slab] = None
+
+    def unlist(self, slab: Slab) -> None:
+        """Have no slot come from a slab, until it is listed again."""
+        self.idle.pop(slab, None)
+        place = bisect_left(self._by_room, (slab.room, slab.number))
+        if place < len(self._by_room) and self._by_room[place][2] is slab:
+            del self._by_room[place]
+        slab.room = -1
+
+    def unlist_all(self) -> None:
+        """Have no slot come from any slab, also where a fork has caught the list amid a change."""
+        self._by_room.clear()
+        for slab in self._all:
+            slab.room = -1

@@ -24,6 +24,78 @@ ForwardBegins = Callable[[], Callable[[InputShapes], None] | None]
 """Returns the observer of forwards that begin, or None if there is none."""
 
 
+class Names:
+    """The names of the tensors that a forward saves, and the patterns that read them.
+
+    Args:
+        config: has the patterns.
+        policy: reads names as well; None if there is none.
+
+    Attributes:
+        used: whether a pattern or the policy reads tensor names.
+    """
+
+    def __init__(self, config: OffloadConfig, policy: Policy | None) -> None:
+        only_boundaries = config.boundaries == "only"
+        self.used = bool(config.include or config.exclude or policy is not None or only_boundaries)
+        self._filter = NameFilter(config.include, config.exclude, only_boundaries=only_boundaries)
+        self._seen: set[str] = set()
+        self._late: dict[tuple[int, int], str] = {}
+
+    def excludes(self, module: str | None, name: str | None) -> bool:
+        """Whether the patterns, or ``boundaries="only"``, keep a tensor of this name that is saved in this module."""
+        return self.used and not self._filter.allows(module, name)
+
+    def keeps(self, record: Record) -> bool:
+        """Complete the name of a record that was just saved, and return whether its names keep it."""
+        if record.name is None and self._late:
+            record.name = self._late.get((record.index, record.nbytes))
+        if record.name is not None:
+            self._seen.add(record.name)
+        return self.used and self.excludes(record.module, record.name)  # `used` first saves a call for each record
+
+    def named_late(self, record: Record, name: str) -> None:
+        """Name a record that got its name by a later save; the next forward names the record at its place at once."""
+        record.name = name
+        self._seen.add(name)
+        self._late[record.index, record.nbytes] = name
+
+    def unmatched(self) -> list[str]:
+        """Return the patterns for tensor names that no saved tensor has matched yet."""
+        return self._filter.without(self._seen)
+
+
+class FirstForward:
+    """The check that the first forward saves the storages that the user's plan lists, each at its place."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._forwards = 0
+
+    def is_over(self, record: Record) -> bool:
+        """Check a record, and return whether it is of a later forward.
+
+        Raises:
+            ConfigError: the plan does not list it.
+        """
+        self._forwards += not record.index
+        if self._forwards > 1:
+            return True
+        if self._plan.entry(record.index, record.nbytes) is None:
+            entries, place = self._plan.entries, record.index
+            planned = "nothing more"
+            if place < len(entries):
+                planned = f"{entries[place].nbytes} bytes in {entries[place].module or 'a module without a name'}"
+            raise ConfigError(
+                "policy",
+                f"a plan of {len(entries)} storages",
+                f"it was made for another step: at place {place} it has {planned}, and the forward saves "
+                f"{record.nbytes} bytes in {record.module or 'no module of model='}; the model, its input's shape and "
+                "min_bytes must be those of the step that was recorded",
+            )
+        return False
+
+
 class OffloadDecision:
     """Decide by the facts of one record and by the size of the last forward.
 
@@ -44,21 +116,13 @@ class OffloadDecision:
         """The reason of a storage that the plan keeps."""
         if isinstance(policy, str):
             self.why_planned = KeepReason.FITS if config.is_limited else KeepReason.NO_TIME
-        self.uses_names = bool(
-            config.include or config.exclude or self._policy is not None or config.boundaries == "only"
-        )
-        """Whether a pattern or policy reads tensor names."""
-        self._filter = NameFilter(config.include, config.exclude, only_boundaries=config.boundaries == "only")
+        self.names = Names(config, self._policy)
         self._keeps_last = config.policy in ("auto", "greedy")
-        self._names: set[str] = set()
-        self._late_names: dict[tuple[int, int], str] = {}
         self._plan: Plan | None = None
         self._planned_sizes: tuple[int, ...] = ()
         self.forward_begins: ForwardBegins = lambda: None
         """Its observer receives the size of a forward's first storage."""
-        self._unproven = isinstance(policy, Plan) and bool(policy.entries)
-        """The first forward under the user's plan, which must save the storages that the plan lists, has not ended."""
-        self._forwards = 0
+        self._unproven = FirstForward(policy) if isinstance(policy, Plan) and policy.entries else None
         self._keeps_all = config.policy == "keep"
         self.probe: int | None = None
         """The storage at this place leaves once although the plan keeps it, to measure a link that is not in use."""
@@ -73,7 +137,7 @@ class OffloadDecision:
 
     def planned_sizes(self) -> tuple[int, ...]:
         """Return by index the bytes of each storage that the plan keeps, or -1; () unless the plan alone decides."""
-        alone = not (self.uses_names or self._unproven or self.probe is not None)
+        alone = not self.names.used and self._unproven is None and self.probe is None
         return self._planned_sizes if alone else ()
 
     def why_keep(self, record: Record, tensor: Tensor, tape: Tape[Record]) -> KeepReason | None:
@@ -84,12 +148,8 @@ class OffloadDecision:
             tensor: the view of it that was saved first.
             tape: of the forward that saves it.
         """
-        if record.name is None and self._late_names:
-            record.name = self._late_names.get((record.index, record.nbytes))
-        if record.name is not None:
-            self._names.add(record.name)
         # Before the plan, which does not know the patterns and may move a storage that they keep.
-        if self.excludes(record.module, record.name):
+        if self.names.keeps(record):
             return KeepReason.EXCLUDED
         if self._policy is not None and self._answer(_facts(record, tensor)) is Decision.KEEP:
             return KeepReason.POLICY
@@ -99,8 +159,8 @@ class OffloadDecision:
         if self._keeps_all:
             return KeepReason.POLICY
         entry = self._entry(record)
-        if self._unproven:
-            self._check(record, entry)
+        if self._unproven is not None and self._unproven.is_over(record):
+            self._unproven = None
         if entry is not None:
             record.planned_tier, record.release_after = entry.tier, entry.release_after
             if record.index == self.probe:
@@ -119,10 +179,6 @@ class OffloadDecision:
         if (begins := self.forward_begins()) is not None:
             begins(((nbytes,),))
 
-    def excludes(self, module: str | None, name: str | None) -> bool:
-        """Whether the patterns, or ``boundaries="only"``, keep a tensor of this name that is saved in this module."""
-        return self.uses_names and not self._filter.allows(module, name)
-
     def _answer(self, facts: TensorFacts) -> Decision:
         """Return the decision of the policy.
 
@@ -135,35 +191,6 @@ class OffloadDecision:
             remedy = f"decide() returned {answer!r}; return actoffload.Decision.KEEP or actoffload.Decision.OFFLOAD"
             raise ConfigError("policy", self._policy, remedy)
         return answer
-
-    def named_late(self, record: Record, name: str) -> None:
-        """Name a record that got its name by a later save; the next forward names the record at its place at once."""
-        record.name = name
-        self._names.add(name)
-        self._late_names[record.index, record.nbytes] = name
-
-    def unmatched_names(self) -> list[str]:
-        """Return the patterns for tensor names that no saved tensor has matched yet."""
-        return self._filter.without(self._names)
-
-    def _check(self, record: Record, entry: PlanEntry | None) -> None:
-        """Raise an error if the first forward saves a storage that the user's plan does not list at its place."""
-        self._forwards += not record.index
-        if self._forwards > 1:
-            self._unproven = False
-        elif entry is None:
-            assert self._plan is not None, "the user gave one"
-            entries, place = self._plan.entries, record.index
-            planned = "nothing more"
-            if place < len(entries):
-                planned = f"{entries[place].nbytes} bytes in {entries[place].module or 'a module without a name'}"
-            raise ConfigError(
-                "policy",
-                f"a plan of {len(entries)} storages",
-                f"it was made for another step: at place {place} it has {planned}, and the forward saves "
-                f"{record.nbytes} bytes in {record.module or 'no module of model='}; the model, its input's shape and "
-                "min_bytes must be those of the step that was recorded",
-            )
 
     def following_bytes(self, record: Record) -> int | None:
         """Return the bytes that the forward saves next according to the plan; None if no plan knows them."""

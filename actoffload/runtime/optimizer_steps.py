@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..tiers.accounts import Accounts
 from .untraced import skipped
 
 _steps: list[int] = []
@@ -34,3 +35,37 @@ def _stepped(*_: object) -> None:
         for ref in watchers.keyrefs():
             if (watcher := ref()) is not None:
                 watcher.optimizer_stepped()
+
+
+class OptimizerSteps:
+    """The optimizer's steps of one store, and the micro-batches of each. The caller holds the store's lock."""
+
+    def __init__(self, accounts: Accounts) -> None:
+        self._accounts = accounts
+        self._counted = self._first = optimizer_steps()
+        self._microbatches = 0
+        """As the last step was counted; `_of_last_step`: since the step before."""
+        self._of_last_step = 0
+
+    @property
+    def settled(self) -> bool:
+        """Whether the step that begins now has all memory that a step has: optimizer states, accumulated gradients.
+
+        If a step has several micro-batches, the first one begins without gradients. The optimizer's step before it may
+        have been counted already, as each call of `Offloader.statistics` counts it.
+        """
+        steps = optimizer_steps()
+        uncounted = steps > self._counted
+        since = self._accounts.microbatches - self._microbatches
+        # Of the last step alone: one skipped optimizer step, as by a gradient scaler, is no accumulation.
+        accumulates = (since if uncounted else self._of_last_step) > 1
+        return steps > self._first and not (accumulates and (uncounted or not since))
+
+    def count(self) -> None:
+        """Count one step if any optimizer has stepped since a forward saved a tensor; several may step in turn."""
+        accounts, before = self._accounts, self._counted
+        self._counted = optimizer_steps()
+        if self._counted > before and accounts.microbatches > self._microbatches:
+            accounts.optimizer_steps += 1
+            self._of_last_step = accounts.microbatches - self._microbatches
+            self._microbatches = accounts.microbatches

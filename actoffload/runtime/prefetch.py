@@ -81,7 +81,7 @@ class Prefetch:
             self.phases.begin_backward(tape)
             self._tiers[record.kind].count_alive()  # now: the forward has ended, and its local variables are gone
         if round_ > record.round:  # this handle was unpacked in this round, so backward has begun again
-            tape.rewind()
+            tape.walk.rewind()
         self._shared.events += tape.advance(record.index, self.orders)
 
     def given(self, record: Record, waited_s: float) -> None:
@@ -89,15 +89,15 @@ class Prefetch:
         tape, accounts = record.tape, self._shared.accounts
         if tape.is_first:
             accounts.first_wait_s += waited_s
-            accounts.first_bytes = max(accounts.first_bytes, tape.bytes_up_to(record.index))
+            accounts.first_bytes = max(accounts.first_bytes, tape.walk.bytes_up_to(record.index))
         tape.given_bytes += record.nbytes
 
     def during_backward(self, tape: Tape[Record]) -> None:
         """Fill the window along the tape that backward walks, and the rest of it along the next backward's tape."""
-        if not tape.exhausted:
+        if not tape.walk.exhausted:
             self._fill(tape, self._ahead(tape))
-        if tape.exhausted and not tape.idle(self.phases.changes):
-            self._fetch_next(tape, tape.left_bytes)
+        if tape.walk.exhausted and not tape.idle(self.phases.changes):
+            self._fetch_next(tape, tape.walk.left_bytes)
 
     def during_forward(self, tape: Tape[Record]) -> None:
         """Near the end of a forward, fill the window along the tape of the next backward, if that is another tape."""
@@ -154,7 +154,7 @@ class Prefetch:
         self._fill(tape, nbytes)
 
     def _fill(self, tape: Tape[Record], nbytes: int) -> None:
-        if tape.fetch_ahead(nbytes, self._bring, self._refill_below):
+        if tape.walk.fetch_ahead(tape.records, nbytes, self._bring, self._refill_below):
             self.begin_copies()
 
     def begin_copies(self) -> None:

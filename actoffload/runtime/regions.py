@@ -15,8 +15,8 @@ from ..tiers.storage_ref import StorageRef
 from ..tiers.tiers import Tiers
 from .backward_end import BackwardEnd
 from .kept_place import KeptPlace
+from .memory_beside import MemoryBeside
 from .profiler import Profiler, RunRegion, SavedStorage
-from .run_so_far import RunSoFar
 from .tape import Tape
 
 MOST_COUNTS = 1024
@@ -100,6 +100,71 @@ class Derived:
         return 0 if self._storage.gone() else self._nbytes
 
 
+class Counts:
+    """The bytes of recomputations that always save as much, by `Recomputation.alike`.
+
+    To count all saves in each step took more than half of the library's host time.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, int | None] = {}
+        """None if two counts differed: these recomputations are always counted."""
+
+    def of(self, alike: Hashable, number: int) -> int | None:
+        """Return the count of the last recomputation; None if it is not known, and for one ``number`` in `ONE_IN`."""
+        return self._known.get(alike) if number % ONE_IN else None
+
+    def remember(self, alike: Hashable, nbytes: int) -> None:
+        """Remember the count of a recomputation."""
+        if len(self._known) >= MOST_COUNTS:
+            self._known.clear()
+        if self._known.setdefault(alike, nbytes) not in (nbytes, None):
+            # What has changed may have changed the other counts as well.
+            varying = [one for one, count in self._known.items() if count is None]
+            self._known = dict.fromkeys([*varying, alike])
+
+
+class TakenBytes:
+    """The bytes beside saved tensors that count as resident for a while: for forwards of regions, and for the turn.
+
+    The store's lock guards this; `give_back` alone takes no lock.
+
+    Attributes:
+        in_forward: as `Beside.in_forward`, for the running step; ``count``: the regions of each of its forwards.
+        turn: the forward whose last region has ended, how many places it had then, and the bytes taken for its turn.
+    """
+
+    def __init__(self, tiers: Tiers, beside: MemoryBeside) -> None:
+        self.in_forward: dict[int, int] = {}
+        self.count = 0
+        self.turn: tuple[Tape[Record], int, int] | None = None
+        self._tiers, self._beside = tiers, beside
+
+    def take(self, place: int) -> int:
+        """Take and return the bytes for the forward of the region at ``place``, or for the turn after so many."""
+        nbytes, accounts = self.in_forward.get(place, 0), self._tiers.shared.accounts
+        if nbytes:
+            for tier in self._tiers.by_device.values():  # before the program allocates them, in stream order
+                accounts.pack_wait_s += tier.make_room(nbytes)
+            accounts.baseline_bytes += nbytes
+            accounts.add_resident(nbytes)
+            self._beside.taken_bytes += nbytes
+        return nbytes
+
+    def give_back(self, nbytes: int) -> None:
+        """Have bytes no longer count."""
+        if nbytes:
+            self._tiers.shared.accounts.deferred.append(nbytes)
+            self._beside.given_back.append(nbytes)
+
+    def turn_ends(self) -> None:
+        """Give back the bytes of the turn."""
+        if self.turn is not None:
+            self.give_back(self.turn[2])
+            self.turn = None
+            self._beside.parts.turn_ends()
+
+
 class Regions:
     """A plan's choice among the checkpointed regions. The place in its forward identifies a region.
 
@@ -108,7 +173,7 @@ class Regions:
 
     Args:
         tiers: make room, and have the counts.
-        profiler: notes each region while a step is recorded; ``run``: looks at memory then.
+        profiler: notes each region while a step is recorded; ``beside``: looks at memory then.
         backward_end: calls the store when a run of backward ends.
         abort: the store's method of that name, held weakly, as the store holds this object.
 
@@ -118,7 +183,7 @@ class Regions:
         any_once: a region of this process has run once.
         expected: the number of regions that the first forward must have under the user's plan.
         held: what backward has made and still held at the last count; ``running``: recomputations that have not ended.
-        in_forward: as `Beside.in_forward`, for the running step; ``count``: the regions of each of its forwards.
+        taken: the bytes beside saved tensors that count as resident.
         most: the most regions that a forward had.
     """
 
@@ -128,7 +193,7 @@ class Regions:
         self,
         tiers: Tiers,
         profiler: Profiler,
-        run: RunSoFar,
+        beside: MemoryBeside,
         backward_end: BackwardEnd,
         abort: Callable[[BaseException], object],
     ) -> None:
@@ -136,21 +201,16 @@ class Regions:
         self.last: list[bool] = []
         self.expected: int | None = None
         self.tiers = tiers
-        self._shared, self._profiler, self._run, self._backward_end = tiers.shared, profiler, run, backward_end
+        self._shared, self._profiler, self._beside, self._backward_end = tiers.shared, profiler, beside, backward_end
         self._abort = weakref.WeakMethod(abort)
         self._bytes: dict[int, int] = {}
         """The most that each region held when it ran again, by `Recomputation.key`."""
-        self._counts: dict[Hashable, int | None] = {}
-        """By `Recomputation.alike`: to count all saves in each step took more than half of the library's host time.
-        None if two counts differed: these recomputations are always counted."""
+        self._counts = Counts()
         self.held: list[Recomputation | Derived] = []
         self.running: list[Recomputation] = []
         self._most_derived = 0
         """The most bytes that backward has computed again at once."""
-        self.in_forward: dict[int, int] = {}
-        self.count = 0
-        self._turn: tuple[Tape[Record], int, int] | None = None
-        """The forward whose last region has ended, how many places it had then, and the bytes taken for its turn."""
+        self.taken = TakenBytes(tiers, beside)
         self.most = 0
 
     def follow(self, once: frozenset[int]) -> None:
@@ -189,70 +249,48 @@ class Regions:
             self.most = max(self.most, len(tape.regions))
             if self._profiler.running:
                 self.look_at_memory()
-                self._run.region_begins()
+                self._beside.parts.region_begins()
                 tape.region = region.recorded = self._profiler.region_began(tape, region.place, name, region.once)
-            self.turn_ends()
-            region.taken_bytes = self.in_forward.get(region.place, 0)
+            self.taken.turn_ends()
+            region.taken_bytes = self.taken.take(region.place)
             if region.taken_bytes:
-                self._take(region.taken_bytes)
                 self.look_at_memory()  # again: the room that was made is no longer resident
         return region
-
-    def _take(self, nbytes: int) -> None:
-        """Count bytes beside saved tensors as resident."""
-        accounts = self._shared.accounts
-        for tier in self.tiers.by_device.values():  # before the program allocates them, in stream order
-            accounts.pack_wait_s += tier.make_room(nbytes)
-        accounts.baseline_bytes += nbytes
-        accounts.add_resident(nbytes)
-        self._run.taken_bytes += nbytes
-
-    def _give_back(self, nbytes: int) -> None:
-        if nbytes:
-            self._shared.accounts.deferred.append(nbytes)
-            self._run.given_back.append(nbytes)
 
     def over(self, region: Region) -> None:
         """Note that the forward of a region has ended or raised. A finalizer may call this, so it takes no lock."""
         if region.tape.region is region.recorded:  # else another one has begun on the tape since this one raised
             region.tape.region = None
-        self._give_back(region.taken_bytes)
+        self.taken.give_back(region.taken_bytes)
 
     @aborts_when_interrupted
     def end(self, region: Region) -> None:
         """Note that the forward of a region has ended, after `over`."""
-        taken = self.in_forward.get(self.count, 0) if region.place + 1 == self.count else 0
-        if region.recorded is None and not taken:
+        taken, is_last = self.taken, region.place + 1 == self.taken.count
+        if region.recorded is None and not (is_last and taken.in_forward.get(taken.count)):
             return
         with self._shared.lock:
             if region.recorded is not None:
                 self._profiler.region_ended(region.recorded)
-            if taken:
-                self._take(taken)  # first: it may wait, which releases the lock
-            self.turn_ends()  # of a region that ended meanwhile, on another thread
-            self._turn = region.tape, len(region.tape.records), taken
+            nbytes = taken.take(taken.count) if is_last else 0  # first: it may wait, which releases the lock
+            taken.turn_ends()  # of a region that ended meanwhile, on another thread
+            taken.turn = region.tape, len(region.tape.records), nbytes
             self.look_at_memory(region.place)
-            self._run.turn_begins(region.place + 1)
+            self._beside.parts.turn_begins(region.place + 1)
 
     def reach(self, record: Record | KeptPlace) -> None:
         """Note that backward has reached a storage: the turn is over if a region or what precedes it has saved it."""
         if self.held:
             self.leave()
-        if self._turn is not None and record.tape is self._turn[0] and (record.index or 0) < self._turn[1]:
+        turn = self.taken.turn
+        if turn is not None and record.tape is turn[0] and (record.index or 0) < turn[1]:
             self.look_at_memory()  # while it counts for the turn
-            self.turn_ends()
+            self.taken.turn_ends()
 
     def backward_ended(self) -> None:
         """Note that a backward has ended. The lock is held."""
         self.leave()
-        self.turn_ends()
-
-    def turn_ends(self) -> None:
-        """Give back the bytes of the turn. The lock is held."""
-        if self._turn is not None:
-            self._give_back(self._turn[2])
-            self._turn = None
-            self._run.turn_ends()
+        self.taken.turn_ends()
 
     def forward_ended(self, tape: Tape[Record]) -> None:
         """Note that a forward has ended.
@@ -295,11 +333,11 @@ class Regions:
                 self.leave()
             if alike is not None:
                 recomputation.alike = region.place, alike
-                # A recorded step shows each save.
-                if region.recorded is None and (shared.accounts.steps + region.place) % ONE_IN:
-                    recomputation.known_bytes = self._counts.get(recomputation.alike)
+                if region.recorded is None:  # a recorded step shows each save
+                    number = shared.accounts.steps + region.place
+                    recomputation.known_bytes = self._counts.of(recomputation.alike, number)
             self.look_at_memory()  # while it counts for the turn
-            self.turn_ends()
+            self.taken.turn_ends()
             expected = self._bytes.get(recomputation.key, 0)
             for tier in self.tiers.by_device.values():
                 if self.bound:
@@ -323,19 +361,11 @@ class Regions:
             if recomputation.held is not None:
                 self._profiler.recomputation_ended(recomputation.held, nbytes)
             if whole and recomputation.alike is not None:
-                self._remember(recomputation.alike, nbytes)
+                self._counts.remember(recomputation.alike, nbytes)
             self._bytes[key] = max(nbytes, self._bytes.get(key, 0))
             self._reserve()
             self.passed()
             self.look_at_memory()
-
-    def _remember(self, alike: Hashable, nbytes: int) -> None:
-        if len(self._counts) >= MOST_COUNTS:
-            self._counts.clear()
-        if self._counts.setdefault(alike, nbytes) not in (nbytes, None):
-            # What has changed may have changed the other counts as well.
-            varying = [one for one, count in self._counts.items() if count is None]
-            self._counts = dict.fromkeys([*varying, alike])
 
     @aborts_when_interrupted
     def computed(self, storage: torch.UntypedStorage) -> None:
@@ -360,10 +390,10 @@ class Regions:
                 recomputation.leaving[record.identity.cdata] = record.identity
 
     def look_at_memory(self, place: int | None = None, *, born: int = 0, used: int = 0) -> None:
-        """Look at memory in a recorded step, at the end of a hook: see `RunSoFar.look_at_memory`."""
+        """Look at memory in a recorded step, at the end of a hook: see `MemoryBeside.look`."""
         if self._profiler.running:
             with self._profiler.stopwatch.hook(), self._profiler.noting():
-                self._run.look_at_memory(self.tiers, place, born=born, used=used)
+                self._beside.look(self.tiers, place, born=born, used=used)
 
     def leave(self, *, all_runs: bool = False) -> None:
         """Note that backward has reached something outside of the regions that ran again before. The lock is held.

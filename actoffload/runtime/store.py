@@ -74,7 +74,7 @@ class ActivationStore:
         self.shared = Shared(config, config.trace if callable(config.trace) else None)
         self.closed = self.forked = self.interrupted = False
         self.identities = IdentityMap()
-        self.run = RunSoFar(self.shared.accounts)
+        self.run = run = RunSoFar(self.shared.accounts)
         self._dropped: deque[tuple[Record | KeptPlace, int]] = self.shared.lock.noted
         self._decisions: list[tuple[int, KeepReason | None, str | None]] = []
         self._following_bytes: int | None = None
@@ -89,7 +89,7 @@ class ActivationStore:
         phases = Phases()
         self.prefetch = Prefetch(self.shared, self.tiers.by_device, window, phases)
         self.decision = OffloadDecision(config, window, phases)
-        self.regions = Regions(self.tiers, self.profiler, self.run, self._backward_end, self.abort_if_interrupted)
+        self.regions = Regions(self.tiers, self.profiler, run.beside, self._backward_end, self.abort_if_interrupted)
         self.trace = None if path is None else Recorder(path, self.shared, self.tiers)
 
     # -- forward ------------------------------------------------------------------------------------------------------
@@ -99,16 +99,16 @@ class ActivationStore:
         """Note that a context is entered; ``first``: nothing is alive, so that a step begins with it."""
         with self.shared.lock:
             self._count_dropped()
-            self.run.count_optimizer_steps()
+            self.run.optimizer.count()
             self.prefetch.begin_forward()
             for tier in self.tiers.by_device.values():
                 tier.begin_forward()
             if first:
-                self.regions.turn_ends()  # of a forward whose loss was dropped
+                self.regions.taken.turn_ends()  # of a forward whose loss was dropped
                 self.shared.accounts.begin_step()
             self.run.forward_begins(self.tiers, first=first)
             if first and (self.profiler.running or self.shared.config.device_memory is not None):
-                self.run.begin_looking(self.tiers, apart=bool(self.profiler.running) and self.regions.bound)
+                self.run.beside.begin_step(self.tiers, apart=bool(self.profiler.running) and self.regions.bound)
             self.shared.accounts.steps += 1
 
     @property
@@ -151,7 +151,7 @@ class ActivationStore:
                 tier.saved_again(record, tensor)  # perhaps on another stream, which uses its memory from now on
                 record.add_handle()
                 if names[1] is not None and record.name is None:
-                    self.decision.named_late(record, names[1])
+                    self.decision.names.named_late(record, names[1])
                 return record
             record = Record(storage, storage.data_ptr(), begin, end, tensor.device, tensor.shape if self.trace else ())
             record.module, record.name = names
@@ -391,7 +391,7 @@ class ActivationStore:
                 for tier in self.tiers.by_device.values():
                     tier.release_dead()
                 if self.profiler.running or self.shared.config.device_memory is not None:
-                    self.run.backward_ends(self.tiers, recorded=bool(self.profiler.running))
+                    self.run.beside.backward_ends(self.tiers, recorded=bool(self.profiler.running))
 
     def fetch_now(self, record: Record, tier: Tier) -> torch.UntypedStorage:
         """Return the storage with a record's bytes, once it has them. The lock is held."""
@@ -586,7 +586,7 @@ class ActivationStore:
         elsewhere |= {"regions": len(self.regions.last), "regions_once": sum(self.regions.last)}
         with self.shared.lock:
             last = self._count_dropped_and_look()
-            self.run.count_optimizer_steps()
+            self.run.optimizer.count()
             statistics = self.shared.accounts.freeze(**elsewhere)
         if last:  # without the lock, as in `_shut`
             self._shut(wait=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
@@ -82,8 +82,100 @@ class Window:
         self.nbytes = self._most_bytes = max(1, self.nbytes // 2)
 
 
+class Walk(Generic[R]):
+    """Backward's way along a tape: the order of the records, the position in it, and how far ahead they are fetched.
+
+    Attributes:
+        length: of the tape as the order was chosen.
+        ahead: by index, the bytes of each record that was fetched ahead and not reached; ``ahead_bytes``: of all.
+    """
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.ahead: dict[int, int] = {}
+        self.ahead_bytes = 0
+        self._order: tuple[int, ...] = ()
+        self._position: dict[int, int] = {}
+        self._reach: list[int] = [0]
+        self._cursor = 0
+        self._frontier = 0
+
+    def begin(self, order: tuple[int, ...], sizes: Sequence[int], length: int) -> None:
+        """Begin to walk along an order of indices; ``sizes``: the bytes at each index of the tape."""
+        self.length, self._order = length, order
+        self._position = {index: position for position, index in enumerate(order)}
+        self._reach = [0, *accumulate(sizes[index] for index in order)]
+        self._cursor = self._frontier = 0
+
+    def reach(self, index: int) -> None:
+        """Note that backward has reached the record at ``index``."""
+        self.ahead_bytes -= self.ahead.pop(index, 0)
+        position = self._position.get(index)
+        if position is not None:
+            if position >= self._cursor:  # never back: backward may reach records out of this order
+                self._cursor = position + 1
+            if self._cursor > self._frontier:  # no fetch of a record that backward has passed
+                self._frontier = self._cursor
+
+    def rewind(self) -> None:
+        """Start again at the first record of the order (``retain_graph``)."""
+        # `ahead` stays: those records are still in memory for backward, and take room in the window.
+        self._cursor = self._frontier = 0
+
+    def fetch_ahead(
+        self,
+        records: Sequence[R | None],
+        window_bytes: int,
+        fetch: Callable[[R, bool], int | None],
+        refill_below: float = 1.0,
+    ) -> bool:
+        """Fetch the records that backward will need within the next ``window_bytes``.
+
+        Records in memory count for that distance. So the record that backward needs last is fetched last, even if all
+        records before it are in memory.
+
+        Args:
+            records: of the tape.
+            window_bytes: how far ahead to look, and how many bytes to have under way at most (one record at least).
+            fetch: begins to fetch a record; if the second argument is true, it is too early for a record that has left.
+                Returns the bytes that this brings (0 for a record in memory), or None if it did nothing.
+            refill_below: do nothing while at least this share of the window is under way.
+
+        Returns:
+            Whether it looked for records.
+        """
+        if self.ahead_bytes >= refill_below * window_bytes:
+            return False
+        while self._frontier < len(self._order) and self.ahead_bytes < window_bytes:
+            index = self._order[self._frontier]
+            record = records[index]
+            if record is not None and index not in self.ahead:  # else released, or fetched before a `rewind`
+                early = self._reach[self._frontier] - self._reach[self._cursor] >= window_bytes
+                nbytes = fetch(record, early)
+                if nbytes is None:
+                    break  # `_frontier` stays here, so that the next call tries this record again
+                self.ahead[index] = nbytes
+                self.ahead_bytes += nbytes
+            self._frontier += 1
+        return True
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether every record of the order was fetched or passed."""
+        return self._frontier >= len(self._order)
+
+    def bytes_up_to(self, index: int) -> int:
+        """Return the bytes that backward needs up to the record at ``index``, itself included."""
+        return self._reach[self._position[index] + 1] if index in self._position else 0
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes that backward has yet to pass on this tape, with records that were released unused."""
+        return self._reach[-1] - self._reach[self._cursor]
+
+
 class Tape(Generic[R]):
-    """The records of one forward in the order in which autograd saved them, and backward's position in them.
+    """The records of one forward in the order in which autograd saved them.
 
     Attributes:
         records: by index; None once released, and for a storage that stays without a record.
@@ -99,7 +191,7 @@ class Tape(Generic[R]):
             a region again; ``region``: the profiler's entry of the region that runs, while a step is recorded.
         decisions: the decision on each record, as the store appends it; outlives the records.
         planned: by index, the bytes of a storage that the plan keeps without a record, or -1.
-        order: the indices in the order in which backward is expected to reach them.
+        walk: backward's way along the records.
     """
 
     def __init__(self) -> None:
@@ -117,17 +209,9 @@ class Tape(Generic[R]):
         self.ran_again = False
         self.decisions: list[Any] = []
         self.planned: tuple[int, ...] = ()
+        self.walk: Walk[R] = Walk()
         self._sizes: list[int] = []
-        self.order: tuple[int, ...] = ()
-        self._position: dict[int, int] = {}
-        self._reach: list[int] = [0]
-        self._prepared = 0
-        self._cursor = 0
-        self._frontier = 0
-        self._ahead: dict[int, int] = {}
-        self._ahead_bytes = 0
-        self._seen: list[int] = []
-        self._was_seen: set[int] = set()
+        self._seen: dict[int, None] = {}  # in the order in which backward reached them
         self._idle = (-1, 0)
 
     def __len__(self) -> int:
@@ -161,7 +245,7 @@ class Tape(Generic[R]):
             self._sizes[index] = 0
             self.records[index] = None
             self.live -= 1
-        self._ahead_bytes -= self._ahead.pop(index, 0)  # a record that dies unused takes no room in the window
+        self.walk.ahead_bytes -= self.walk.ahead.pop(index, 0)  # a record that dies unused takes no room in the window
 
     def learned(self) -> tuple[int, ...] | None:
         """Return the order in which backward reached the records, if it reached any."""
@@ -169,88 +253,25 @@ class Tape(Generic[R]):
 
     def advance(self, index: int, orders: LearnedOrders) -> bool:
         """Note that backward has reached the record at ``index``; return whether for the first time."""
-        self.prepare(orders)  # first: the positions below are in the order that it chooses
+        self.prepare(orders)  # first: the way is along the order that it chooses
         self.in_backward = True
-        self._ahead_bytes -= self._ahead.pop(index, 0)
-        is_first = index not in self._was_seen
-        if is_first:
-            self.see(index)
-        position = self._position.get(index)
-        if position is not None:
-            if position >= self._cursor:  # never back: backward may reach records out of this order
-                self._cursor = position + 1
-            if self._cursor > self._frontier:  # no fetch of a record that backward has passed
-                self._frontier = self._cursor
+        is_first = index not in self._seen
+        self._seen[index] = None
+        self.walk.reach(index)
         return is_first
 
     def see(self, index: int) -> None:
         """Note that backward has reached a storage, with nothing to fetch."""
-        if index not in self._was_seen:
-            self._was_seen.add(index)
-            self._seen.append(index)
+        self._seen[index] = None  # a known one stays in its place
 
     def prepare(self, orders: LearnedOrders) -> None:
         """Choose the order in which backward will need the records, unless no save came since the last choice."""
-        count = len(self.records)
-        if count == self._prepared:
-            return
-        self._prepared = count
-        self._cursor = self._frontier = 0
-        order = orders.get(self.signature)  # else the reverse of saving, which backward usually follows
-        self.order = order if order is not None else tuple(range(count - 1, -1, -1))
-        self._position = {index: position for position, index in enumerate(self.order)}
-        self._reach = [0, *accumulate(self._sizes[index] for index in self.order)]
-
-    def rewind(self) -> None:
-        """Start again at the first record of the order (``retain_graph``)."""
-        # `_ahead` stays: those records are still in memory for backward, and take room in the window.
-        self._cursor = self._frontier = 0
-
-    def fetch_ahead(self, window_bytes: int, fetch: Callable[[R, bool], int | None], refill_below: float = 1.0) -> bool:
-        """Fetch the records that backward will need within the next ``window_bytes``.
-
-        Records in memory count for that distance. So the record that backward needs last is fetched last, even if all
-        records before it are in memory.
-
-        Args:
-            window_bytes: how far ahead to look, and how many bytes to have under way at most (one record at least).
-            fetch: begins to fetch a record; if the second argument is true, it is too early for a record that has left.
-                Returns the bytes that this brings (0 for a record in memory), or None if it did nothing.
-            refill_below: do nothing while at least this share of the window is under way.
-
-        Returns:
-            Whether it looked for records.
-        """
-        if self._ahead_bytes >= refill_below * window_bytes:
-            return False
-        while self._frontier < len(self.order) and self._ahead_bytes < window_bytes:
-            index = self.order[self._frontier]
-            record = self.records[index]
-            if record is not None and index not in self._ahead:  # else released, or fetched before a `rewind`
-                early = self._reach[self._frontier] - self._reach[self._cursor] >= window_bytes
-                nbytes = fetch(record, early)
-                if nbytes is None:
-                    break  # `_frontier` stays here, so that the next call tries this record again
-                self._ahead[index] = nbytes
-                self._ahead_bytes += nbytes
-            self._frontier += 1
-        return True
+        length = len(self.records)
+        if length != self.walk.length:
+            order = orders.get(self.signature)  # else the reverse of saving, which backward usually follows
+            self.walk.begin(tuple(range(length - 1, -1, -1)) if order is None else order, self._sizes, length)
 
     @property
     def is_first(self) -> bool:
         """Whether the record that backward needs now is among its first."""
         return self.given_bytes <= FIRST * self.total_bytes
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether every record of the order was fetched or passed."""
-        return self._frontier >= len(self.order)
-
-    def bytes_up_to(self, index: int) -> int:
-        """Return the bytes that backward needs up to the record at ``index``, itself included."""
-        return self._reach[self._position[index] + 1] if index in self._position else 0
-
-    @property
-    def left_bytes(self) -> int:
-        """Bytes that backward has yet to pass on this tape, with records that were released unused."""
-        return self._reach[-1] - self._reach[self._cursor]

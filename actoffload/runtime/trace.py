@@ -89,14 +89,10 @@ class Recorder:
         self._tiers = tiers
         self.ask: Callable[[], Callable[[], dict[str, Any]] | None] = lambda: None
         """Returns a function for the facts at the end of the run, ready for JSON; None once its owner is gone."""
-        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._backward_end = BackwardEnd(self._backward_ended)
         self._memory = MemoryUse(tiers.by_device)
         self._gradients_due_s = 0.0
         self._told_bytes: dict[str, int] = {}
-        self._drives = frozenset() if tiers.spool is None else tiers.spool.devices()
-        self._rates_from_s, self._counts = now(), self._count()
         self._told_series: frozenset[str] = frozenset()
         self._looking = threading.RLock()
         self._closed = threading.Event()
@@ -105,6 +101,7 @@ class Recorder:
         )
         self._timeline = tiers.start_timeline()
         self._writer: TraceWriter = writer_for(path, _about_the_run(shared.config))
+        self._rates = Rates(self._writer, frozenset() if tiers.spool is None else tiers.spool.devices())
         shared.accounts.resident_by_module = self._memory.saved
         shared.reporter.sink, shared.reporter.unwanted = self.event, _TOLD_OTHERWISE
         if tiers.spool is not None:
@@ -146,13 +143,13 @@ class Recorder:
 
     def watch(self, model: nn.Module) -> None:
         """Count a model's parameters, buffers and gradients apart from other memory."""
-        self._models.add(model)
+        self._memory.models.add(model)
 
     def forward_begins(self) -> None:
         """Record that a context is entered."""
         self._writer.forward_begins(now())
         self._take_timeline()
-        self._memory.count(self._models, self._optimizers)
+        self._memory.count()
         self._memory.count_gradients()
         self.look()
         self._phases.append(self._begin("forward"))
@@ -184,7 +181,7 @@ class Recorder:
     def optimizer_begins(self, optimizer: Optimizer) -> None:
         """Record that an optimizer's step begins."""
         self._memory.count_gradients()
-        self._optimizers.add(optimizer)
+        self._memory.optimizers.add(optimizer)
         before = next((phase for phase in self._phases if phase.optimizer == id(optimizer)), None)
         if before is not None and before.teller != id(self):
             return  # another offloader with the same file has recorded this step
@@ -203,7 +200,7 @@ class Recorder:
     def optimizer_ended(self, optimizer: Optimizer) -> None:
         """Record the end of an optimizer's step."""
         self._memory.count_gradients()
-        self._memory.count(self._models, self._optimizers)
+        self._memory.count()
         self.look()
         ours = (id(optimizer), id(self))
         phase = next((phase for phase in self._phases if (phase.optimizer, phase.teller) == ours), None)
@@ -303,32 +300,16 @@ class Recorder:
         self._writer.counter("memory with nothing moved", begin_s, {"bytes": unmoved})
         if self._memory.on_device:
             self._writer.counter("process memory", begin_s, {"bytes": rss_bytes()})
-        pools = sum(pool.allocated_bytes for pool in self._tiers.pools)
+        pools = sum(pool.slots.allocated_bytes for pool in self._tiers.pools)
         disk = self._tiers.spool.allocated_bytes if self._tiers.spool is not None else 0
         kept_free = self._memory.reserved() - total if self._memory.on_device else unneeded
         for name, nbytes in (("host pool", pools), ("disk", disk), ("kept free", kept_free)):
             if nbytes != self._told_bytes.get(name):
                 self._told_bytes[name] = nbytes
                 self._writer.counter(name, begin_s, {"bytes": nbytes})
-        self._tell_rates()
+        self._rates.add()
         if self._writer.failed:
             self._shared.reporter.advise("trace", f"the trace ends early: {self._writer.failed}")
-
-    def _count(self) -> dict[str, dict[str, float]]:
-        """Return the processor time of all threads, and the bytes that all programs have moved on our drives."""
-        moved = bytes_by_all(self._drives)
-        return {"processors": {"in use": time.process_time()}} | ({} if moved is None else {"drives": {**moved}})
-
-    def _tell_rates(self) -> None:
-        """Record the use of processors and drives since the last call, as counters that begin there."""
-        begin_s, end_s, before = self._rates_from_s, now(), self._counts
-        if end_s - begin_s < LEAST_RATE_S:
-            return
-        self._rates_from_s, self._counts = end_s, self._count()
-        for name, counts in self._counts.items():
-            old = before.get(name, counts)
-            rates = {each: (count - old[each]) / (end_s - begin_s) for each, count in counts.items()}
-            self._writer.counter(name, begin_s, rates)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -343,9 +324,7 @@ class Recorder:
             if self._closed.is_set():
                 return
             self._closed.set()
-            self._tell_rates()
-            for name, counts in self._counts.items():  # a rate lasts until the next one
-                self._writer.counter(name, self._rates_from_s, dict.fromkeys(counts, 0))
+            self._rates.end()
         self._stop()
         self._take_timeline(wait=wait)
         known: dict[str, Any] = {}
@@ -398,6 +377,41 @@ class _Running:
     on_host: bool = False
 
 
+class Rates:
+    """The use of processors and drives over time, as counters of a trace.
+
+    Args:
+        writer: of the trace.
+        drives: the numbers of the block devices.
+    """
+
+    def __init__(self, writer: TraceWriter, drives: frozenset[int]) -> None:
+        self._writer, self._drives = writer, drives
+        self._from_s, self._counts = now(), self._count()
+
+    def add(self) -> None:
+        """Record the use since the last call, as counters that begin there."""
+        begin_s, end_s, before = self._from_s, now(), self._counts
+        if end_s - begin_s < LEAST_RATE_S:
+            return
+        self._from_s, self._counts = end_s, self._count()
+        for name, counts in self._counts.items():
+            old = before.get(name, counts)
+            rates = {each: (count - old[each]) / (end_s - begin_s) for each, count in counts.items()}
+            self._writer.counter(name, begin_s, rates)
+
+    def end(self) -> None:
+        """Record the use since the last call, and none from now on."""
+        self.add()
+        for name, counts in self._counts.items():  # a rate lasts until the next one
+            self._writer.counter(name, self._from_s, dict.fromkeys(counts, 0))
+
+    def _count(self) -> dict[str, dict[str, float]]:
+        """Return the processor time of all threads, and the bytes that all programs have moved on our drives."""
+        moved = bytes_by_all(self._drives)
+        return {"processors": {"in use": time.process_time()}} | ({} if moved is None else {"drives": {**moved}})
+
+
 class MemoryUse:
     """The use of the device's memory, or of the process's on the CPU.
 
@@ -407,10 +421,13 @@ class MemoryUse:
     Attributes:
         saved: bytes of saved activations by module; the tiers update it.
         on_device: the memory is an accelerator's.
+        models: whose parameters, buffers and gradients count apart; ``optimizers``: whose states do.
     """
 
     def __init__(self, device_types: Iterable[str]) -> None:
         self.saved: Counter[str | None] = Counter()
+        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         types = set(device_types) or {accelerator.type if accelerator is not None else "cpu"}
         self._type = accelerator.type if accelerator is not None and accelerator.type in types else "cpu"
@@ -422,14 +439,14 @@ class MemoryUse:
         self._parameter_bytes = self._state_bytes = 0
         self._counted: tuple[int, ...] = ()
 
-    def count(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
+    def count(self) -> None:
         """Count parameters, buffers and optimizer state if there are others than before; note the current device.
 
         A tensor that an optimizer steps and no model has counts as optimizer state.
         """
         if self.on_device:
             self._index = torch.accelerator.current_device_index()
-        models, optimizers = list(models), list(optimizers)
+        models, optimizers = list(self.models), list(self.optimizers)
         counted = (len(models), *(len(optimizer.state) for optimizer in optimizers))
         if counted == self._counted:
             return

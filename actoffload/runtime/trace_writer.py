@@ -7,40 +7,65 @@ trace. `TraceWriter.close` makes it an object: it changes the first few bytes, a
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from .trace_format import Events, Row, to_json
+
 FLUSH_S = 0.25
 """The time between two writes, whose events a killed run loses."""
 MOST_ROWS = 200_000
 """At most this many events wait to be written, about 60 MB; further events are counted and dropped."""
-TRACK_IDS = 2_000_000_000
-"""The first number of a track. No thread of the system has such a number, so that traces can be merged."""
-ORDER = (
-    "steps",
-    "phases",
-    "waits",
-    "device phases",
-    "device waits",
-    "host write",
-    "disk write",
-    "disk read",
-    "host read",
-)
-"""The tracks from top to bottom, by the begins of their names; others follow."""
-QUARTER_S = 7_889_238
-"""Times count from the last multiple of a quarter of a year, as in ``torch.profiler``, so that a double holds them."""
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
 _ARRAY, _OBJECT = b"[               ", b'{"traceEvents":['
-Row = tuple[str, str, str, float, float, Mapping[str, Any] | None]
-"""Phase letter of the format, track, name, begin and duration in seconds, arguments."""
+
+
+class ArrayFile:
+    """A file of events in JSON, which has no end while it is open. One thread at a time.
+
+    Args:
+        path: the file; an old file is overwritten.
+        first: the first event.
+    """
+
+    def __init__(self, path: str, first: bytes) -> None:
+        self.path = path
+        self._file = os.open(path, _FLAGS | os.O_TRUNC, 0o666)
+        self._length = 0
+        self._append(_ARRAY + b"\n" + first)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was not ended."""
+        return self._file >= 0
+
+    def append(self, events: bytes) -> None:
+        """Append events."""
+        self._append(b",\n" + events)
+
+    def open_again(self) -> None:
+        """Continue where `end` has ended the file."""
+        self._file = os.open(self.path, _FLAGS, 0o666)
+        os.pwrite(self._file, _ARRAY, 0)
+        os.truncate(self._file, self._length)
+
+    def end(self, facts: Mapping[str, Any]) -> None:
+        """End and close the file, with facts beside the events. On an error it stays an array."""
+        with suppress(OSError):
+            os.truncate(self._file, self._length)  # cut off the part of a write that failed
+            _write(self._file, b"\n]," + to_json(facts)[1:] + b"\n", self._length)
+            _write(self._file, _OBJECT, 0)
+        os.close(self._file)
+        self._file = -1
+
+    def _append(self, data: bytes) -> None:
+        _write(self._file, data, self._length)
+        self._length += len(data)
 
 
 class TraceWriter:
@@ -60,30 +85,20 @@ class TraceWriter:
     """
 
     def __init__(self, path: str, about: Mapping[str, Any]) -> None:
-        self.path = path
         self.dropped = 0
         self.failed = ""
         self.users = self.opened = self.forwards = self._steps = 0
         self.stepped_s: float | None = None
         self._step_begin_s: float | None = None
         self.running = threading.local()
-        # The largest of five: a pause between the readings of the two clocks makes a difference smaller.
-        unix_ns = max(time.time_ns() - time.monotonic_ns() for _ in range(5))
-        self.base_ns = time.time_ns() // (QUARTER_S * 10**9) * QUARTER_S * 10**9
-        self._shift_us = (unix_ns - self.base_ns) / 1e3
-        self._pid = os.getpid()
         self._rows: deque[Row] = deque()
-        self._tracks: dict[str, int] = {}
-        self._lanes: dict[str, list[float]] = {}
-        self._writing = threading.Lock()
+        self._writing = threading.Lock()  # guards the events and the file
         self._stopped = threading.Event()
-        self._end = 0
-        self._about = {**about, "base_ns": self.base_ns}
-        self._file = os.open(path, _FLAGS | os.O_TRUNC, 0o666)
+        self._events = Events()
+        self._about = {**about, "base_ns": self._events.base_ns}
         name = {"name": f"actoffload, rank {about.get('rank', 0)}"}
-        self._began_us = (time.time_ns() - self.base_ns) / 1e3
-        self._put(_ARRAY + b"\n" + self._metadata("process_name", 0, name))
-        self._put(self._metadata("actoffload", 0, self._about))
+        self._file = ArrayFile(path, self._events.metadata("process_name", 0, name))
+        self._file.append(self._events.metadata("actoffload", 0, self._about))
 
     # -- any thread ---------------------------------------------------------------------------------------------------
 
@@ -127,10 +142,8 @@ class TraceWriter:
             self.opened += 1
             if self.users > 1:
                 return
-            if self._file < 0:
-                self._file = os.open(self.path, _FLAGS, 0o666)
-                os.pwrite(self._file, _ARRAY, 0)
-                os.truncate(self._file, self._end)
+            if not self._file.is_open:
+                self._file.open_again()
             self._stopped = threading.Event()  # a new one: the old thread may not have seen the old one set
         threading.Thread(target=self._run, args=(self._stopped,), name="actoffload-trace", daemon=True).start()
 
@@ -140,28 +153,23 @@ class TraceWriter:
         self.flush()  # before the lock, which it takes
         missing = {"dropped_events": self.dropped, "ended_early": self.failed}
         other = {**self._about, **known, **missing, "offloaders": self.opened}
-        end = {"displayTimeUnit": "ms", "baseTimeNanoseconds": self.base_ns, "otherData": other}
+        end = {"displayTimeUnit": "ms", "baseTimeNanoseconds": self._events.base_ns, "otherData": other}
         with self._writing:
             self.users -= 1
             if self.users:
                 return
             self._stopped.set()
-            with suppress(OSError):  # on an error the file stays an array
-                os.truncate(self._file, self._end)  # cut off the part of a write that failed
-                _write(self._file, b"\n]," + _json(end)[1:] + b"\n", self._end)
-                _write(self._file, _OBJECT, 0)
-            os.close(self._file)
-            self._file = -1
+            self._file.end(end)
 
     def flush(self) -> None:
         """Write the events so far. Events after the last `close` wait until the file is opened again."""
         with self._writing:
-            while self._rows and not self.failed and self._file >= 0:
-                lines = [self._line(self._rows.popleft()) for _ in range(min(1000, len(self._rows)))]
+            while self._rows and not self.failed and self._file.is_open:
+                lines = [self._events.line(self._rows.popleft()) for _ in range(min(1000, len(self._rows)))]
                 try:
-                    self._put(b",\n".join(lines))
+                    self._file.append(b",\n".join(lines))
                 except OSError as error:
-                    self.failed = f"{self.path}: {error}"
+                    self.failed = f"{self._file.path}: {error}"
             if self.failed:
                 self._rows.clear()
 
@@ -175,59 +183,6 @@ class TraceWriter:
         while not stopped.wait(FLUSH_S):
             self.flush()
 
-    def _put(self, data: bytes) -> None:
-        """Append to the file."""
-        if self._end:
-            data = b",\n" + data
-        _write(self._file, data, self._end)
-        self._end += len(data)
-
-    def _line(self, row: Row) -> bytes:
-        letter, track, name, begin_s, duration_s, args = row
-        event: dict[str, Any] = {"ph": letter, "name": name, "pid": self._pid}
-        event["ts"] = round(begin_s * 1e6 + self._shift_us, 3)
-        before = b""
-        if letter != "C":
-            if track.endswith("*"):  # transfers overlap, so each goes to the first free lane
-                track = self._lane(track, begin_s, duration_s)
-            before, event["tid"] = self._track(track)
-        if letter == "X":
-            event["cat"], event["dur"] = track.partition(" #")[0], round(duration_s * 1e6, 3)
-        elif letter == "i":
-            event["cat"], event["s"] = "note", "p"
-        if args:
-            event["args"] = args
-        return before + _json(event) + self._flow(event)
-
-    def _flow(self, event: dict[str, Any]) -> bytes:
-        """Return the events that join the write of each tensor with its reads: a viewer draws them as arrows."""
-        link, _, way = event.get("cat", "").partition(" ")
-        bound = {"ph": "s"} if way == "write" else {"ph": "f", "bp": "e"}
-        common = {**bound, "name": "saved tensor", "cat": link, "pid": self._pid, "tid": event.get("tid")}
-        numbers = event.get("args", {}).get("records", ())
-        return b"".join(b",\n" + _json({**common, "ts": event["ts"], "id": number}) for number in numbers)
-
-    def _lane(self, track: str, begin_s: float, duration_s: float) -> str:
-        ends = self._lanes.setdefault(track, [])
-        lane = next((number for number, end_s in enumerate(ends) if end_s <= begin_s), len(ends))
-        ends[lane : lane + 1] = [begin_s + duration_s]
-        return f"{track[:-1]} #{lane + 1}"
-
-    def _track(self, track: str) -> tuple[bytes, int]:
-        """Return the events that name a new track, or nothing, and its number."""
-        number = self._tracks.get(track)
-        if number is not None:
-            return b"", number
-        number = self._tracks[track] = TRACK_IDS + len(self._tracks)
-        name = self._metadata("thread_name", number, {"name": track})
-        kind = next((place for place, name in enumerate(ORDER) if track.startswith(name)), len(ORDER))
-        order = self._metadata("thread_sort_index", number, {"sort_index": 1000 * kind + len(self._tracks)})
-        return name + b",\n" + order + b",\n", number
-
-    def _metadata(self, name: str, track: int, args: Mapping[str, Any]) -> bytes:
-        event = {"ph": "M", "name": name, "pid": self._pid, "tid": track, "ts": round(self._began_us, 3)}
-        return _json({**event, "args": args})
-
 
 def _write(file: int, data: bytes, place: int) -> None:
     """Write all of ``data``."""
@@ -235,13 +190,6 @@ def _write(file: int, data: bytes, place: int) -> None:
         written = os.pwrite(file, data, place)  # may be a part
         place += written
         data = data[written:]
-
-
-_encode = json.JSONEncoder(default=str, separators=(",", ":")).encode
-
-
-def _json(value: object) -> bytes:
-    return _encode(value).encode()
 
 
 _writers: dict[str, TraceWriter] = {}

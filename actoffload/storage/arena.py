@@ -19,7 +19,7 @@ from ..errors import ConfigError, SpoolFullError, StorageError
 from ..locks import DrainingLock, Mailbox
 from ..memory.best_fit import ExtentAllocator
 from .engines import EngineFactory, choose_engine, create_engine
-from .engines.base import SpoolFile, StorageEngine
+from .engines.base import EngineCapabilities, SpoolFile, StorageEngine
 from .spool_files import MAX_BLOCK_BYTES, check_directory, free_bytes, grow_arena, open_arena
 
 _UNLIMITED_BYTES = 1 << 62
@@ -131,6 +131,7 @@ class Disk:
         lock: guards the allocators, and the counts of every spool.
         users: the spools, also the closed ones.
         closed: the files are gone; another spool has to open another disk.
+        capabilities: Of all engines together; ``engine_reason``: why they were chosen.
         granularity: Extents are multiples of this many bytes.
 
     Raises:
@@ -166,11 +167,9 @@ class Disk:
                 arena, reason = _open_path(path, engine, threads, allow_any_filesystem)
                 self.arenas.append(arena)
                 reasons.append(reason)
-            capabilities = [arena.engine.capabilities for arena in self.arenas]
-            self.alignment = max(each.alignment for each in capabilities)
-            self.engine_name = "+".join(dict.fromkeys(each.name for each in capabilities))
+            self.capabilities = _of_all([arena.engine.capabilities for arena in self.arenas])
             self.engine_reason = "; ".join(dict.fromkeys(reasons))
-            self.granularity = max(self.alignment, MAX_BLOCK_BYTES)
+            self.granularity = max(self.capabilities.alignment, MAX_BLOCK_BYTES)
             self.request_bytes = self.round_up(request_bytes)
             if capacity_bytes is None and processes > 1:
                 self._share(processes)
@@ -300,6 +299,19 @@ class Disk:
         )
         error.__cause__ = cause
         return error
+
+
+def _of_all(engines: Sequence[EngineCapabilities]) -> EngineCapabilities:
+    """Return the demands of any of these engines, and what every one of them can do."""
+    return EngineCapabilities(
+        name="+".join(dict.fromkeys(each.name for each in engines)),
+        direct=all(each.direct for each in engines),
+        alignment=max(each.alignment for each in engines),
+        needs_file=any(each.needs_file for each in engines),
+        threads=sum(each.threads for each in engines),
+        vectored=all(each.vectored for each in engines),
+        device_memory=all(each.device_memory for each in engines),
+    )
 
 
 def _open_path(

@@ -57,13 +57,7 @@ class Spool:
         self.disk = disk = Disk(paths, **options) if disk is None else disk
         with disk.lock:
             disk.users.add(self)
-        self.alignment = disk.alignment
-        capabilities = [arena.engine.capabilities for arena in disk.arenas]
-        self.direct = all(each.direct for each in capabilities)
-        self.vectored = all(each.vectored for each in capabilities)
-        self.device_memory = all(each.device_memory for each in capabilities)
-        self.engine_name = disk.engine_name
-        self.engine_reason = disk.engine_reason
+        self.capabilities = disk.capabilities
 
     @property
     def files(self) -> tuple[SpoolFile, ...]:
@@ -115,9 +109,9 @@ class Spool:
 
         Args:
             extent: Destination.
-            address: Source, a multiple of ``alignment``; must stay valid until the transfer is done (see
+            address: Source, a multiple of ``capabilities.alignment``; must stay valid until the transfer is done (see
                 ``keepalive``).
-            length: Bytes, a multiple of ``alignment``.
+            length: Bytes, a multiple of ``capabilities.alignment``.
             ranges: Several ranges of memory instead, as in ``IoRequest``; only where ``vectored``.
             before: Runs in an engine's thread, before each request touches its memory.
             on_done: Called at most once with the transfer, in an engine's thread, with no lock held.
@@ -262,8 +256,8 @@ class Spool:
             )
 
     def _start(self, transfer: Transfer, memory: Sequence[Range], held: bool = False) -> Transfer:
-        request_bytes, extent = self.disk.request_bytes, transfer.extent
-        transfer.prepare(memory, request_bytes=request_bytes, alignment=self.alignment, verify=self._verify)
+        extent, request_bytes, alignment = transfer.extent, self.disk.request_bytes, self.capabilities.alignment
+        transfer.prepare(memory, request_bytes=request_bytes, alignment=alignment, verify=self._verify)
         try:
             with self.disk.lock:
                 if self._closed or self.disk.closed:

@@ -226,7 +226,7 @@ def facts_of(store: ActivationStore, planned: Planned | None, held_bytes: Mappin
     if planned is not None:
         planned = replace(planned, unit=planned.profile.unit(counts.microbatches, counts.optimizer_steps))
     before, peak_before = store.run.memory_before
-    cached = spool is not None and not spool.direct and spool.engines[0].capabilities.needs_file
+    cached = spool is not None and not spool.capabilities.direct and spool.engines[0].capabilities.needs_file
     step, first_wait_s = _step(store)
     # Advice with a cause of the same meaning would tell the user twice, and once without this run's figures.
     advice = (text for key, text in store.shared.reporter.advice.items() if key not in CAUSES_TOO)
@@ -238,10 +238,10 @@ def facts_of(store: ActivationStore, planned: Planned | None, held_bytes: Mappin
         step=planned.seen if planned is not None and planned.seen is not None else step,
         first_wait_s=first_wait_s,
         disk=planned.profile.disk if planned is not None else _disk(spool),
-        engine="" if spool is None else spool.engine_name,
-        direct=spool is None or spool.direct,
-        alignment=0 if spool is None else spool.alignment,
-        cached_by=spool.engine_name if spool is not None and cached else "",
+        engine="" if spool is None else spool.capabilities.name,
+        direct=spool is None or spool.capabilities.direct,
+        alignment=0 if spool is None else spool.capabilities.alignment,
+        cached_by=spool.capabilities.name if spool is not None and cached else "",
         host_bytes=sum(pool.capacity_bytes for pool in pools),
         pageable=any(pool.pin_failed for pool in pools),
         before_bytes=before if peak_before < (counts.device_peak_bytes or counts.process_peak_bytes) else None,

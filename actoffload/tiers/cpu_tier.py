@@ -14,7 +14,8 @@ import torch
 from ..errors import StorageError
 from ..events import EventKind, now
 from ..memory.cpu_allocator import HeldBlock
-from ..memory.host_pool import HostPool, Slot
+from ..memory.host_pool import HostPool
+from ..memory.slots import Slot
 from ..policy import KeepReason
 from ..storage.engines.base import Range
 from ..storage.spool import Spool
@@ -50,11 +51,12 @@ class CpuTier(Tier):
         super().__init__(shared, spool)
         config = shared.config
         self._disk = spool
+        self._alignment = spool.capabilities.alignment
         self._pool = pool
         # With direct I/O the kernel fails a write from unmapped memory; a load in this process would crash instead.
-        self._kernel_reads = spool.direct and not config.verify
+        self._kernel_reads = spool.capabilities.direct and not config.verify
         self._filling: dict[Record, HeldBlock] = {}  # the batch that is being filled
-        coalesces = spool.vectored and not config.is_limited and not config.verify
+        coalesces = spool.capabilities.vectored and not config.is_limited and not config.verify
         # The last record of a batch may make it larger by nearly `SMALL_BYTES`.
         coalesces = coalesces and pool.capacity_bytes >= 2 * BATCH_BYTES
         most = (
@@ -75,7 +77,7 @@ class CpuTier(Tier):
         # A checksum needs bytes that do not change, but `unsafe_chunk` allows changes between the bytes of a view.
         if record.nbytes < BOUNCE_BYTES or (self.shared.config.verify and record.has_gaps):
             return self._offload_copy(record)
-        record.layout = Layout.around(record.address + record.begin, record.nbytes, self._disk.alignment)
+        record.layout = Layout.around(record.address + record.begin, record.nbytes, self._alignment)
         if record.nbytes < SMALL_BYTES and self._batch_bytes:
             self._leave(record)
             self._filling[record] = self._held(record)
@@ -97,8 +99,8 @@ class CpuTier(Tier):
     def _offload_copy(self, record: Record) -> KeepReason | None:
         """Copy a span into aligned memory, which is the record's storage from then on, and write that."""
         source = record.address + record.begin
-        layout = record.layout = Layout.padded(source, record.nbytes, self._disk.alignment)
-        slot = self._pool.acquire(layout.pad + record.nbytes + self._disk.alignment)
+        layout = record.layout = Layout.padded(source, record.nbytes, self._alignment)
+        slot = self._pool.acquire(layout.pad + record.nbytes + self._alignment)
         if slot is None:
             return KeepReason.PRESSURE
         extent = self._alone(record)
@@ -167,7 +169,7 @@ class CpuTier(Tier):
     @property
     def _step(self) -> int:
         """Addresses are kept modulo this many bytes."""
-        return max(self._disk.alignment, MIN_ALIGNMENT)
+        return max(self._alignment, MIN_ALIGNMENT)
 
     def _return(self, record: Record) -> None:
         """Undo `_leave`."""
@@ -245,7 +247,7 @@ class CpuTier(Tier):
         first, last = wanted[0], wanted[-1]
         origin = shared.starts[first] - shared.records[first].layout.pad
         end = shared.starts[last] + shared.records[last].nbytes
-        slot = self._pool.acquire(end - origin + self._disk.alignment, force=urgent)
+        slot = self._pool.acquire(end - origin + self._alignment, force=urgent)
         if slot is None:
             return False
         memory: list[Range] = []

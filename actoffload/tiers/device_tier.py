@@ -16,7 +16,8 @@ import torch
 
 from ..errors import StateError
 from ..events import EventKind, now
-from ..memory.host_pool import HostPool, Slot
+from ..memory.host_pool import HostPool
+from ..memory.slots import Slot
 from ..policy import KeepReason
 from ..storage.spool import Spool
 from ..storage.transfers import Transfer
@@ -107,8 +108,7 @@ class DeviceTier(Tier):
             return KeepReason.PRESSURE
         outs = self._copy_out(record, slot)
         out, _ = outs[-1]
-        record.slot = slot
-        record.outgoing, record.saved_on = out, out.stream
+        record.slot, record.outgoing, record.saved_on = slot, out, out.stream
         record.to(State.STAGING)
         self._copied_in_place.append(record)
         if len(outs) > 1 and self._goes_to_disk(record):
@@ -232,7 +232,7 @@ class DeviceTier(Tier):
 
     def _spill_overflow(self) -> None:
         limit = SPILL_ABOVE * self._pool.capacity_bytes
-        while self._hosted and self._pool.allocated_bytes - self.shared.pending_bytes > limit:
+        while self._hosted and self._pool.slots.allocated_bytes - self.shared.pending_bytes > limit:
             record = next(iter(self._hosted))
             del self._hosted[record]
             if record.state is State.HOSTED:

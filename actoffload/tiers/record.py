@@ -14,7 +14,7 @@ from ..errors import StateError
 from .storage_ref import StorageRef, expired
 
 if TYPE_CHECKING:
-    from ..memory.host_pool import Slot
+    from ..memory.slots import Slot
     from ..storage.transfers import Transfer
     from .copy_streams import Batch
 

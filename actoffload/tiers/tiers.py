@@ -15,6 +15,7 @@ from ..locks import renewed_in_child
 from ..memory import cpu_allocator
 from ..memory.host_pool import HostBudget, HostPool
 from ..memory.process_memory import available_bytes, fix_mmap_threshold, memory_bytes, peak_rss_bytes, rss_bytes
+from ..memory.slab import Device
 from ..storage.engines import BEHIND_A_DEVICE
 from ..storage.spool import Disk, Spool
 from .accelerator import Accelerator, Event, accelerator_for, allocated_bytes, default_device_types
@@ -94,7 +95,7 @@ class Tiers:
             "host_read_bytes": sum(one.read_bytes for one in self._copies),
             "nvme_written_bytes": spool.written_bytes if spool else 0,
             "nvme_read_bytes": spool.read_bytes if spool else 0,
-            "host_peak_bytes": sum(pool.peak_bytes for pool in self.pools),
+            "host_peak_bytes": sum(pool.slots.peak_bytes for pool in self.pools),
             "nvme_peak_bytes": spool.peak_allocated_bytes if spool else 0,
             "process_peak_bytes": peak_rss_bytes(),
             "device_peak_bytes": max(self._peak_bytes, (self.allocated_bytes or (0, 0))[1]),
@@ -162,9 +163,9 @@ class Tiers:
         """Remarks for the report on how the resources were opened."""
         found = []
         if self.spool is not None:
-            refused = self.spool.engine_reason.partition("; not ")[2]
+            refused = self.spool.disk.engine_reason.partition("; not ")[2]
             remarks = dict.fromkeys([f"not {refused}" if refused else "", *(e.remark for e in self.spool.engines)])
-            found = [f"{self.spool.engine_name} engine: {text}" for text in remarks if text]
+            found = [f"{self.spool.capabilities.name} engine: {text}" for text in remarks if text]
         return [*found, self._memory_remark] if self._memory_remark else found
 
     def rates(self) -> dict[tuple[str, str], tuple[float, bool]]:
@@ -358,16 +359,18 @@ class Tiers:
         copies.waits.samples = self.shared.config.policy != "auto"  # which plans from them
         self.hook = device.hook
         window = None if config.pending_bytes is None else config.size("pending_bytes", 0)
-        if config.target == "nvme" and spool is not None and spool.device_memory and not config.verify:
+        if config.target == "nvme" and spool is not None and spool.capabilities.device_memory and not config.verify:
             return DirectTier(self.shared, spool, copies)
         pool = HostPool(
             self._host_budget(device.type),
-            pin=device.pin,
-            unpin=device.unpin,
-            is_done=copies.done,
-            wait_for=copies.synchronize,
-            bind=lambda work: device.bind(work, copies.current_index() or 0),
-            stay_near=device.stay_near,
+            device=Device(
+                pin=device.pin,
+                unpin=device.unpin,
+                is_done=copies.done,
+                wait_for=copies.synchronize,
+                bind=lambda work: device.bind(work, copies.current_index() or 0),
+                stay_near=device.stay_near,
+            ),
             on_growth=self._pool_grew,
             poison=config.debug,
         )

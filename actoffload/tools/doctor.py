@@ -97,10 +97,10 @@ def examine_path(path: str) -> dict[str, Any]:
         with Rig([path], "auto", None, BLOCK_BYTES, REGION_BYTES) as rig:
             rates = rig.rates(SECONDS, ROUNDS)
             facts |= {
-                "engine": rig.spool.engine_name,
-                "engine_reason": rig.spool.engine_reason,
-                "direct": rig.spool.direct,
-                "alignment": rig.spool.alignment,
+                "engine": rig.spool.capabilities.name,
+                "engine_reason": rig.spool.disk.engine_reason,
+                "direct": rig.spool.capabilities.direct,
+                "alignment": rig.spool.capabilities.alignment,
                 **{f"{way}_bytes_per_s": getattr(rates, way) for way in (*DIRECTIONS, "sustained")},
             }
     except ActOffloadError as error:

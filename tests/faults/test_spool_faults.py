@@ -163,7 +163,7 @@ def test_odd_short_transfers_of_a_direct_file_continue_on_a_boundary(make_spool:
             return moved - 512 if moved > BLOCK else moved
 
     spool = make_spool(engine=partial(OddEngine, most_bytes=4 * BLOCK))
-    if not spool.direct:
+    if not spool.capabilities.direct:
         pytest.skip("this file system has no direct I/O")
     source, target, extent = Memory(MIB), Memory(MIB), spool.allocate(MIB)
     source.data = random_bytes(MIB, 4)
@@ -171,7 +171,7 @@ def test_odd_short_transfers_of_a_direct_file_continue_on_a_boundary(make_spool:
     assert read(spool, extent, target).error is None
     assert target.data == source.data
     assert len(offsets) > 2 * MIB // (4 * BLOCK)
-    assert not [offset for offset in offsets if offset % spool.alignment]
+    assert not [offset for offset in offsets if offset % spool.capabilities.alignment]
 
 
 @pytest.mark.parametrize("position", [0, MIB - 1, MIB, 3 * MIB - 1])

@@ -125,7 +125,7 @@ def test_the_host_budget_holds_for_the_sum_and_idle_memory_goes_to_another(optio
         held = holder.acquire(budget)
         assert held is not None, "the other offloader's idle memory was released"
         assert asker.acquire(budget // 2) is None
-        assert one.mapped_bytes + other.mapped_bytes <= budget
+        assert one.slabs.mapped_bytes + other.slabs.mapped_bytes <= budget
         del held
 
 

@@ -304,7 +304,7 @@ def test_room_is_made_before_the_forward_of_a_region_takes_it(device: SimulatedD
             return (h * 1.0001).sin()
 
         offloader.store.regions.follow(frozenset({0}))
-        offloader.store.regions.in_forward = {0: 4 * RECORD_BYTES}
+        offloader.store.regions.taken.in_forward = {0: 4 * RECORD_BYTES}
         with offloader:
             h = x
             for _ in range(LAYERS - 1):

@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from actoffload import OffloadConfig, Offloader
 from actoffload.autotune.observations import StepsUnderPlan
-from actoffload.autotune.shapes import AGAIN, Shape
+from actoffload.autotune.shapes import AGAIN, NeedBeside, Shape
 from actoffload.errors import BudgetError, ConfigError
 from actoffload.planning.profile import RECOMPUTED, Profile, Region, Storage
-from actoffload.runtime.run_so_far import Beside, RunSoFar
+from actoffload.runtime.memory_beside import Beside, MemoryBeside, Parts
 from actoffload.testing.simulated_device import NAME, SimulatedDevice
 from actoffload.tiers.accounts import Accounts
 from tests import scaled_llama
@@ -227,8 +227,8 @@ def test_the_forward_of_a_region_has_its_room_and_backward_has_it_afterwards(dev
         offloader.use(model)
         assert max([step(offloader) for _ in range(10)]) <= limit
         shape = autopilot_of(offloader)._shape
-        assert shape.beside.in_forward.keys() == set(range(blocks))
-        assert limit - shape.beside.nbytes > blocks * saved, "backward may have all inputs at once"
+        assert shape.need.beside.in_forward.keys() == set(range(blocks))
+        assert limit - shape.need.beside.nbytes > blocks * saved, "backward may have all inputs at once"
         broken: Any = model[1].block
         broken.raises = True
         with pytest.raises(ValueError, match="raises"), offloader:
@@ -273,20 +273,20 @@ def test_the_memory_of_a_loss_leaves_backward_its_room(device: SimulatedDevice) 
         assert max([step(offloader) for _ in range(12)]) <= own
         shape = autopilot_of(offloader)._shape
         assert shape.base is not None
-        assert list(shape.beside.in_forward) == [BLOCKS], "the loss alone takes more than backward"
-        assert own - shape.beside.nbytes >= shape.base.baseline_peak_bytes, "backward has room for all inputs at once"
+        assert list(shape.need.beside.in_forward) == [BLOCKS], "the loss alone takes more than backward"
+        assert own - shape.need.beside.nbytes >= shape.base.baseline_peak_bytes, "backward has room for all inputs"
         with offloader:
             loss = model(_batch(ROWS))
         run, accounts = offloader.store.run, offloader.store.shared.accounts
-        assert accounts.resident_bytes >= shape.beside.in_forward[BLOCKS], "room for the backward that may come"
+        assert accounts.resident_bytes >= shape.need.beside.in_forward[BLOCKS], "room for the backward that may come"
         del loss
         with offloader:
             pass
         assert offloader.statistics().live_records == 0
-        assert (accounts.resident_bytes, accounts.baseline_bytes, run.taken_bytes) == (
+        assert (accounts.resident_bytes, accounts.baseline_bytes, run.beside.taken_bytes) == (
             0,
             0,
-            sum(run.given_back.drain()),
+            sum(run.beside.given_back.drain()),
         )
 
 
@@ -297,7 +297,7 @@ def test_a_device_budget_does_not_count_the_memory_of_a_loss(device: SimulatedDe
         offloader.use(model)
         for _ in range(6):
             step(offloader)
-        assert autopilot_of(offloader)._shape.in_forward == {}
+        assert autopilot_of(offloader)._shape.need.in_forward == {}
 
 
 @pytest.mark.simulated
@@ -339,14 +339,14 @@ def test_held_inputs_count_once_whatever_step_measured_the_rest(device: Simulate
     held = Storage(index=0, nbytes=70, birth_s=0.0, need_s=2.0, last_need_s=4.0, kept="held elsewhere", input_of=0)
     shape = Shape(())
     shape.base = Profile(storages=(held,), regions=(region, other), forward_s=1.0, backward_s=3.0)
-    shape.beside, shape.settled, shape.once = Beside(100, 0, {}), True, frozenset({0})
+    shape.need.beside, shape.need.settled, shape.once = Beside(100, 0, {}), True, frozenset({0})
     with _offloader(device_memory="1GiB") as offloader:
         budgets = autopilot_of(offloader)._budgets
         room = budgets.of(shape, (), AGAIN) or 0
         assert budgets.of(shape, ()) == room - 70
-        shape.beside_of = shape.once
+        shape.need.of = shape.once
         assert budgets.of(shape, ()) == room, "this step had them beside its saved tensors"
-        shape.beside_of = AGAIN
+        shape.need.of = AGAIN
         budgets.at_most(shape, 1000)
         assert (budgets.of(shape, ()), budgets.of(shape, (), AGAIN)) == (1000, 1070)
 
@@ -471,7 +471,7 @@ def test_a_share_is_of_the_devices_memory(device: SimulatedDevice, passed: str, 
     with _offloader(device_memory=passed) as offloader:
         _train(3, offloader)
         pilot = autopilot_of(offloader)
-        left, beside = offloader.store.shared.budget.limit_bytes, pilot._shape.beside
+        left, beside = offloader.store.shared.budget.limit_bytes, pilot._shape.need.beside
     assert left + beside.nbytes == pytest.approx(share * (1 << 28), rel=0.02)
 
 
@@ -484,7 +484,7 @@ def test_a_micro_batch_that_begins_without_gradients_does_not_settle_the_need(
     settled = []
     for _ in range(3):
         for _ in range(4):
-            settled.append(offloader.store.run.is_settled)
+            settled.append(offloader.store.run.optimizer.settled)
             with offloader:
                 loss = model(batch()).square().sum()
             loss.backward()
@@ -500,7 +500,7 @@ def test_without_accumulation_every_step_after_the_first_settles_the_need(make_o
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     settled = []
     for _ in range(3):
-        settled.append(offloader.store.run.is_settled)
+        settled.append(offloader.store.run.optimizer.settled)
         train_step(model, batch(), offloader)
         optimizer.step()
         optimizer.zero_grad()
@@ -551,25 +551,39 @@ class _Allocator:
 
 def test_the_need_of_a_regions_forward_is_known_apart() -> None:
     accounts, tiers = Accounts(), _Allocator()
-    run: Any = RunSoFar(accounts)
-    run.begin_looking(tiers, apart=True)
-    run.look_at_memory(tiers.take(peak=900, now=100), place=0)
-    run.look_at_memory(tiers.take(peak=300, now=100), place=1)
-    run.look_at_memory(tiers.take(peak=400, now=100))
+    measured: Any = MemoryBeside(accounts)
+    measured.begin_step(tiers, apart=True)
+    measured.look(tiers.take(peak=900, now=100), place=0)
+    measured.look(tiers.take(peak=300, now=100), place=1)
+    measured.look(tiers.take(peak=400, now=100))
     accounts.add_resident(50)
-    run.look_at_memory(tiers.take(peak=500, now=150))  # between two samples 50 bytes may have been resident or not
+    measured.look(tiers.take(peak=500, now=150))  # between two samples 50 bytes may have been resident or not
     accounts.add_resident(70)
-    run.taken_bytes = 70
-    run.look_at_memory(tiers.take(peak=150, now=150))
-    run.look_at_memory(tiers.take(peak=560, now=150))
-    run.backward_ends(tiers, recorded=True)
-    assert run.beside == Beside(510, 100, {0: 390})
-    assert run.passed_bytes == 900
+    measured.taken_bytes = 70
+    measured.look(tiers.take(peak=150, now=150))
+    measured.look(tiers.take(peak=560, now=150))
+    measured.backward_ends(tiers, recorded=True)
+    assert measured.recorded == Beside(510, 100, {0: 390})
+    assert measured.passed_bytes == 900
+
+
+def test_the_bytes_of_a_turn_are_its_own_only_if_backward_reaches_a_region() -> None:
+    parts = Parts(7, apart=True)
+    parts.add(100, None)
+    parts.add(300, 0)
+    parts.turn_begins(1)
+    parts.add(500, None)
+    parts.turn_ends()
+    assert parts.result() == Beside(100, 7, {0: 200, 1: 400})
+    parts.turn_begins(1)
+    parts.add(600, None)
+    parts.region_begins()  # another one, so that this was no turn
+    assert parts.result() == Beside(600, 7, {})
 
 
 def test_the_peak_of_the_last_plan_counts_until_a_step_under_a_new_plan_shows_its_own() -> None:
     shape = Shape(())
-    shape.beside = Beside(180, 20, {})
+    shape.need.beside = Beside(180, 20, {})
     assert shape.facts(1000).other_bytes == 180
     shape.note_peak(120)
     shape.note_peak(None)  # a step that did not measure it
@@ -582,14 +596,13 @@ def test_the_peak_of_the_last_plan_counts_until_a_step_under_a_new_plan_shows_it
 def test_the_need_beside_saved_tensors_comes_from_steps_with_all_regions_again() -> None:
     held = Storage(index=None, nbytes=50, birth_s=0.0, need_s=None, last_need_s=1.0, kept=RECOMPUTED)
     some, none = Profile(storages=(held,), backward_s=1.0), Profile(storages=(), backward_s=1.0)
-    shape = Shape(())
+    need = NeedBeside()
     first, second = Beside(100, 10, {0: 5}), Beside(180, 20, {})
-    shape.needs_beside(some, first, settled=True)
-    shape.once = frozenset({1})
-    shape.needs_beside(some, second, settled=False)
-    assert (shape.beside, shape.settled, shape.rounding_bytes) == (first, True, 512 - 50)
-    shape.needs_beside(none, second, settled=False)
-    assert (shape.beside, shape.settled) == (second, False), "nothing keeps room free"
+    need.take(some, first, once=AGAIN, settled=True)
+    need.take(some, second, once=frozenset({1}), settled=False)
+    assert (need.beside, need.settled, need.rounding_bytes) == (first, True, 512 - 50)
+    need.take(none, second, once=frozenset({1}), settled=False)
+    assert (need.beside, need.settled) == (second, False), "nothing keeps room free"
 
 
 def test_an_optimizer_step_that_is_skipped_is_no_accumulation(make_offloader: MakeOffloader) -> None:
@@ -604,7 +617,7 @@ def test_an_optimizer_step_that_is_skipped_is_no_accumulation(make_offloader: Ma
         loss.backward()
         if step:
             optimizer.step()
-        return offloader.store.run.is_settled
+        return offloader.store.run.optimizer.settled
 
     assert not microbatch(step=False)
     assert not microbatch(step=True), "it may have been one of two"

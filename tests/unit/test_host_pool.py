@@ -12,16 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from actoffload.memory.host_pool import TRIM_STEPS, HostBudget, HostPool, Slot
-from actoffload.memory.slab import ALIGNMENT
+from actoffload.memory.host_pool import TRIM_STEPS, HostBudget, HostPool
+from actoffload.memory.slab import ALIGNMENT, Device, Slab, Slabs
+from actoffload.memory.slots import Slot
 from tests.harness import WAIT_S, acquire_slot, no_garbage_collection, run_in_threads
 
 KIB = 1 << 10
 SLAB = 256 * KIB
 
 
-def _pool(slabs: int = 1, **options: Any) -> HostPool:
-    return HostPool(slabs * SLAB, slab_bytes=SLAB, **options)
+def _pool(slabs: int = 1, *, poison: bool = False, on_growth: Any = lambda: None, **device: Any) -> HostPool:
+    return HostPool(slabs * SLAB, slab_bytes=SLAB, device=Device(**device), on_growth=on_growth, poison=poison)
 
 
 def _acquire(pool: HostPool, nbytes: int, **options: Any) -> Slot:
@@ -32,7 +33,22 @@ def _acquire(pool: HostPool, nbytes: int, **options: Any) -> Slot:
 
 def _in_use(pool: HostPool) -> int:
     pool.reclaim()
-    return pool.allocated_bytes
+    return pool.slots.allocated_bytes
+
+
+def test_the_slab_with_the_least_room_is_found_until_it_is_unlisted() -> None:
+    slabs = Slabs()
+    large, small = Slab(4 * ALIGNMENT), Slab(2 * ALIGNMENT)
+    slabs.add(large)
+    slabs.add(small)
+    assert (slabs.with_room(1), slabs.with_room(3 * ALIGNMENT), slabs.with_room(5 * ALIGNMENT)) == (small, large, None)
+    small.take(1)
+    slabs.relist(small)
+    assert (slabs.with_room(1), list(slabs.idle)) == (small, [large])
+    slabs.unlist(small)
+    assert (slabs.with_room(1), slabs.mapped_bytes) == (large, 6 * ALIGNMENT), "it is mapped all the same"
+    slabs.remove(small)
+    assert (list(slabs), slabs.mapped_bytes) == ([large], 4 * ALIGNMENT)
 
 
 @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 100_000, SLAB])
@@ -41,11 +57,11 @@ def test_sizes_are_exact_to_a_page(nbytes: int) -> None:
     slot = _acquire(pool, nbytes)
     assert slot.address % ALIGNMENT == 0
     assert nbytes <= slot.nbytes < nbytes + ALIGNMENT
-    assert pool.allocated_bytes == slot.nbytes
+    assert pool.slots.allocated_bytes == slot.nbytes
     assert pool.tensor(slot, 0, nbytes).untyped_storage().nbytes() == nbytes
     del slot
     assert _in_use(pool) == 0
-    assert pool.peak_bytes == -(-nbytes // ALIGNMENT) * ALIGNMENT
+    assert pool.slots.peak_bytes == -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def test_the_capacity_holds_unless_forced() -> None:
@@ -53,14 +69,14 @@ def test_the_capacity_holds_unless_forced() -> None:
     first = _acquire(pool, SLAB)
     assert pool.acquire(1) is None
     forced = _acquire(pool, 5000, force=True)
-    assert pool.mapped_bytes == SLAB + 8192
+    assert pool.slabs.mapped_bytes == SLAB + 8192
     del first
     assert _acquire(pool, SLAB // 2).nbytes == SLAB // 2  # in the memory that came back
     del forced
     assert _in_use(pool) == 0
     small = HostPool(10_000, slab_bytes=SLAB)
     assert _acquire(small, 8000) is not None
-    assert small.mapped_bytes == 8192
+    assert small.slabs.mapped_bytes == 8192
 
 
 def test_a_slot_returns_when_the_last_tensor_on_it_dies() -> None:
@@ -167,7 +183,7 @@ def test_each_slab_is_pinned_once_and_unpinned() -> None:
     pool.close()
     pool.close()
     assert pins.locked == {}
-    assert pool.mapped_bytes == 0
+    assert pool.slabs.mapped_bytes == 0
     assert bool((memory.fill_(3) == 3).all())  # a mapping lives as long as a view of it
 
 
@@ -198,7 +214,7 @@ def test_page_locking_is_done_ahead_in_another_thread() -> None:
     assert pool.growing
     go_on.set()
     slots = [_acquire(pool, SLAB)]
-    assert (pool.mapped_bytes, pool.growing) == (SLAB, True)
+    assert (pool.slabs.mapped_bytes, pool.growing) == (SLAB, True)
     slots += [_acquire(pool, SLAB) for _ in range(2)]
     assert not pool.growing
     assert reported == [1, 1, 1]
@@ -212,10 +228,10 @@ def test_memory_beyond_the_capacity_is_not_page_locked_and_goes_at_once() -> Non
     held = _acquire(pool, SLAB)
     beyond = _acquire(pool, SLAB, force=True)
     assert pins.locked == {held.address: SLAB}
-    assert pool.mapped_bytes == 2 * SLAB
+    assert pool.slabs.mapped_bytes == 2 * SLAB
     del beyond
     pool.reclaim()
-    assert pool.mapped_bytes == SLAB
+    assert pool.slabs.mapped_bytes == SLAB
     pool.close()
 
 
@@ -303,8 +319,7 @@ def _steps(pool: HostPool, slots: int, count: int = 2 * TRIM_STEPS) -> None:
         del held
         while pool.growing:  # these steps are faster than the thread that page-locks
             pool.reclaim()
-    if pool._trimmer is not None:
-        pool._trimmer.join(WAIT_S)
+    pool._unlocker.join()
     pool.reclaim()
 
 
@@ -312,15 +327,15 @@ def test_page_locked_memory_that_no_step_uses_any_more_is_given_back() -> None:
     pins = _Pins()
     pool = _pool(slabs=9, pin=pins.pin, unpin=pins.unpin)
     _steps(pool, 16, 2)
-    assert pool.mapped_bytes >= 8 * SLAB
+    assert pool.slabs.mapped_bytes >= 8 * SLAB
     _steps(pool, 4)
     assert len(pins.locked) <= 3, "two are used, and one is ahead"
-    assert pool.mapped_bytes == sum(pins.locked.values())
+    assert pool.slabs.mapped_bytes == sum(pins.locked.values())
     unlocked = len(pins.unlocked)
     _steps(pool, 4)
     assert len(pins.unlocked) == unlocked, "memory that steps use stays"
     _steps(pool, 16, 2)
-    assert pool.mapped_bytes >= 8 * SLAB, "more is mapped again"
+    assert pool.slabs.mapped_bytes >= 8 * SLAB, "more is mapped again"
     pool.close()
     assert pins.locked == {}
 
@@ -350,7 +365,7 @@ def test_memory_that_a_copy_may_use_is_not_given_back() -> None:
     done.add("copy")
     _steps(pool, 0)
     assert len(pins.locked) == 1
-    assert pool.mapped_bytes == SLAB
+    assert pool.slabs.mapped_bytes == SLAB
 
 
 def test_memory_that_trimming_could_not_unpin_is_used_again() -> None:

@@ -23,7 +23,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from actoffload import OffloadConfig, Offloader, Plan
 from actoffload.memory.host_pool import HostPool
-from actoffload.memory.slab import Slab
+from actoffload.memory.slab import Device, Slab
 from actoffload.testing.simulated_device import DEVICES, NAME, SimulatedAccelerator, SimulatedDevice
 from actoffload.tiers.copy_streams import Batch, CopyStreams
 from actoffload.tiers.device_tier import DeviceTier
@@ -404,7 +404,7 @@ def _page_locked_memory_stays_mapped(device: SimulatedDevice) -> bool:
         return accelerator.pin(address, nbytes)
 
     for _ in range(2):
-        pool = HostPool(1 << 20, pin=pin, unpin=accelerator.unpin, is_done=accelerator.done)
+        pool = HostPool(1 << 20, device=Device(pin=pin, unpin=accelerator.unpin, is_done=accelerator.done))
         assert acquire_slot(pool, 1) is not None
         pool.close()
     for address in pinned:  # registered where they were left

@@ -149,6 +149,19 @@ def test_a_plan_for_another_model_is_refused_with_the_difference(
         planned.step()
 
 
+def test_a_plan_from_a_file_decides_alone_once_a_forward_has_fitted_it(make_rig: MakeRig) -> None:
+    """From then on its kept storages need no record."""
+    rig = make_rig(bytes_per_s=SLOW, device_budget=BUDGET)
+    rig.steps(WARM_UP + 2)
+    plan = autopilot_of(rig.offloader).plan
+    planned = make_rig(bytes_per_s=SLOW, device_budget=BUDGET, policy=plan)
+    decision = planned.offloader.store.decision
+    planned.step()
+    assert decision.planned_sizes() == ()
+    planned.step()
+    assert len(decision.planned_sizes()) == len(plan.entries)
+
+
 @pytest.mark.parametrize("bytes_per_s", [1.5e6, 3e6, 7e6, FAST])
 def test_a_disk_is_known_after_the_first_steps(make_rig: MakeRig, bytes_per_s: float) -> None:
     """A write that runs when backward takes its storage has used the disk, as any other."""

@@ -98,10 +98,10 @@ def test_host_memory_keeps_its_budget_when_backward_comes_in_an_unforeseen_order
         with lock_of(offloader):
             assert [tier.fetch(record, urgent=False) for record in on_disk] == [True] * 3 + [False] * (len(on_disk) - 3)
             assert tier.fetch(on_disk[-1], urgent=True)
-            assert pool.mapped_bytes <= pool.capacity_bytes
+            assert pool.slabs.mapped_bytes <= pool.capacity_bytes
         loss.backward()
         found = gradients(model)
-        assert pool.mapped_bytes <= pool.capacity_bytes
+        assert pool.slabs.mapped_bytes <= pool.capacity_bytes
     assert_same_gradients(found, expected)
 
 
@@ -132,7 +132,7 @@ def test_memory_that_cannot_be_registered_is_page_locked_by_pytorch(
         assert pool.pin_failed != offered
         assert ("could not be page-locked" in offloader.report()) != offered
         assert ("lower host_budget" in offloader.explain()) != offered
-        assert pool.mapped_bytes <= pool.capacity_bytes
+        assert pool.slabs.mapped_bytes <= pool.capacity_bytes
 
 
 def test_a_prefetch_that_found_no_memory_is_tried_once_a_step_and_half_as_far_in_the_next(
@@ -167,7 +167,7 @@ def test_a_prefetch_that_found_no_memory_is_tried_once_a_step_and_half_as_far_in
 def test_uring_is_tried_first_behind_a_device(device: SimulatedDevice, tmp_path: Path) -> None:
     with _offloader(tmp_path, target="nvme", engine="auto") as offloader:
         spool = spool_of(offloader)
-        assert spool.engine_name == "uring" or "not uring" in spool.engine_reason
+        assert spool.capabilities.name == "uring" or "not uring" in spool.disk.engine_reason
 
 
 def test_a_read_that_fails_is_an_error_and_is_tried_again(device: SimulatedDevice, tmp_path: Path) -> None:
@@ -462,4 +462,4 @@ def test_an_interrupted_copy_keeps_no_memory_page_locked(
         device.synchronize()
         gc.collect()
         host_pool._close_closed()
-        assert pool.mapped_bytes == 0
+        assert pool.slabs.mapped_bytes == 0

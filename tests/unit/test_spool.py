@@ -137,8 +137,8 @@ def test_buffered_where_there_is_no_direct_io(make_spool: MakeSpool, monkeypatch
     monkeypatch.delattr(os, "O_DIRECT")
     monkeypatch.delattr(os, "posix_fallocate")
     spool = make_spool()
-    assert (spool.direct, spool.alignment) == (False, 1)
-    assert "page cache" in spool.engine_reason
+    assert (spool.capabilities.direct, spool.capabilities.alignment) == (False, 1)
+    assert "page cache" in spool.disk.engine_reason
     extent = put(spool, b"odd length")
     assert get(spool, extent, 10) == b"odd length"
     assert get(spool, extent, 3) == b"odd"
@@ -146,7 +146,7 @@ def test_buffered_where_there_is_no_direct_io(make_spool: MakeSpool, monkeypatch
 
 def test_direct_transfers_must_be_aligned(make_spool: MakeSpool) -> None:
     spool = make_spool()
-    if not spool.direct:
+    if not spool.capabilities.direct:
         pytest.skip("this file system has no direct I/O")
     memory, extent = Memory(2 * BLOCK), spool.allocate(2 * BLOCK)
     for address, length in ((memory.address + 1, BLOCK), (memory.address, BLOCK - 1)):
@@ -546,7 +546,7 @@ def test_local_disks_are_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
 
 def test_overlay_is_taken_but_buffered(make_spool: MakeSpool, monkeypatch: pytest.MonkeyPatch) -> None:
     mounted(monkeypatch, "overlay")
-    assert not make_spool().direct
+    assert not make_spool().capabilities.direct
 
 
 def test_a_system_without_mount_table_takes_every_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def _names(tape: Tape[_Sized], window_bytes: int, near: tuple[int, ...] = ()) ->
         fetched.append(record.name)
         return 0 if record.name in near else record.nbytes
 
-    tape.fetch_ahead(window_bytes, fetch)
+    tape.walk.fetch_ahead(tape.records, window_bytes, fetch)
     return fetched
 
 
@@ -81,8 +81,8 @@ def test_no_room_stops_and_the_next_time_goes_on_there() -> None:
         asked.append(record.name)
         return None
 
-    tape.fetch_ahead(100, refuse)
-    tape.fetch_ahead(100, refuse)
+    tape.walk.fetch_ahead(tape.records, 100, refuse)
+    tape.walk.fetch_ahead(tape.records, 100, refuse)
     assert asked == [2, 2]
     assert _names(tape, 100) == [2, 1, 0]
 
@@ -194,7 +194,7 @@ def _real(profile: Profile, away: list[bool], window: int) -> dict[int, list[int
             at.append(other.nbytes)
             return other.nbytes
 
-        tape.fetch_ahead(window, fetch)
+        tape.walk.fetch_ahead(tape.records, window, fetch)
     return {place: sizes for place, sizes in came.items() if sizes}
 
 
