@@ -10,7 +10,7 @@ from ..config import OffloadConfig
 from ..errors import ConfigError
 from ..interrupts import expected
 from ..planning.plan import Plan, PlanEntry
-from ..policy import Decision, KeepReason, NameFilter, Policy, TensorFacts
+from ..policy import CHECKPOINT_INPUT, Decision, KeepReason, NameFilter, Policy, TensorFacts
 from ..tiers.record import Record
 from .pipeline import Phases
 from .tape import Tape, Window
@@ -45,10 +45,11 @@ class OffloadDecision:
         if isinstance(policy, str):
             self.why_planned = KeepReason.FITS if config.is_limited else KeepReason.NO_TIME
         self.uses_names = bool(
-            config.include or config.exclude or self._policy is not None or config.boundaries == "only"
+            config.include or config.exclude or config.fp8 or self._policy is not None or config.boundaries == "only"
         )
         """Whether a pattern or policy reads tensor names."""
         self._filter = NameFilter(config.include, config.exclude, only_boundaries=config.boundaries == "only")
+        self._inexact = NameFilter(config.fp8, None)
         self._keeps_last = config.policy in ("auto", "greedy")
         self._names: set[str] = set()
         self._late_names: dict[tuple[int, int], str] = {}
@@ -123,6 +124,15 @@ class OffloadDecision:
         """Whether the patterns, or ``boundaries="only"``, keep a tensor of this name that is saved in this module."""
         return self.uses_names and not self._filter.allows(module, name)
 
+    def is_inexact(self, module: str | None, name: str | None) -> bool:
+        """Whether the option ``fp8`` names a tensor of this name that is saved in this module, and it may move.
+
+        Never the inputs of a checkpoint: its second run has to begin with what the first one had.
+        """
+        if not self._inexact.include or name == CHECKPOINT_INPUT:
+            return False
+        return self._inexact.allows(module, name) and not self.excludes(module, name)
+
     def _answer(self, facts: TensorFacts) -> Decision:
         """Return the decision of the policy.
 
@@ -144,7 +154,7 @@ class OffloadDecision:
 
     def unmatched_names(self) -> list[str]:
         """Return the patterns for tensor names that no saved tensor has matched yet."""
-        return self._filter.without(self._names)
+        return self._filter.without(self._names) + self._inexact.without(self._names)
 
     def _check(self, record: Record, entry: PlanEntry | None) -> None:
         """Raise an error if the first forward saves a storage that the user's plan does not list at its place."""
