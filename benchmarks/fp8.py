@@ -53,14 +53,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows: dict[str, Row] = {}
         for model in PATTERNS:
             for dtype in ("float32", "bfloat16"):
-                rows |= compare(model, dtype, folder, options)
+                rows |= compare_random(model, dtype, folder, options)
                 results.write(rows=rows)
-        losses = {name: train(PATTERNS["gpt2"].get(name), folder, options) for name in (EXACT, *PATTERNS["gpt2"])}
-    results.write(losses=losses)
+        losses = {}
+        for name in (EXACT, *PATTERNS["gpt2"]):
+            losses[name], trained, forward = train(PATTERNS["gpt2"].get(name), folder, options)
+            if name == EXACT:
+                rows |= compare("gpt2 after its training", trained, forward, PATTERNS["gpt2"], folder, options)
+            results.write(rows=rows, losses=losses)
     bounds = [
         Bound(what=f"{name}: cosine", measured=row["cosine"], bound=COSINE, at_most=False)
         for name, row in rows.items()
-        if name.endswith(FEED_FORWARD)
+        if name.endswith(f", {FEED_FORWARD}")
     ]
     last = {name: sum(found[-LAST:]) for name, found in losses.items()}
     what = f"loss of the last {LAST} steps × exact"
@@ -86,20 +90,31 @@ def options_for(patterns: Sequence[str] | None, folder: str, options: argparse.N
     return given | ({"min_bytes": 0} if options.tiny else {})
 
 
-def compare(model: str, dtype: str, folder: str, options: argparse.Namespace) -> dict[str, Row]:
-    """Return a row for each kind of patterns: the gradients of one step beside the exact ones."""
+def compare_random(name: str, dtype: str, folder: str, options: argparse.Namespace) -> dict[str, Row]:
+    """Return the rows of a model with random weights."""
     torch.manual_seed(0)
-    sizes: dict[str, Any] = LLAMA if model == "llama" else LANGUAGE
-    spec = {"model": model, "dtype": dtype, "batch": 4, "sizes": sizes}
+    sizes: dict[str, Any] = LLAMA if name == "llama" else LANGUAGE
+    spec = {"model": name, "dtype": dtype, "batch": 2, "sizes": sizes}
     if options.tiny:
         spec |= {"batch": 1, "sizes": sizes | {"layers": 2, "seq": 32}}
     work = build(spec)
-    exact, exact_moved_bytes = gradients(work.model, lambda: work.forward()[0], options_for(None, folder, options))
+    return compare(f"{name}, {dtype}", work.model, lambda: work.forward()[0], PATTERNS[name], folder, options)
+
+
+def compare(
+    title: str,
+    model: nn.Module,
+    forward: Forward,
+    kinds: Mapping[str, Sequence[str]],
+    folder: str,
+    options: argparse.Namespace,
+) -> dict[str, Row]:
+    """Return a row for each kind of patterns: the gradients of one step beside the exact ones."""
+    exact, exact_moved_bytes = gradients(model, forward, options_for(None, folder, options))
     rows = {}
-    for name, patterns in PATTERNS[model].items():
-        given = options_for(patterns, folder, options)
-        found, moved_bytes = gradients(work.model, lambda: work.forward()[0], given)
-        rows[f"{model}, {dtype}, {name}"] = {
+    for kind, patterns in kinds.items():
+        found, moved_bytes = gradients(model, forward, options_for(patterns, folder, options))
+        rows[f"{title}, {kind}"] = {
             "cosine": float(torch.nn.functional.cosine_similarity(found, exact, dim=0)),
             "error": float((found - exact).norm() / exact.norm()),
             "moved_bytes": moved_bytes,
@@ -122,28 +137,34 @@ def gradients(model: nn.Module, forward: Forward, options: Mapping[str, Any]) ->
     return torch.cat(found).double(), moved_bytes
 
 
-def train(patterns: Sequence[str] | None, folder: str, options: argparse.Namespace) -> list[float]:
-    """Train a GPT-2 on text; return the loss of each step, in nats for each byte."""
+def train(
+    patterns: Sequence[str] | None, folder: str, options: argparse.Namespace
+) -> tuple[list[float], nn.Module, Forward]:
+    """Train a GPT-2 on text; return the losses in nats a byte, the model, and a forward of one more batch."""
     torch.manual_seed(0)
     sizes = TEXT | ({"hidden": 64, "layers": 2, "seq": 32} if options.tiny else {})
-    model = build({"model": "gpt2", "dtype": "float32", "batch": 1, "sizes": sizes}).model
+    model: Any = build({"model": "gpt2", "dtype": "float32", "batch": 1, "sizes": sizes}).model
     text = "".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
     tokens = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     given = options_for(patterns, folder, options)
-    places = torch.Generator().manual_seed(2)
+    starts = torch.randint(0, len(tokens) - sizes["seq"], (options.steps + 1, 8))
+
+    def forward(step: int = options.steps) -> Tensor:
+        batch = torch.stack([tokens[start : start + sizes["seq"]] for start in starts[step]]).long()
+        loss: Tensor = model(input_ids=batch, labels=batch).loss
+        return loss
+
     losses = []
-    for _ in range(options.steps):
-        starts = torch.randint(0, len(tokens) - sizes["seq"], (8,), generator=places)
-        batch = torch.stack([tokens[start : start + sizes["seq"]] for start in starts]).long()
+    for step in range(options.steps):
         optimizer.zero_grad()
         with actoffload.offload_activations("nvme", model=model, **given) as offloader:
-            loss = model(input_ids=batch, labels=batch).loss
+            loss = forward(step)
         torch.autograd.backward(loss)
         optimizer.step()
         losses.append(float(loss.detach()))
     offloader.close()
-    return losses
+    return losses, model, forward
 
 
 if __name__ == "__main__":

@@ -91,8 +91,7 @@ def _in_blocks(numbers: Tensor) -> Tensor:
 def _encode(numbers: Tensor, values: Tensor, exponents: Tensor) -> None:
     blocks = _in_blocks(numbers)
     # Of the finite numbers: an infinity would leave nothing of the others.
-    least, most = torch.aminmax(blocks.nan_to_num(0.0, 0.0, 0.0), dim=1)
-    largest = torch.maximum(least.neg_(), most).float()
+    largest = blocks.nan_to_num(0.0, 0.0, 0.0).abs_().amax(dim=1).float()
     # At least 1: neither the scale nor its inverse is a denormal number, which a program may have flushed to zero.
     scales = (((largest.view(torch.int32) + ABOVE_TOP) >> MANTISSA) - TOP).clamp_(min=1)
     exponents.copy_(scales)
