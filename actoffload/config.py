@@ -287,7 +287,10 @@ class OffloadConfig:
     Megatron's) and nothing else; a checkpointed model saves nothing else of its blocks."""
     codec: str = field(default="auto", metadata={"kind": _CODEC})
     """Which saved tensors take fewer bytes, from which backward gets every bit back ([tuning.md](tuning.md)).
-    ``"auto"``: those of checkpointed blocks that run once. ``"exact"``: all, at the price of some computing."""
+    ``"auto"``: those of checkpointed blocks that run once. ``"exact"``: all, for some computing."""
+    fp8: str | Sequence[str] | None = field(default=None, metadata={"kind": _GLOBS})
+    """Glob patterns of the modules whose saved tensors are rounded to FP8: gradients are not exact then
+    ([tuning.md](tuning.md)). Needs ``model=``."""
     announce: str | Callable[[str], None] = field(default="first", metadata={"kind": _ANNOUNCE})
     """Which ranks print, after the first forward, what is active, what moves, what stays and why. ``"first"`` prints
     the line to stderr on rank 0, ``"all"`` on every rank, ``"none"`` nowhere; a callable takes the line."""
@@ -441,6 +444,7 @@ class Options(TypedDict, total=False):
     exclude: str | Sequence[str] | None
     boundaries: str
     codec: str
+    fp8: str | Sequence[str] | None
     announce: str | Callable[[str], None]
     strict: bool
     verify: bool

@@ -27,6 +27,8 @@ class Statistics:
     halved_bytes: int = 0
     """Bytes that ``codec`` did not save: half of each float32 tensor that was cast from bfloat16. No other
     field counts them."""
+    fp8_bytes: int = 0
+    """Bytes that ``fp8`` did not save: the tensors that it named, less their codes. No other field counts them."""
     derived_bytes: int = 0
     """Bytes that ``codec`` did not save, because backward computes them again: products and activations. No
     other field counts them."""

@@ -205,7 +205,34 @@ MODES: dict[str, tuple[str, str, At, str]] = {
     "TRL": ("peer", "TRL's OffloadActivations", (8, -7), "start"),
     "save_on_cpu": ("peer", "PyTorch's save_on_cpu", (8, -7), "start"),
 }
+
+
+def loss_with_fp8(data: Data, theme: Mapping[str, str]) -> str:
+    """Return the loss of the steps of a training, exact and with ``fp8``: each point is the mean of five steps."""
+    losses = data["losses"]
+    steps = len(losses["exact"])
+    curves = {
+        name: [(end, sum(all_[end - 5 : end]) / 5) for end in range(5, steps + 1, 5)] for name, all_ in losses.items()
+    }
+    last = {name: curve[-1][1] for name, curve in curves.items()}
+    title = f"Loss after {steps} steps: {last['exact']:.3f} exact, {last['feed-forward']:.3f} with fp8"
+    chart = Chart(theme, title, "GPT-2, 4 layers of width 128, on the text of Python's language reference", steps, 6)
+    chart.axes("step", range(0, steps + 1, steps // 4), "nats a byte", range(0, 7))
+    for number, (name, colour, text) in enumerate(RUNS):
+        chart.line(curves[name], colour, 6 - 2 * number)
+        x, y = chart.at(steps * 0.45, 5.4 - 0.6 * number)
+        chart.text(x, y, f"{text}: {last[name]:.3f}", colour, bold=True)
+    return chart.svg()
+
+
+RUNS = (
+    ("exact", "keep", "exact"),
+    ("feed-forward", "ours", "fp8 in the feed-forward layers"),
+    ("all", "recompute", "fp8 everywhere"),
+)
+"""Series, colour and text; later ones are thinner, so that earlier ones show where they agree."""
 PICTURES: dict[str, tuple[str, Callable[[Data, Mapping[str, str]], str]]] = {
+    "loss-with-fp8": ("fp8_2026-11-28.json", loss_with_fp8),
     "memory-over-step": ("memory_over_step_2026-11-26.json", memory_over_step),
     "rok-predicted-h100": ("rok_predicted_h100_2026-11-25.json", rok_predicted),
     "speed-over-memory-h200": ("gpu_nvidia-h200_2026-11-26.json", h200),

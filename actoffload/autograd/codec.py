@@ -1,4 +1,4 @@
-"""``codec``: which saved tensors are saved in another form, from which backward gets every bit back."""
+"""``codec`` and ``fp8``: which saved tensors are saved in another form, and in which."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .coded import CodedStorages
+from .fp8 import Fp8
 from .originals import Originals
 from .results import Results
-from .upcasts import Upcasts
+from .upcasts import Halves
 
 if TYPE_CHECKING:
     from ..runtime.store import ActivationStore
@@ -26,29 +28,44 @@ class Codec:
 
     def __init__(self, store: ActivationStore) -> None:
         self._store = store
+        self._codec = store.shared.config.codec
         self._originals = Originals(store)
-        self._upcasts, self._results = Upcasts(self._originals), Results(self._originals)
+        self._results = Results(self._originals)
+        self._halves = CodedStorages(Halves(self._originals), self._originals)
+        self._fp8 = CodedStorages(Fp8(self._originals), self._originals)
 
-    def handle_of(self, tensor: Tensor, tape: Tape[Record], names: tuple[str | None, str | None]) -> Any:
+    def handle_of(self, tensor: Tensor, tape: Tape[Record], names: tuple[str | None, str | None], *, once: bool) -> Any:
         """Return the handle of a plain tensor that is saved in another form; None if it is saved as it is.
 
         Args:
             tensor: is about to be saved, and may move.
             tape: of the forward that saves it.
             names: of the module that runs, and of the tensor, where they are known.
+            once: whether a region that runs once saves it.
         """
         if not tensor.is_floating_point() or self._store.closed or self._store.shared.stopped:
             return None
-        self._originals.begin_save(tape)
-        # First: the cast of a product may be both, and to compute it again takes no memory.
-        result = self._results.handle_of(tensor, tape, names)
-        if result is not None or tensor.dtype is not torch.float32:
-            return result
-        return self._upcasts.handle_of(tensor, tape, names)
+        inexact = self._store.decision.names.is_inexact(*names)
+        exact_forms = self._codec == "exact" or (self._codec == "auto" and once)
+        if exact_forms:
+            self._originals.begin_save(tape)
+            # First: the cast of a product may be both, and to compute it again takes no memory.
+            result = self._results.handle_of(tensor, tape, names, exact=not inexact)
+            if result is not None:
+                return result
+        if inexact:
+            handle = self._fp8.handle_of(tensor, tape, names)
+            if handle is not None:
+                return handle
+        return self._halves.handle_of(tensor, tape, names) if exact_forms and tensor.dtype is torch.float32 else None
 
-    def bytes_of(self, tensor: Tensor, nbytes: int, tape: Tape[Record]) -> int:
+    def bytes_of(self, tensor: Tensor, nbytes: int, tape: Tape[Record], names: tuple[str | None, str | None]) -> int:
         """Return how many of the bytes of a plain tensor are saved, which a region of this forward saves again."""
-        self._originals.begin_save(tape)
-        if self._results.can_compute(tensor):
-            return 0
-        return nbytes // 2 if self._upcasts.can_halve(tensor) else nbytes
+        if self._codec != "none":
+            self._originals.begin_save(tape)
+            if self._results.can_compute(tensor):
+                return 0
+        code_bytes = self._fp8.form.code_bytes(tensor) if self._store.decision.names.is_inexact(*names) else 0
+        if not code_bytes and self._codec != "none":
+            code_bytes = self._halves.form.code_bytes(tensor)
+        return code_bytes or nbytes

@@ -118,16 +118,20 @@ def _shown(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
+PATTERNS = ("include", "exclude", "fp8")
+"""The options that take patterns over modules."""
+
+
 def check_patterns(config: OffloadConfig, models: Sequence[nn.Module]) -> None:
-    """Check that each ``include`` and ``exclude`` pattern matches a module.
+    """Check that each pattern over modules matches a module.
 
     Raises:
         ConfigError: a pattern matches none; names the pattern and a module that exists.
     """
-    if not (config.include or config.exclude):
+    if not any(getattr(config, field) for field in PATTERNS):
         return
     names = [_shown(name) for model in models for name, _ in model.named_modules()]
-    for field in ("include", "exclude"):
+    for field in PATTERNS:
         for pattern in module_patterns(getattr(config, field)):
             if not any(fnmatchcase(name, pattern) for name in names):
                 near = difflib.get_close_matches(pattern, filter(None, names), 1, cutoff=0.0)

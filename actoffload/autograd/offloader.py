@@ -46,7 +46,7 @@ from .exclusions import Exclusions
 from .function_tensors import held_by_functions
 from .inner_hooks import InnerHooks
 from .last_line import facts_so_far, sum_up, sum_up_at_end
-from .module_names import ModelInputs, ModuleScopes, check_patterns
+from .module_names import PATTERNS, ModelInputs, ModuleScopes, check_patterns
 from .packing import Forwards, Packer
 from .recompute import Recompute, check
 
@@ -155,7 +155,7 @@ class Offloader:
         """Watch a model: note its parameters, buffers and inputs, and its modules' names if the options need them.
 
         Raises:
-            ConfigError: ``model`` is no module, or an ``include`` or ``exclude`` pattern matches none in it.
+            ConfigError: ``model`` is no module, or a pattern of an option matches none in it.
         """
         if not isinstance(model, nn.Module):
             raise ConfigError("model", model, "give an nn.Module, or leave it out")
@@ -196,8 +196,8 @@ class Offloader:
 
     @property
     def _needs_names(self) -> bool:
-        asked = bool(self.config.include or self.config.exclude) or not isinstance(self.config.policy, str)
-        return asked or self.store.trace is not None
+        named = any(getattr(self.config, field) for field in PATTERNS) or not isinstance(self.config.policy, str)
+        return named or self.store.trace is not None
 
     @untraced
     def __enter__(self) -> Offloader:
@@ -208,7 +208,7 @@ class Offloader:
             ended = self.store
             self._open_anew()
             ended.speak()
-        for field in () if len(self._models) else ("include", "exclude"):
+        for field in () if len(self._models) else PATTERNS:
             if module_patterns(getattr(self.config, field)):
                 raise ConfigError(field, getattr(self.config, field), "needs model= to know the modules' names")
         if self.config.recomputed and not len(self._models):

@@ -52,19 +52,19 @@ class Original:
         stream: that saves it; None on the CPU.
     """
 
-    __slots__ = ("__weakref__", "_address", "_identity", "_probe", "_thread", "nbytes", "stream")
+    __slots__ = ("__weakref__", "_address", "_identity", "_probe", "_thread", "_version", "dtype", "nbytes", "stream")
 
     def __init__(self, tensor: Tensor, stream: Any) -> None:
         storage = tensor.untyped_storage()
         self._identity = StorageRef(storage)  # pins the storage's number, by which others find this object
         self._address = storage.data_ptr()
-        self._probe = version_probe(tensor.detach())
+        self._probe, self._version = version_probe(tensor.detach()), tensor._version
         self._thread = threading.get_ident()
-        self.nbytes = storage.nbytes()
+        self.dtype, self.nbytes = tensor.dtype, storage.nbytes()
         self.stream = stream
 
     def has_bytes_of(self, tensor: Tensor, stream: Any) -> bool:
-        """Return whether a tensor of version 0, in a storage with this one's number, has the bytes of the first save.
+        """Return whether a tensor in a storage with this one's number has the bytes of the first save, in its type.
 
         Args:
             tensor: is about to be saved.
@@ -72,6 +72,7 @@ class Original:
         """
         return (
             self.stream == stream
+            and (self._version, self.dtype) == (tensor._version, tensor.dtype)
             and self._address == tensor.untyped_storage().data_ptr()  # else it was resized and has moved: other bytes
             and self._thread == threading.get_ident()  # another thread might see the bump of `same_counter`
             and same_counter(self._probe, tensor)
@@ -148,6 +149,11 @@ class Originals:
         original = Original(tensor, stream)
         self._alive.add(original)
         return original
+
+    def make_room(self, device: torch.device, nbytes: int) -> None:
+        """Make room on a device for bytes that this library is about to make."""
+        with self.store.shared.lock:
+            self.store.tiers.by_device[device.type].make_room(nbytes)
 
     def node_of(self, tensor: Tensor) -> Any:
         """Return the node that made the whole storage of a plain tensor; None if it was changed since, or is a leaf's.

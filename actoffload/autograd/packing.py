@@ -100,9 +100,9 @@ class Packer:
         """With compiled hooks, their ``KeptStorages``: the storages that a plan keeps."""
         self._only_boundaries = store.shared.config.boundaries == "only"
         self._names_count = store.decision.names.used
-        codec = store.shared.config.codec
-        self._codec = None if codec == "none" else Codec(store)
-        self._codes_all = codec == "exact"
+        config = store.shared.config
+        self._codec = None if config.codec == "none" and not config.fp8 else Codec(store)
+        self._codes_all = config.codec == "exact" or bool(config.fp8)
 
     def hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
         """Return pack and unpack: the compiled ones if there are any, else `pack` and `unpack` in Python."""
@@ -217,8 +217,8 @@ class Packer:
         if self._codec is None or not (self._codes_all or self._forwards.runs_once):
             return None
         with sharing_counters():
-            names = self._module_names.innermost(), self._name_of(tensor.untyped_storage())
-            return self._codec.handle_of(tensor, self.tape(), names)
+            names = self._names_for(tensor)
+            return self._codec.handle_of(tensor, self.tape(), names, once=self._forwards.runs_once)
 
     def _with_attributes(self, tensor: Tensor, handle: Any) -> Any:
         """Return a handle that restores the tensor's Python attributes, as autograd does without hooks."""
@@ -257,7 +257,9 @@ class Packer:
 
     def bytes_recorded(self, tensor: Tensor, nbytes: int, tape: Tape[Record]) -> int:
         """Return how many of the bytes of a region's activation a record would have if it ran once; 0 for no record."""
-        return self._codec.bytes_of(tensor, nbytes, tape) if self._codec and type(tensor) in PLAIN_TYPES else nbytes
+        if self._codec is None or type(tensor) not in PLAIN_TYPES:
+            return nbytes
+        return self._codec.bytes_of(tensor, nbytes, tape, self._names_for(tensor))
 
     def _why_unfit(self, tensor: Tensor, nbytes: int) -> KeepReason | None:
         """Return why a tensor that needs ``nbytes`` stays because of its device or size, or None."""
@@ -297,6 +299,9 @@ class Packer:
         if record.stays and not conj and not neg:
             return Stayed(self._store, record, alias)
         return Handle(self._store, record, alias, conj, neg)
+
+    def _names_for(self, tensor: Tensor) -> tuple[str | None, str | None]:
+        return self._module_names.innermost(), self._name_of(tensor.untyped_storage())
 
     def _name_of(self, storage: torch.UntypedStorage) -> str | None:
         return name_of(storage, only_boundaries=self._only_boundaries) if self._names_count else None

@@ -16,13 +16,13 @@ def may_rest(store: ActivationStore, shape: Shape, tensors: int, step_s: float) 
     """Whether steps of a shape may run without hooks for a while.
 
     Args:
-        store: its trace needs the hooks.
+        store: its trace, and its option ``fp8``, need the hooks.
         shape: the steps; no number bounds the bytes that they save.
         tensors: how many a step saves.
         step_s: the length of a step.
     """
-    if tensors * HOOKS_S <= NO_LOSS * step_s:
-        return False
+    if tensors * HOOKS_S <= NO_LOSS * step_s or store.shared.config.fp8:
+        return False  # with `fp8` hooks make tensors smaller that stay, too
     if not shape.nothing_moves or (shape.profile is not None and shape.profile.forwards > 1):
         return False  # with several forwards alive at once, only handles show where a step ends
     return store.trace is None  # a trace has to show each tensor

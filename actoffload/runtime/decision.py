@@ -10,7 +10,7 @@ from ..config import OffloadConfig
 from ..errors import ConfigError
 from ..interrupts import expected
 from ..planning.plan import Plan, PlanEntry
-from ..policy import Decision, KeepReason, NameFilter, Policy, TensorFacts
+from ..policy import CHECKPOINT_INPUT, Decision, KeepReason, NameFilter, Policy, TensorFacts
 from ..tiers.record import Record
 from .pipeline import Phases
 from .tape import Tape, Window
@@ -37,7 +37,8 @@ class Names:
 
     def __init__(self, config: OffloadConfig, policy: Policy | None) -> None:
         only_boundaries = config.boundaries == "only"
-        self.used = bool(config.include or config.exclude or policy is not None or only_boundaries)
+        self.used = bool(config.include or config.exclude or config.fp8 or policy is not None or only_boundaries)
+        self._inexact = NameFilter(config.fp8, None)
         self._filter = NameFilter(config.include, config.exclude, only_boundaries=only_boundaries)
         self._seen: set[str] = set()
         self._late: dict[tuple[int, int], str] = {}
@@ -45,6 +46,15 @@ class Names:
     def excludes(self, module: str | None, name: str | None) -> bool:
         """Whether the patterns, or ``boundaries="only"``, keep a tensor of this name that is saved in this module."""
         return self.used and not self._filter.allows(module, name)
+
+    def is_inexact(self, module: str | None, name: str | None) -> bool:
+        """Whether the option ``fp8`` names a tensor of this name that is saved in this module, and it may move.
+
+        Never the inputs of a checkpoint: its second run has to begin with what the first one had.
+        """
+        if not self._inexact.include or name == CHECKPOINT_INPUT:
+            return False
+        return self._inexact.allows(module, name) and not self.excludes(module, name)
 
     def keeps(self, record: Record) -> bool:
         """Complete the name of a record that was just saved, and return whether its names keep it."""
@@ -62,7 +72,7 @@ class Names:
 
     def unmatched(self) -> list[str]:
         """Return the patterns for tensor names that no saved tensor has matched yet."""
-        return self._filter.without(self._seen)
+        return self._filter.without(self._seen) + self._inexact.without(self._seen)
 
 
 class FirstForward:

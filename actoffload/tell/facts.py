@@ -185,7 +185,12 @@ class Facts:
             parts.append(f"{format_size(counts.nvme_written_bytes)} to NVMe")
         elif counts.host_written_bytes:
             parts.append(f"{format_size(counts.host_written_bytes)} to host memory")
-        return ", ".join(parts if counts.moved_bytes else [*parts, "nothing moved"])
+        return self.inexact + ", ".join(parts if counts.moved_bytes else [*parts, "nothing moved"])
+
+    @property
+    def inexact(self) -> str:
+        """The begin of each first line where the option ``fp8`` rounds saved tensors, else nothing."""
+        return f"gradients are not exact: fp8 for {', '.join(self.config.fp8)}; " if self.config.fp8 else ""
 
     def as_dict(self) -> dict[str, Any]:
         """The part of the facts that a trace stores at its end, ready for JSON."""

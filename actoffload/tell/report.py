@@ -138,7 +138,7 @@ def announcement(facts: Facts) -> str:
             f"nothing moves ({why or 'no activation was saved'}): lower min_bytes, or check target, devices and policy"
         )
     never = f"; {format_size(static)} of parameters, buffers and inputs never moves" if static else ""
-    return f"actoffload: {target}: {seen}; {text}{never}"
+    return f"actoffload: {target}: {facts.inexact}{seen}; {text}{never}"
 
 
 def _headline(facts: Facts) -> list[str]:
@@ -150,6 +150,8 @@ def _headline(facts: Facts) -> list[str]:
         lines.append(f"  moved              {moved} ({s.moved_share:.0%}); {waited}")
     if s.halved_bytes:
         lines.append(f"  halved             {format_size(2 * s.halved_bytes)} of float32, cast from bfloat16")
+    if s.fp8_bytes:
+        lines.append(f"  rounded to fp8     {format_size(s.fp8_bytes)} less to save")
     if s.derived_bytes:
         lines.append(f"  computed again     {format_size(s.derived_bytes)} of products and activations")
     if s.unhooked:

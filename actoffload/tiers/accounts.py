@@ -35,6 +35,7 @@ class Accounts:
     packed_bytes: int = 0
     deduplicated_bytes: int = 0
     halved_bytes: int = 0
+    fp8_bytes: int = 0
     derived_bytes: int = 0
     moved_bytes: int = 0
     kept_bytes: Counter[str] = field(default_factory=Counter)
@@ -73,6 +74,13 @@ class Accounts:
         """Another plan is followed from the step on that begins now."""
         self.plan_peak_bytes = 0
         self.step_peak_bytes = self.resident_bytes
+
+    def count_coded(self, nbytes: int, *, exact: bool) -> None:
+        """Count the bytes that the code of a storage takes less than the storage."""
+        if exact:
+            self.halved_bytes += nbytes
+        else:
+            self.fp8_bytes += nbytes
 
     def add_record(self, nbytes: int) -> None:
         """Count a storage that autograd saves: a run without offloading would hold it from now on."""

@@ -25,11 +25,11 @@ from tests.harness import Chain, MakeOffloader, batch, train_step
 
 MIB = 1 << 20
 FIELDS = (
-    "steps packed_tensors packed_bytes deduplicated_bytes halved_bytes derived_bytes kept_bytes host_written_bytes "
-    "host_read_bytes nvme_written_bytes nvme_read_bytes forwarded_bytes cancelled_bytes resident_peak_bytes "
-    "baseline_peak_bytes host_peak_bytes nvme_peak_bytes pack_wait_s unpack_wait_s live_records degraded unhooked "
-    "microbatches optimizer_steps plan_peak_bytes regions regions_once recompute_peak_bytes process_peak_bytes "
-    "process_before_bytes device_peak_bytes"
+    "steps packed_tensors packed_bytes deduplicated_bytes halved_bytes fp8_bytes derived_bytes kept_bytes "
+    "host_written_bytes host_read_bytes nvme_written_bytes nvme_read_bytes forwarded_bytes cancelled_bytes "
+    "resident_peak_bytes baseline_peak_bytes host_peak_bytes nvme_peak_bytes pack_wait_s unpack_wait_s live_records "
+    "degraded unhooked microbatches optimizer_steps plan_peak_bytes regions regions_once recompute_peak_bytes "
+    "process_peak_bytes process_before_bytes device_peak_bytes"
 )
 
 

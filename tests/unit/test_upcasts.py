@@ -30,6 +30,7 @@ from tests.harness import (
     forget_failed_backward,
     hinder,
     on_stream,
+    records_of,
     simulated,
 )
 
@@ -59,6 +60,11 @@ class Keep:
 
     def decide(self, facts: TensorFacts) -> Decision:
         return Decision.KEEP
+
+
+ANY = nn.Identity()
+"""A model for `Offloader.use`, which holds it weakly: the pattern "*" covers what no module saves."""
+ON_EACH_FORM = pytest.mark.parametrize("form", [{"codec": "exact"}, {"codec": "none", "fp8": "*"}], ids=["half", "fp8"])
 
 
 def numbers(where: str, count: int = 1 << 16) -> Tensor:
@@ -441,27 +447,31 @@ def test_streams(adversary: Adversary, where: str, tmp_path: Any, device: Simula
 
 
 @pytest.mark.simulated
-def test_each_stream_has_a_half_of_its_own(device: SimulatedDevice) -> None:
+@ON_EACH_FORM
+def test_each_stream_has_a_code_of_its_own(form: dict[str, Any], device: SimulatedDevice) -> None:
     """Another one has not waited for the kernels that make the first one's."""
     x = torch.randn(64, 64).bfloat16().to(NAME).requires_grad_()
     other = torch.Stream(torch.device(NAME, 0))
-    with simulated(policy=Keep(), codec="exact") as offloader:
-        with offloader:
+    with simulated(policy=Keep(), **form) as offloader:
+        with offloader.use(ANY):
             wide = x.float()
             losses = [wide.abs(), wide.abs()]
             with on_stream(other):
                 losses.append(wide.abs())
-        assert offloader.statistics().halved_bytes == 2 * x.nbytes
+        assert len(records_of(offloader)) == 2
         del losses
 
 
 @pytest.mark.simulated
-def test_another_stream_does_not_use_memory_that_this_one_will_fill(device: SimulatedDevice) -> None:
+@ON_EACH_FORM
+def test_another_stream_does_not_use_memory_that_this_one_will_fill(
+    form: dict[str, Any], device: SimulatedDevice
+) -> None:
     here, other = torch.accelerator.current_stream(), torch.Stream(torch.device(NAME, 0))
-    x = torch.randn(64, 64).bfloat16().to(NAME).requires_grad_()
+    x = torch.randint(-8, 9, (64, 64)).bfloat16().to(NAME).requires_grad_()
     expected = x.detach().float().cpu()
-    with simulated(policy=Keep(), codec="exact") as offloader:
-        with offloader:
+    with simulated(policy=Keep(), **form) as offloader:
+        with offloader.use(ANY):
             y = x.float().abs()
         function: Any = y.grad_fn
         assert function._saved_self.shape == x.shape  # waits for the flag, so that no later read does
@@ -477,12 +487,13 @@ def test_another_stream_does_not_use_memory_that_this_one_will_fill(device: Simu
 
 
 @pytest.mark.simulated
-def test_memory_that_another_stream_still_reads_has_no_new_owner(device: SimulatedDevice) -> None:
+@ON_EACH_FORM
+def test_memory_that_another_stream_still_reads_has_no_new_owner(form: dict[str, Any], device: SimulatedDevice) -> None:
     here, other = torch.accelerator.current_stream(), torch.Stream(torch.device(NAME, 0))
-    x = torch.randn(64, 64).bfloat16().to(NAME).requires_grad_()
+    x = torch.randint(-8, 9, (64, 64)).bfloat16().to(NAME).requires_grad_()
     expected = x.detach().float().cpu()
-    with simulated(policy=Keep(), codec="exact", debug=True) as offloader:
-        with offloader:
+    with simulated(policy=Keep(), **form, debug=True) as offloader:
+        with offloader.use(ANY):
             y = x.float().abs()
         function: Any = y.grad_fn
         assert function._saved_self.shape == x.shape  # waits for the flag, so that no later read does
@@ -490,10 +501,11 @@ def test_memory_that_another_stream_still_reads_has_no_new_owner(device: Simulat
         other.synchronize()
         with device.paused(other):
             with on_stream(other, ordered=False):
-                there = function._saved_self  # the kernel that reads the half has not begun
+                there = function._saved_self  # the kernel that reads the code has not begun
+            (record,) = records_of(offloader)
             del function, y
             offloader.statistics()
-            filled = [torch.full((64, 64), 9.0, dtype=torch.bfloat16, device=NAME) for _ in range(20)]
+            filled = [torch.full((record.nbytes,), 9, dtype=torch.uint8, device=NAME) for _ in range(20)]
             here.synchronize()
         device.synchronize()
         assert_same_bits([there.cpu()], [expected])
@@ -524,11 +536,14 @@ def test_a_budget_has_room_for_the_half_and_for_what_backward_widens(
 
 
 @pytest.mark.simulated
-def test_no_half_is_used_in_a_captured_graph(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy of the flag would be captured, and would run at each replay."""
+@ON_EACH_FORM
+def test_no_code_is_used_in_a_captured_graph(
+    form: dict[str, Any], device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy of the flag, and the kernels that decode, would be captured, and would run at each replay."""
     x = torch.ones(64, 64, dtype=torch.bfloat16).to(NAME).requires_grad_()
-    with simulated(policy=Keep(), codec="exact") as offloader:
-        with offloader:
+    with simulated(policy=Keep(), **form) as offloader:
+        with offloader.use(ANY):
             loss = x.float().abs().sum()
         with monkeypatch.context() as patch:
             patch.setattr(SimulatedAccelerator, "is_capturing", lambda accelerator, index: True)

@@ -1,0 +1,207 @@
+"""Coded storages: in place of a storage of the program's, autograd saves its code, which takes fewer bytes.
+
+The code is a storage of this library. It takes the tensor's place from the save on: it moves, stays and is planned like
+any other saved storage.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..errors import StateError
+from ..tiers.device_tier import CAPTURED
+from ..tiers.record import Record, State
+from ..tiers.storage_ref import StorageRef
+from .handles import Handle, check_version, empty, present, version_probe, view_in
+from .originals import Original, Originals
+
+if TYPE_CHECKING:
+    from ..runtime.store import ActivationStore
+    from ..runtime.tape import Tape
+
+
+class Form(Protocol):
+    """A kind of code.
+
+    Attributes:
+        exact: whether decoding returns every bit.
+    """
+
+    exact: bool
+
+    def code_bytes(self, tensor: Tensor) -> int:
+        """Return the size of the code of a plain tensor's storage; 0 if this form does not apply to it."""
+
+    def encode(self, tensor: Tensor, stream: Any, key: tuple[Any, ...]) -> Tensor | None:
+        """Return the code of a tensor's storage, with a storage of its own; None if the tensor turns out to have none.
+
+        Args:
+            tensor: has a code by `code_bytes`.
+            stream: the current one.
+            key: of the module that saves it.
+        """
+
+    def decode(self, code: Tensor, original: Original) -> Tensor:
+        """Return a new tensor with the bytes of the original storage, from its code as a flat uint8 tensor."""
+
+
+class CodedStorage:
+    """One storage, for the handles of all its views that one stream saves.
+
+    Args:
+        form: of the code.
+        original: the program's storage.
+        record: of the code, which the original's stream has made.
+    """
+
+    __slots__ = ("__weakref__", "_decoded", "form", "original", "record")
+
+    def __init__(self, form: Form, original: Original, record: Record) -> None:
+        self._decoded: tuple[StorageRef, Any] | None = None
+        self.form = form
+        self.original = original
+        self.record = record
+
+    def peek(self, store: ActivationStore, *, fetch: bool) -> torch.UntypedStorage | None:
+        """Return a storage with all bytes of the tensor; see `present`."""
+        storage = self.original.storage()
+        found = present(self.record, store, fetch=fetch) if storage is None else None
+        return storage if found is None else self.form.decode(self._code_in(found[0]), self.original).untyped_storage()
+
+    def decoded(self, storage: torch.UntypedStorage, originals: Originals) -> torch.UntypedStorage:
+        """Return a storage with all bytes of the tensor, safe to use on the current stream.
+
+        ``storage``: the code.
+        """
+        record, tier = self.record, originals.store.tiers.by_device[self.record.kind]
+        code = self._code_in(storage)
+        stream = tier.stream_of(record.device)
+        if stream != self.original.stream:
+            assert tier.copies is not None, "only an accelerator has streams"
+            tier.copies.device.used_on(code, stream)
+        # A storage that another stream decodes may not be there yet when this stream reads it.
+        found = self._decoded[0].lock() if self._decoded is not None and self._decoded[1] == stream else None
+        if found is None:
+            originals.make_room(record.device, self.original.nbytes)
+            with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():
+                found = tier.with_room(lambda: self.form.decode(code, self.original)).untyped_storage()
+            self._decoded = StorageRef(found), stream
+        return found
+
+    def _code_in(self, storage: torch.UntypedStorage) -> Tensor:
+        return empty(torch.uint8, self.record.device).detach().set_(storage, 0, (self.record.nbytes,), (1,))
+
+
+class Coded(Handle):
+    """The handle of one saved view of a coded storage."""
+
+    __slots__ = ("_among", "of")
+
+    def __init__(self, among: CodedStorages, of: CodedStorage, alias: Tensor) -> None:
+        self._among = among
+        self.of = of
+        super().__init__(among.store, of.record, alias, False, False)
+
+    def unpack(self) -> Tensor:
+        """Return the saved view: bit for bit, if the form is exact.
+
+        Raises:
+            SavedTensorModifiedError: it was changed in place.
+            StorageReadError: it could not be read back.
+        """
+        of, record, store = self.of, self.record, self.store
+        if self.probe._version != self.version:
+            check_version(self.probe._version, self.version, self.dtype, self.shape, record.module)
+        found = of.original.storage()
+        if found is not None:  # with its present contents, which plain PyTorch would read
+            self.round = store.passed(record, self.round)
+            self._among.held.add((record.index, of.original.nbytes))
+            return view_in(self, found, 0)
+        if store.tiers.by_device[record.kind].capturing(record.device.index):
+            # A copy of the flag must not be enqueued, and a replay would read the code where it lay.
+            raise StateError(CAPTURED)
+        storage, _, self.round = store.obtain(record, self.round)
+        try:
+            found = of.decoded(storage, self._among.originals)
+            if of.form.exact:
+                self._among.originals.used(record.kind, of.original.stream)
+        except BaseException as error:
+            store.abort_if_interrupted(error)
+            raise
+        return view_in(self, found, 0)
+
+    def peek(self, fetch: bool) -> Tensor | None:
+        """As of any `Handle`."""
+        found = self.of.peek(self.store, fetch=fetch) if self.probe._version == self.version else None
+        return None if found is None else view_in(self, found, 0)
+
+
+class CodedStorages:
+    """Saves the codes of storages in one form.
+
+    Args:
+        form: of the codes.
+        originals: has the store that takes them.
+
+    Attributes:
+        held: places on a tape, and bytes, of tensors whose codes were of no use: the program held the tensor as well.
+    """
+
+    def __init__(self, form: Form, originals: Originals) -> None:
+        self.form = form
+        self.originals = originals
+        self.store = originals.store
+        self.held: set[tuple[int, int]] = set()
+        self._known: weakref.WeakValueDictionary[int, CodedStorage] = weakref.WeakValueDictionary()
+        """By the number of the program's storage."""
+
+    def handle_of(self, tensor: Tensor, tape: Tape[Record], names: tuple[str | None, str | None]) -> Coded | None:
+        """Return the handle of a plain tensor, or None if the form does not apply to it.
+
+        Args:
+            tensor: is about to be saved, and may move.
+            tape: of the forward that saves it.
+            names: of the module that runs, and of the tensor, where they are known.
+        """
+        storage, tier = tensor.untyped_storage(), self.store.tiers.by_device[tensor.device.type]
+        stream = tier.stream_of(tensor.device)
+        of = None if tensor.is_neg() else self._known.get(storage._cdata)
+        again = of is not None and of.original.has_bytes_of(tensor, stream)
+        if of is None or not again or not self._hold_again(of.record, names[1]):
+            if storage._cdata in self.store.identities.records:  # it has been saved whole, in another place
+                return None
+            if (len(tape.records), storage.nbytes()) in self.held or not self.form.code_bytes(tensor):
+                return None
+            code = self.form.encode(tensor, stream, (names[0], len(tape.regions), tensor.dim()))
+            if code is None:
+                return None
+            record = self.store.admit(code, (0, code.nbytes), code.untyped_storage(), tape, names)
+            with self.store.shared.lock:
+                self.store.shared.accounts.count_coded(storage.nbytes() - record.nbytes, exact=self.form.exact)
+            version_probe(code)  # the record alone holds the memory
+            of = self._known[storage._cdata] = CodedStorage(self.form, self.originals.original(tensor, stream), record)
+        if tier.copies is not None:
+            # Plain PyTorch holds the memory until backward. Here the stream that owns it may use it again once the
+            # program has dropped the tensor, while this stream still reads it.
+            tier.copies.device.used_on(tensor, stream)
+        return Coded(self, of, tensor.detach())
+
+    def _hold_again(self, record: Record, name: str | None) -> bool:
+        """Count one more handle of a record; return False if it was released with its last one."""
+        accounts = self.store.shared.accounts
+        with self.store.shared.lock:
+            if record.state is State.RELEASED:
+                return False
+            accounts.packed_tensors += 1
+            accounts.packed_bytes += record.nbytes
+            accounts.deduplicated_bytes += record.nbytes
+            record.add_handle()
+            if name is not None and record.name is None:
+                self.store.decision.names.named_late(record, name)
+            return True
