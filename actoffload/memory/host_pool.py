@@ -99,8 +99,9 @@ class SlabThread(Generic[T]):
 
     def join(self) -> None:
         """Wait for the end of the work, except in its own thread."""
-        if self.thread is not None and self.thread.ident not in (None, threading.get_ident()):
-            self.thread.join()
+        thread = self.thread
+        if thread is not None and thread.ident not in (None, threading.get_ident()):
+            thread.join()
 
 
 _CLOSED: set[HostPool] = set()
@@ -262,7 +263,8 @@ class HostPool:
                 if wait:
                     for event in slab.events():
                         self._device.wait_for(event)
-                if slab in self.slabs.idle or not slab.locked:  # a slot keeps the mapping that it lies in
+                # Not `idle`, which an interrupt may have left without it. A slot keeps the mapping that it lies in.
+                if not slab.extents.allocated_bytes or not slab.locked:
                     self._unmap(slab)
             if not any(slab.locked for slab in self.slabs):
                 _CLOSED.discard(self)

@@ -71,7 +71,7 @@ class Slab:
 
     Attributes:
         buffer: An object at its address that keeps it alive.
-        number: Tells slabs of the same room apart; of `Slabs`, as is the next.
+        number: Tells slabs of the same room apart; `Slabs` sets it, and `room`.
         room: The largest slot that it has room for, as it is listed; -1 when it is not.
         locked: Whether it may be page-locked: from before the request until the device has let go of it.
         used: Whether a slot came from it since the last look of `HostPool.trim`.
@@ -190,7 +190,7 @@ class Slabs:
 
     Attributes:
         mapped_bytes: Of all slabs, also of those that are not listed.
-        idle: The listed slabs without slots.
+        idle: The listed slabs that are free from end to end.
     """
 
     def __init__(self) -> None:
@@ -241,5 +241,6 @@ class Slabs:
     def unlist_all(self) -> None:
         """Have no slot come from any slab, also where a fork has caught the list amid a change."""
         self._by_room.clear()
+        self.idle.clear()
         for slab in self._all:
             slab.room = -1

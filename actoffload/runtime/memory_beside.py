@@ -109,7 +109,8 @@ class MemoryBeside:
         self.parts = Parts()
         if memory is not None:
             began, self._most_bytes = memory
-            self.parts = Parts(began, apart=apart and memory[0] == memory[1])  # else nobody resets it: a process
+            # Unequal where the peak cannot be reset, as a process's.
+            self.parts = Parts(began, apart=apart and memory[0] == memory[1])
             self._held_bytes = self._accounts.recomputed_bytes
             self._resident_bytes = self._accounts.resident_bytes - self._held_bytes - self.taken_bytes
             self.passed_bytes = 0

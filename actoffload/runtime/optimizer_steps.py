@@ -44,7 +44,7 @@ class OptimizerSteps:
         self._accounts = accounts
         self._counted = self._first = optimizer_steps()
         self._microbatches = 0
-        """As the last step was counted; `_of_last_step`: since the step before."""
+        """The number when the last step was counted; `_of_last_step`: how many that step had."""
         self._of_last_step = 0
 
     @property

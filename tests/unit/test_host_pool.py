@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from actoffload.memory.best_fit import ExtentAllocator
 from actoffload.memory.host_pool import TRIM_STEPS, HostBudget, HostPool
 from actoffload.memory.slab import ALIGNMENT, Device, Slab, Slabs
 from actoffload.memory.slots import Slot
@@ -29,6 +30,10 @@ def _acquire(pool: HostPool, nbytes: int, **options: Any) -> Slot:
     slot = acquire_slot(pool, nbytes, **options)
     assert isinstance(slot, Slot)
     return slot
+
+
+def interrupted(*_: Any) -> Any:
+    raise KeyboardInterrupt
 
 
 def _in_use(pool: HostPool) -> int:
@@ -415,6 +420,20 @@ def test_closing_works_where_an_interrupt_left_the_lock_held() -> None:
     pool = _pool(pin=pins.pin, unpin=pins.unpin)
     assert _acquire(pool, SLAB) is not None
     assert pool._lock.acquire()
+    pool.close()
+    assert pins.locked == {}
+
+
+def test_closing_unlocks_a_slab_that_an_interrupt_left_unlisted(monkeypatch: pytest.MonkeyPatch) -> None:
+    pins = _Pins()
+    pool = _pool(pin=pins.pin, unpin=pins.unpin)
+    slots = [_acquire(pool, 4096) for _ in range(2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(ExtentAllocator, "largest_free_bytes", property(interrupted))
+        slots.pop()
+        with pytest.raises(KeyboardInterrupt):
+            pool.reclaim()
+    slots.clear()
     pool.close()
     assert pins.locked == {}
 
