@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..policy import CHECKPOINT_INPUT
 from .coded import CodedStorages
 from .fp8 import Fp8
 from .originals import Originals
 from .results import Results
+from .tensor_names import name_of
 from .upcasts import Halves
 
 if TYPE_CHECKING:
@@ -45,15 +47,14 @@ class Codec:
         """
         if not tensor.is_floating_point() or self._store.closed or self._store.shared.stopped:
             return None
-        inexact = self._store.decision.names.is_inexact(*names)
         exact_forms = self._codec == "exact" or (self._codec == "auto" and once)
         if exact_forms:
             self._originals.begin_save(tape)
             # First: the cast of a product may be both, and to compute it again takes no memory.
-            result = self._results.handle_of(tensor, tape, names, exact=not inexact)
+            result = self._results.handle_of(tensor, tape, names)
             if result is not None:
                 return result
-        if inexact:
+        if self._is_inexact(tensor, names):
             handle = self._fp8.handle_of(tensor, tape, names)
             if handle is not None:
                 return handle
@@ -61,11 +62,23 @@ class Codec:
 
     def bytes_of(self, tensor: Tensor, nbytes: int, tape: Tape[Record], names: tuple[str | None, str | None]) -> int:
         """Return how many of the bytes of a plain tensor are saved, which a region of this forward saves again."""
+        inexact = self._is_inexact(tensor, names)
         if self._codec != "none":
             self._originals.begin_save(tape)
-            if self._results.can_compute(tensor):
+            # What a named tensor is computed from is mostly named as well, and rounded.
+            if not inexact and self._results.can_compute(tensor):
                 return 0
-        code_bytes = self._fp8.form.code_bytes(tensor) if self._store.decision.names.is_inexact(*names) else 0
+        code_bytes = self._fp8.form.code_bytes(tensor) if inexact else 0
         if not code_bytes and self._codec != "none":
             code_bytes = self._halves.form.code_bytes(tensor)
         return code_bytes or nbytes
+
+    def has_code_of(self, storage: torch.UntypedStorage) -> bool:
+        """Return whether a saved tensor of this storage has a code."""
+        return self._halves.has_code_of(storage) or self._fp8.has_code_of(storage)
+
+    def _is_inexact(self, tensor: Tensor, names: tuple[str | None, str | None]) -> bool:
+        # Never the input of a checkpoint, whose second run has to begin with what the first one had. The program may
+        # have named it.
+        named = self._store.decision.names.is_inexact(*names)
+        return named and name_of(tensor.untyped_storage(), only_boundaries=True) != CHECKPOINT_INPUT

@@ -192,6 +192,10 @@ class CodedStorages:
             tier.copies.device.used_on(tensor, stream)
         return Coded(self, of, tensor.detach())
 
+    def has_code_of(self, storage: torch.UntypedStorage) -> bool:
+        """Return whether a saved tensor of this storage has a code of this form."""
+        return storage._cdata in self._known
+
     def _hold_again(self, record: Record, name: str | None) -> bool:
         """Count one more handle of a record; return False if it was released with its last one."""
         accounts = self.store.shared.accounts

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..runtime.identity import byte_span
 from .handles import empty
 from .originals import Original, Originals
 
 BLOCK = 128
 """Numbers with one scale."""
-PART = 1 << 24
+PART = 1 << 22
 """So many numbers are coded at once: operators make copies of them in float32."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CODE = torch.float8_e4m3fn
@@ -48,7 +49,9 @@ class Fp8:
     def code_bytes(self, tensor: Tensor) -> int:
         """Return the size of the code, or 0 for another dtype, and for a view of less than half of its storage."""
         nbytes = tensor.untyped_storage().nbytes()
-        if tensor.dtype not in DTYPES or tensor.is_neg() or 2 * tensor.nbytes < nbytes or nbytes % tensor.itemsize:
+        if tensor.dtype not in DTYPES or tensor.is_neg() or not tensor.nbytes or nbytes % tensor.itemsize:
+            return 0
+        if byte_span(tensor, nbytes) != (0, nbytes):
             return 0
         if torch._C._len_torch_dispatch_stack():  # a mode of the program would see our kernels
             return 0

@@ -72,7 +72,6 @@ class Result:
 
     Attributes:
         made: the storage once it is computed, and the stream that has done so.
-        exact: whether its operands have every bit.
         level: how many operations follow each other, also through views.
         room_bytes: that backward needs to compute it; ``at_once_bytes``: with the results that it is computed from.
     """
@@ -83,7 +82,6 @@ class Result:
         "_operands",
         "_store",
         "at_once_bytes",
-        "exact",
         "level",
         "made",
         "module",
@@ -108,7 +106,6 @@ class Result:
         self.made: tuple[torch.UntypedStorage, Any] | None = None
         self.original, self.module = original, module
         results: list[Result] = [operand.result for operand in operands if isinstance(operand, Again)]
-        self.exact = all(map(_is_exact, operands))
         self.level: int = 1 + max((one.level for one in results), default=0)
         self.room_bytes = original.nbytes + beside_bytes
         self.at_once_bytes: int = self.room_bytes + sum(one.at_once_bytes for one in results)
@@ -164,13 +161,6 @@ def _own(handle: Any) -> Any:
         record.add_handle()
         other.round = record.round
     return other
-
-
-def _is_exact(handle: Any) -> bool:
-    """Return whether an operand's handle returns every bit."""
-    if isinstance(handle, Again):
-        return handle.result.exact
-    return not isinstance(handle, Coded) or handle.of.form.exact
 
 
 def _has_bytes(tensor: Tensor | None) -> bool:
@@ -271,16 +261,13 @@ class Results:
         """The results that hold a computed storage, the latest last. Weak, as a result ends with its last handle."""
         self._backward_end = BackwardEnd(self._forget)
 
-    def handle_of(
-        self, tensor: Tensor, tape: Tape[Record], names: tuple[str | None, str | None], *, exact: bool
-    ) -> Again | None:
+    def handle_of(self, tensor: Tensor, tape: Tape[Record], names: tuple[str | None, str | None]) -> Again | None:
         """Return the handle of a plain tensor, or None if autograd does not save what it is computed from.
 
         Args:
             tensor: is about to be saved, and may move.
             tape: of the forward that saves it.
             names: of the module that runs, and of the tensor, where they are known.
-            exact: it may not be computed from tensors that ``fp8`` rounds.
         """
         store, storage = self._store, tensor.untyped_storage()
         if tensor._version or tensor.is_neg() or 2 * tensor.nbytes < storage.nbytes():  # of a small view its bytes move
@@ -290,11 +277,11 @@ class Results:
         tier, number = store.tiers.by_device[tensor.device.type], storage._cdata
         stream = tier.stream_of(tensor.device)
         result = self._known.get(number)
-        if result is None or (exact and not result.exact) or not result.original.has_bytes_of(tensor, stream):
+        if result is None or not result.original.has_bytes_of(tensor, stream):
             if number in store.identities.records:  # it has been saved as it is
                 return None
             result = self._find(tensor, stream, names[0], len(tape.regions))
-            if result is None or (exact and not result.exact):
+            if result is None:
                 return None
             self._known[number] = result
             with store.shared.lock:
@@ -342,10 +329,7 @@ class Results:
             beside_bytes = whole.numel() * max(d.itemsize for d in (node._input_metadata[0].dtype, *casts[:-1]))
         original = self.originals.original(tensor, stream)
         result = Result(whole, original, operation, handles, self._store, module, beside_bytes)
-        if result.level > LEVELS:
-            return None
-        # Of rounded operands it differs anyway.
-        return result if not result.exact or self._is_right(key, whole, result) else None
+        return result if result.level <= LEVELS and self._is_right(key, whole, result) else None
 
     def _is_operand(self, handle: Any, device: torch.device) -> bool:
         """Return whether a handle's tensor is an activation of this store, unchanged, on a result's device.
@@ -353,6 +337,8 @@ class Results:
         A parameter is none: its owner may free or change it between forward and backward (FSDP, ZeRO-3, an optimizer).
         Nor is a tensor that the program has marked with ``keep()``, because its memory is filled again unseen.
         """
+        if isinstance(handle, Coded) and not handle.of.form.exact:  # no comparison would show a change unseen
+            return False
         if isinstance(handle, (Handle, Again)):
             store = handle.store if isinstance(handle, Handle) else handle.results.originals.store
             return store is self._store and handle.probe._version == handle.version

@@ -83,7 +83,8 @@ def with_regions(base: Profile, once: Collection[int]) -> Profile:
         input_s = born[before_end - 1] if before_end else 0.0  # the checkpoint saves inputs before the region begins
         for number, s in _saved_once(region, sooner):
             s = replace(s, birth_s=max(s.birth_s, input_s))
-            first = None if number is None else lent.setdefault((region.tape, number), len(placed))
+            # A derived one is made again in each region.
+            first = None if number is None or s.kept == DERIVED else lent.setdefault((region.tape, number), len(placed))
             if first is None or first == len(placed):
                 placed.append((s.birth_s, ended, s))
             else:  # an earlier region has saved it; backward needs it in this one first

@@ -10,7 +10,7 @@ from ..config import OffloadConfig
 from ..errors import ConfigError
 from ..interrupts import expected
 from ..planning.plan import Plan, PlanEntry
-from ..policy import CHECKPOINT_INPUT, Decision, KeepReason, NameFilter, Policy, TensorFacts
+from ..policy import Decision, KeepReason, NameFilter, Policy, TensorFacts
 from ..tiers.record import Record
 from .pipeline import Phases
 from .tape import Tape, Window
@@ -48,13 +48,8 @@ class Names:
         return self.used and not self._filter.allows(module, name)
 
     def is_inexact(self, module: str | None, name: str | None) -> bool:
-        """Whether the option ``fp8`` names a tensor of this name that is saved in this module, and it may move.
-
-        Never the inputs of a checkpoint: its second run has to begin with what the first one had.
-        """
-        if not self._inexact.include or name == CHECKPOINT_INPUT:
-            return False
-        return self._inexact.allows(module, name) and not self.excludes(module, name)
+        """Whether the option ``fp8`` names a tensor of this name that is saved in this module, and it may move."""
+        return bool(self._inexact.include) and self._inexact.allows(module, name) and not self.excludes(module, name)
 
     def keeps(self, record: Record) -> bool:
         """Complete the name of a record that was just saved, and return whether its names keep it."""

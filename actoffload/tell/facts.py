@@ -189,7 +189,7 @@ class Facts:
 
     @property
     def inexact(self) -> str:
-        """The begin of each first line where the option ``fp8`` rounds saved tensors, else nothing."""
+        """The beginning of each first line where the option ``fp8`` rounds saved tensors, else nothing."""
         return f"gradients are not exact: fp8 for {', '.join(self.config.fp8)}; " if self.config.fp8 else ""
 
     def as_dict(self) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def test_each_block_is_rounded_by_its_own_scale(
     assert torch.equal(found.isnan(), ~x.isfinite())
     for part, back in zip(x.detach().split(fp8.BLOCK), found.split(fp8.BLOCK), strict=True):
         sizes = part.abs().nan_to_num(0, 0, 0)
-        normal = (sizes > sizes.max() * 2**-14) & (sizes > 2.0**-118)
+        normal = (sizes > sizes.max() * 2**-13) & (sizes > 2.0**-118)
         assert ((back - part).abs() <= sizes / 16)[normal & part.isfinite()].all()
     statistics = offloader.statistics()
     assert statistics.activation_bytes == count + -(-count // fp8.BLOCK)
@@ -292,22 +292,21 @@ def test_what_other_modules_save_is_exact(where: str, make_offloader: Make) -> N
 
 @ON_EACH_DEVICE
 @pytest.mark.parametrize("named", [False, True])
-def test_a_product_of_rounded_tensors_is_computed_again_only_if_it_is_named(
-    where: str, named: bool, make_offloader: Make
-) -> None:
+def test_a_product_of_rounded_tensors_is_not_computed_again(where: str, named: bool, make_offloader: Make) -> None:
     x, weight = (torch.randn(64, 64).to(where).requires_grad_() for _ in range(2))
     model = nn.ModuleDict({"last": nn.Linear(64, 64)}).to(where)
     offloader = make_offloader(codec="exact", fp8=["tensor:factor", *["last"] * named], policy="all").use(model)
     for _ in range(2):
         with offloader:
-            product = actoffload.name(x @ weight, "factor") * actoffload.name(weight @ x, "factor")
+            factors = [actoffload.name(x @ weight, "factor"), actoffload.name(weight @ x, "factor")]
+            product = factors[0] * factors[1]
             exact, out = product.detach().clone(), model["last"](product)
-            del product
+            del product, factors  # while the program holds them, their product has the program's bits
         offloader.synchronize()
         found = out.grad_fn._saved_mat1
         assert torch.equal(found, exact) == (not named)
         assert cosine_similarity(found.flatten(), exact.flatten(), dim=0) > 0.99
-    assert offloader.statistics().derived_bytes == 2 * x.nbytes * named
+    assert offloader.statistics().derived_bytes == 0
 
 
 @ON_EACH_DEVICE
@@ -325,6 +324,23 @@ def test_regions(where: str, once: bool, make_offloader: Make) -> None:
     else:
         assert_same_bits(found[1:], expected[1:])
     assert_empty(offloader)
+
+
+@ON_EACH_DEVICE
+def test_the_input_of_a_checkpoint_is_exact_under_a_name_of_the_programs(where: str, make_offloader: Make) -> None:
+    x, weight = (torch.randn(64, 64).to(where).requires_grad_() for _ in range(2))
+    offloader, found = make_offloader(fp8="tensor:hidden", policy="all"), list[Tensor]()
+
+    def block(x: Tensor) -> Tensor:
+        found.append(x.detach().clone())
+        return x @ weight
+
+    with offloader:
+        y = checkpoint(block, actoffload.name(x * 2, "hidden"), use_reentrant=False)
+    offloader.synchronize()
+    y.sum().backward()
+    first, again = found
+    assert_same_bits([again], [first])
 
 
 @ON_EACH_DEVICE
