@@ -79,8 +79,9 @@ def with_regions(base: Profile, once: Collection[int]) -> Profile:
     lent: dict[tuple[int, int], int] = {}
     for region in chosen:
         ended = bisect_right(ends, sooner(region.begin_s))
-        before_end = bisect_left(born, sooner(region.end_s))
-        input_s = born[before_end - 1] if before_end else 0.0  # the checkpoint saves inputs before the region begins
+        # The checkpoint saves its input before the region computes, and the hook takes time for that.
+        first_s = next(iter(born[bisect_left(born, sooner(region.begin_s)) :]), 0.0)
+        input_s = first_s if first_s < sooner(region.end_s) else 0.0
         for number, s in _saved_once(region, sooner):
             s = replace(s, birth_s=max(s.birth_s, input_s))
             # A derived one is made again in each region.
