@@ -189,8 +189,8 @@ class Checkpoints:
     def _is_static(self, tensor: Tensor, storage: torch.UntypedStorage) -> bool:
         return self._exclusions.why_static(tensor, storage) is not None
 
-    def _note(self, region: Region, tensor: Tensor, nbytes: int, lent: torch.UntypedStorage | None) -> None:
-        if lent is not None and self._packer.has_record(lent):  # the forward has saved it outside of regions
+    def _note(self, region: Region, tensor: Tensor, nbytes: int, outside: torch.UntypedStorage | None) -> None:
+        if outside is not None and self._packer.has_record(outside):  # the forward has saved it outside of regions
             return
         if self._profiler.running and region.recorded is not None:
             with self._profiler.stopwatch.hook(), self._profiler.noting():
@@ -198,7 +198,7 @@ class Checkpoints:
                 kept = "" if reason is None else reason.value
                 saved_bytes = self._packer.bytes_recorded(tensor, nbytes, region.tape)
                 saved = (nbytes, DERIVED) if not saved_bytes and not kept else (saved_bytes or nbytes, kept)
-                self._profiler.region_saved(region.recorded, *saved, lent)
+                self._profiler.region_saved(region.recorded, *saved, outside)
 
     def _name(self, function: Any) -> str:
         """Return a name for a region: the qualified name of its module, else the name of its class or function."""
@@ -224,7 +224,7 @@ class _Counted:
         self._inputs, self._own = (
             {storage._cdata for tensor in tensors for storage in storages(tensor)} for tensors in (inputs, arguments)
         )
-        self._lent = self._inputs - self._own if note is not None else set()
+        self._outside = self._inputs - self._own if note is not None else set()
         self._is_static, self._note = is_static, note
 
     def __enter__(self) -> None:
@@ -242,8 +242,8 @@ class _Counted:
                 recorded = self._recomputation.region.recorded
                 if recorded is not None and number in self._own:
                     recorded.input_bytes = max(recorded.input_bytes, storage.nbytes())
-                if self._note is not None and number in self._lent and not self._is_static(tensor, storage):
-                    self._lent.remove(number)
+                if self._note is not None and number in self._outside and not self._is_static(tensor, storage):
+                    self._outside.remove(number)
                     self._note(self._recomputation.region, tensor, storage.nbytes(), storage)
                 continue
             if number in saved or self._is_static(tensor, storage):

@@ -65,17 +65,13 @@ class Codec:
         inexact = self._is_inexact(tensor, names)
         if self._codec != "none":
             self._originals.begin_save(tape)
-            # What a named tensor is computed from is mostly named as well, and rounded.
+            # The operands of a named product are mostly named as well, and rounded.
             if not inexact and self._results.can_compute(tensor):
                 return 0
         code_bytes = self._fp8.form.code_bytes(tensor) if inexact else 0
         if not code_bytes and self._codec != "none":
             code_bytes = self._halves.form.code_bytes(tensor)
         return code_bytes or nbytes
-
-    def has_code_of(self, storage: torch.UntypedStorage) -> bool:
-        """Return whether a saved tensor of this storage has a code."""
-        return self._halves.has_code_of(storage) or self._fp8.has_code_of(storage)
 
     def _is_inexact(self, tensor: Tensor, names: tuple[str | None, str | None]) -> bool:
         # Never the input of a checkpoint, whose second run has to begin with what the first one had. The program may

@@ -101,12 +101,12 @@ class CodedStorage:
 class Coded(Handle):
     """The handle of one saved view of a coded storage."""
 
-    __slots__ = ("_among", "of")
+    __slots__ = ("_storages", "coded")
 
-    def __init__(self, among: CodedStorages, of: CodedStorage, alias: Tensor) -> None:
-        self._among = among
-        self.of = of
-        super().__init__(among.store, of.record, alias, False, False)
+    def __init__(self, storages: CodedStorages, coded: CodedStorage, alias: Tensor) -> None:
+        self._storages = storages
+        self.coded = coded
+        super().__init__(storages.store, coded.record, alias, False, False)
 
     def unpack(self) -> Tensor:
         """Return the saved view: bit for bit, if the form is exact.
@@ -115,22 +115,22 @@ class Coded(Handle):
             SavedTensorModifiedError: it was changed in place.
             StorageReadError: it could not be read back.
         """
-        of, record, store = self.of, self.record, self.store
+        coded, record, store = self.coded, self.record, self.store
         if self.probe._version != self.version:
             check_version(self.probe._version, self.version, self.dtype, self.shape, record.module)
-        found = of.original.storage()
+        found = coded.original.storage()
         if found is not None:  # with its present contents, which plain PyTorch would read
             self.round = store.passed(record, self.round)
-            self._among.held.add((record.index, of.original.nbytes))
+            self._storages.held.add((record.index, coded.original.nbytes))
             return view_in(self, found, 0)
         if store.tiers.by_device[record.kind].capturing(record.device.index):
             # A copy of the flag must not be enqueued, and a replay would read the code where it lay.
             raise StateError(CAPTURED)
         storage, _, self.round = store.obtain(record, self.round)
         try:
-            found = of.decoded(storage, self._among.originals)
-            if of.form.exact:
-                self._among.originals.used(record.kind, of.original.stream)
+            found = coded.decoded(storage, self._storages.originals)
+            if coded.form.exact:
+                self._storages.originals.used(record.kind, coded.original.stream)
         except BaseException as error:
             store.abort_if_interrupted(error)
             raise
@@ -138,7 +138,7 @@ class Coded(Handle):
 
     def peek(self, fetch: bool) -> Tensor | None:
         """As of any `Handle`."""
-        found = self.of.peek(self.store, fetch=fetch) if self.probe._version == self.version else None
+        found = self.coded.peek(self.store, fetch=fetch) if self.probe._version == self.version else None
         return None if found is None else view_in(self, found, 0)
 
 
@@ -171,9 +171,9 @@ class CodedStorages:
         """
         storage, tier = tensor.untyped_storage(), self.store.tiers.by_device[tensor.device.type]
         stream = tier.stream_of(tensor.device)
-        of = None if tensor.is_neg() else self._known.get(storage._cdata)
-        again = of is not None and of.original.has_bytes_of(tensor, stream)
-        if of is None or not again or not self._hold_again(of.record, names[1]):
+        coded = None if tensor.is_neg() else self._known.get(storage._cdata)
+        again = coded is not None and coded.original.has_bytes_of(tensor, stream)
+        if coded is None or not again or not self._hold_again(coded.record, names[1]):
             if storage._cdata in self.store.identities.records:  # it has been saved whole, in another place
                 return None
             if (len(tape.records), storage.nbytes()) in self.held or not self.form.code_bytes(tensor):
@@ -185,16 +185,14 @@ class CodedStorages:
             with self.store.shared.lock:
                 self.store.shared.accounts.count_coded(storage.nbytes() - record.nbytes, exact=self.form.exact)
             version_probe(code)  # the record alone holds the memory
-            of = self._known[storage._cdata] = CodedStorage(self.form, self.originals.original(tensor, stream), record)
+            coded = self._known[storage._cdata] = CodedStorage(
+                self.form, self.originals.original(tensor, stream), record
+            )
         if tier.copies is not None:
             # Plain PyTorch holds the memory until backward. Here the stream that owns it may use it again once the
             # program has dropped the tensor, while this stream still reads it.
             tier.copies.device.used_on(tensor, stream)
-        return Coded(self, of, tensor.detach())
-
-    def has_code_of(self, storage: torch.UntypedStorage) -> bool:
-        """Return whether a saved tensor of this storage has a code of this form."""
-        return storage._cdata in self._known
+        return Coded(self, coded, tensor.detach())
 
     def _hold_again(self, record: Record, name: str | None) -> bool:
         """Count one more handle of a record; return False if it was released with its last one."""

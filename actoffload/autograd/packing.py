@@ -252,9 +252,8 @@ class Packer:
         return reason
 
     def has_record(self, storage: torch.UntypedStorage) -> bool:
-        """Return whether a saved tensor of this storage has a record, for it or for its code."""
-        coded = self._codec is not None and self._codec.has_code_of(storage)
-        return coded or storage._cdata in self._store.identities.records
+        """Return whether a saved tensor of this storage has a record; a coded one has none."""
+        return storage._cdata in self._store.identities.records
 
     def bytes_recorded(self, tensor: Tensor, nbytes: int, tape: Tape[Record]) -> int:
         """Return how many of the bytes of a region's activation a record would have if it ran once; 0 for no record."""

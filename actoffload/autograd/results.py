@@ -337,7 +337,7 @@ class Results:
         A parameter is none: its owner may free or change it between forward and backward (FSDP, ZeRO-3, an optimizer).
         Nor is a tensor that the program has marked with ``keep()``, because its memory is filled again unseen.
         """
-        if isinstance(handle, Coded) and not handle.of.form.exact:  # no comparison would show a change unseen
+        if isinstance(handle, Coded) and not handle.coded.form.exact:  # no comparison would show a change unseen
             return False
         if isinstance(handle, (Handle, Again)):
             store = handle.store if isinstance(handle, Handle) else handle.results.originals.store

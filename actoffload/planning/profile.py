@@ -83,15 +83,15 @@ class Storage:
 class RegionSave:
     """One storage that a region saves when it runs again: seconds after the recomputation began, bytes, why it stays.
 
-    ``kept`` is as `Storage.kept`: empty if the storage may move when the region runs once. ``lent`` is equal for all
-    saves of one tensor that several regions get from outside, by keyword or closure: the first of them that runs once
-    saves it. None for the others.
+    ``kept`` is as `Storage.kept`: empty if the storage may move when the region runs once. ``outside`` numbers a
+    tensor that the region gets by keyword or closure, and other regions may get as well: the first of them that runs
+    once saves it. None for the others.
     """
 
     offset_s: float
     nbytes: int
     kept: str = ""
-    lent: int | None = None
+    outside: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,16 +76,18 @@ def with_regions(base: Profile, once: Collection[int]) -> Profile:
     # number of regions that have ended counts, and of equal ones the kept storages come first, as the sort is stable.
     ends = sorted(sooner(region.end_s) for region in base.regions)
     placed = [(time_s, bisect_right(ends, time_s), s) for time_s, s in zip(born, kept, strict=True)]
-    lent: dict[tuple[int, int], int] = {}
+    outside: dict[tuple[int, int], int] = {}
     for region in chosen:
         ended = bisect_right(ends, sooner(region.begin_s))
         # The checkpoint saves its input before the region computes, and the hook takes time for that.
-        first_s = next(iter(born[bisect_left(born, sooner(region.begin_s)) :]), 0.0)
-        input_s = first_s if first_s < sooner(region.end_s) else 0.0
+        place = bisect_left(born, sooner(region.begin_s))
+        input_s = born[place] if place < len(born) and born[place] < sooner(region.end_s) else 0.0
         for number, s in _saved_once(region, sooner):
             s = replace(s, birth_s=max(s.birth_s, input_s))
             # A derived one is made again in each region.
-            first = None if number is None or s.kept == DERIVED else lent.setdefault((region.tape, number), len(placed))
+            first = (
+                None if number is None or s.kept == DERIVED else outside.setdefault((region.tape, number), len(placed))
+            )
             if first is None or first == len(placed):
                 placed.append((s.birth_s, ended, s))
             else:  # an earlier region has saved it; backward needs it in this one first
@@ -200,7 +202,7 @@ def _moved_region(region: Region, shift: _Shift) -> Region:
 def _saved_once(region: Region, shift: _Shift) -> list[tuple[int | None, Storage]]:
     """The storages that a region saves in its forward if it runs once, and the ones that backward makes of them.
 
-    Each has `RegionSave.lent`.
+    Each has `RegionSave.outside`.
     """
     assert region.backward_end_s is not None, "it is choosable"
     begin_s, forward_s = shift(region.begin_s), shift(region.end_s) - shift(region.begin_s)
@@ -219,7 +221,7 @@ def _saved_once(region: Region, shift: _Shift) -> list[tuple[int | None, Storage
             again[operand] = again[number]
     return [
         (
-            save.lent,
+            save.outside,
             Storage(
                 index=0 if save.kept in PLACED else None,
                 nbytes=save.nbytes,

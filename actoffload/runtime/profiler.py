@@ -55,7 +55,7 @@ class RunRegion:
         begin: of its forward; ``end``: likewise, None if the forward raised.
         held: the storages that its second run left alive, as one entry; None before that run.
         again_end: the end of the second run.
-        saves: of the second run: the moment of each save, its bytes, why it would stay, and `RegionSave.lent`.
+        saves: of the second run: the moment of each save, its bytes, why it would stay, and `RegionSave.outside`.
         communicates: a collective ran in it, or may have.
         versions: of each tensor that the first run saved, a tensor that shares its version counter, and the version.
         changed: one of these tensors was changed in place before the second run.
@@ -150,7 +150,7 @@ class Profiler:
         self._number_of: dict[Record, int] = {}
         self._regions: list[RunRegion] = []
         self._recomputations: list[SavedStorage] = []
-        self._lent: dict[int, tuple[StorageRef, int]] = {}
+        self._outside: dict[int, tuple[StorageRef, int]] = {}
         self._phases: list[tuple[str, Stamp]] = []
         self._tapes: dict[int, tuple[int, object]] = {}
         self._in_backward: set[int] = set()
@@ -255,13 +255,21 @@ class Profiler:
             region.end = self.stopwatch.stamp()
             region.count_collectives()
 
-    def region_saved(self, region: RunRegion, nbytes: int, kept: str, lent: torch.UntypedStorage | None = None) -> None:
-        """Note a new storage that a second run saves; ``kept``: as `RegionSave.kept`; ``lent``: it, if it is lent."""
+    def region_saved(
+        self, region: RunRegion, nbytes: int, kept: str, outside: torch.UntypedStorage | None = None
+    ) -> None:
+        """Note a new storage that a second run saves.
+
+        Args:
+            region: runs again.
+            nbytes: of the storage; ``kept``: as `RegionSave.kept`.
+            outside: the storage, if the region gets it by keyword or closure.
+        """
         if region in self._regions and region.again_end is None:
             number = None
-            if lent is not None:  # a weak reference keeps the storage's number its own
-                ref = StorageRef(lent)
-                _, number = self._lent.setdefault(ref.cdata, (ref, len(self._lent)))
+            if outside is not None:  # a weak reference keeps the storage's number its own
+                ref = StorageRef(outside)
+                _, number = self._outside.setdefault(ref.cdata, (ref, len(self._outside)))
             region.saves.append((self.stopwatch.stamp(), nbytes, kept, number))
 
     def recomputation_begins(self, region: RunRegion, *, nested: bool) -> SavedStorage | None:
@@ -425,8 +433,8 @@ class Profiler:
                     offset_s=min(ran_s - again_s, max(0.0, seconds(stamp) - again_s)),
                     nbytes=nbytes,
                     kept=kept,
-                    lent=lent,
+                    outside=outside,
                 )
-                for stamp, nbytes, kept, lent in run.saves
+                for stamp, nbytes, kept, outside in run.saves
             ),
         )

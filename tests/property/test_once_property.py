@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from actoffload.errors import ConfigError
-from actoffload.planning.profile import RECOMPUTED, Profile
+from actoffload.planning.profile import DERIVED, RECOMPUTED, Profile
 from actoffload.planning.regions import choosable, with_regions
 from tests.profiles import checkpointed, random_profile, regions_once, slow_profile
 
@@ -130,3 +130,22 @@ def test_a_place_without_a_known_recomputation_is_refused() -> None:
         with pytest.raises(ConfigError) as caught:
             with_regions(profile, {place})
         assert (caught.value.field, caught.value.value) == ("once", [place])
+
+
+@pytest.mark.parametrize(("kept", "count"), [("", 1), (DERIVED, 2)])
+def test_a_tensor_from_outside_is_saved_once_and_derived_in_each_region(kept: str, count: int) -> None:
+    base = checkpointed(random_profile(3, storages=30, blocks=4))
+    once = sorted(place for place in choosable(base) if base.regions[place].saves)[:2]
+    regions = list(base.regions)
+    for place in once:
+        first, *others = regions[place].saves
+        regions[place] = replace(regions[place], saves=(replace(first, nbytes=12345, kept=kept, outside=0), *others))
+    each = [with_regions(replace(base, regions=tuple(regions)), [place]) for place in once]
+    found = [s for s in with_regions(replace(base, regions=tuple(regions)), once).storages if s.nbytes == 12345]
+    assert len(once) == 2
+    assert len(found) == count
+    if not kept:  # it is there until the first region's backward has left it
+        assert found[0].region == once[0]
+        needs = [s.need_s for profile in each for s in profile.storages if s.nbytes == 12345]
+        assert found[0].need_s is not None
+        assert found[0].need_s <= min(need for need in needs if need is not None)

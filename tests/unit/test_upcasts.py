@@ -191,9 +191,11 @@ def test_only_what_was_cast_from_bfloat16_is_halved(where: str, offloader: Offlo
 
 
 @ON_EACH_DEVICE
-def test_a_change_in_place_raises(where: str, offloader: Offloader) -> None:
+@ON_EACH_FORM
+def test_a_change_in_place_raises(where: str, form: dict[str, Any], make_offloader: Make) -> None:
+    offloader = make_offloader(policy="all", debug=True, **form)
     wide = numbers(where).float()
-    with offloader:
+    with offloader.use(ANY):
         loss = Save.apply(wide)
     with torch.no_grad():
         wide.add_(1)
@@ -609,7 +611,9 @@ def test_each_recorded_step_reads_nodes(make_offloader: Make, monkeypatch: pytes
     """Each shape has such a step, and the limit holds for the graphs that are alive. If none of the shapes lets a
     region run once, no other save begins to count anew."""
     noted: list[int] = []
-    monkeypatch.setattr(Profiler, "region_saved", lambda _profiler, _region, nbytes, _kept, _lent: noted.append(nbytes))
+    monkeypatch.setattr(
+        Profiler, "region_saved", lambda _profiler, _region, nbytes, _kept, _outside: noted.append(nbytes)
+    )
     monkeypatch.setattr(Regions, "follow", lambda _regions, _once: None)
     monkeypatch.setattr(originals, "MOST", 40)  # a step reads 30
     model = Model("cpu", checkpointed=True)
@@ -631,9 +635,9 @@ def test_a_recorded_region_has_the_bytes_that_it_would_save(
     noted: list[int] = []
     note = Profiler.region_saved
 
-    def region_saved(profiler: Profiler, region: Any, nbytes: int, kept: str, lent: Any) -> None:
+    def region_saved(profiler: Profiler, region: Any, nbytes: int, kept: str, outside: Any) -> None:
         noted.extend([] if kept else [nbytes])
-        note(profiler, region, nbytes, kept)
+        note(profiler, region, nbytes, kept, outside)
 
     monkeypatch.setattr(Profiler, "region_saved", region_saved)
     model = Model("cpu", checkpointed=True)
