@@ -92,9 +92,7 @@ def with_regions(base: Profile, once: Collection[int]) -> Profile:
                 placed.append((s.birth_s, ended, s))
             else:  # an earlier region has saved it; backward needs it in this one first
                 birth_s, before, saved = placed[first]
-                need_s = min((n for n in (saved.need_s, s.need_s) if n is not None), default=None)
-                last_s = max(saved.last_need_s, s.last_need_s)
-                placed[first] = birth_s, before, replace(saved, need_s=need_s, last_need_s=last_s)
+                placed[first] = birth_s, before, _needed_by_both(saved, s)
     regions = []
     for region in base.regions:
         region = _moved_region(region, sooner)
@@ -197,6 +195,11 @@ def _moved_region(region: Region, shift: _Shift) -> Region:
     again_s, end_s = (None if t is None else shift(t) for t in (region.again_s, region.backward_end_s))
     begin_s, forward_end_s = shift(region.begin_s), shift(region.end_s)
     return replace(region, begin_s=begin_s, end_s=forward_end_s, again_s=again_s, backward_end_s=end_s)
+
+
+def _needed_by_both(saved: Storage, again: Storage) -> Storage:
+    need_s = min((n for n in (saved.need_s, again.need_s) if n is not None), default=None)
+    return replace(saved, need_s=need_s, last_need_s=max(saved.last_need_s, again.last_need_s))
 
 
 def _saved_once(region: Region, shift: _Shift) -> list[tuple[int | None, Storage]]:
