@@ -23,7 +23,8 @@ from .module_names import eager_modules
 
 _CHECKPOINT = "torch.utils.checkpoint"
 """Its hooks hold no tensor: backward computes those tensors again."""
-_MOST_NODES = 100_000
+_MOST_NODES = 10_000
+"""So many nodes are read at most: PyTorch frees a longer chain of such nodes recursively, see `originals.MOST`."""
 
 
 class _Running(NamedTuple):
