@@ -227,7 +227,7 @@ def regions_once(profile: Profile) -> tuple[Profile, dict[int, int]]:
 
 def checkpointed(profile: Profile) -> Profile:
     """The step with each block checkpointed, all of them run again."""
-    return run_again(*regions_once(profile))
+    return run_again(*regions_once(profile), {})
 
 
 def predicted_s(plan: Plan) -> float:

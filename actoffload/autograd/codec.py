@@ -11,14 +11,25 @@ from ..policy import CHECKPOINT_INPUT
 from .coded import CodedStorages
 from .fp8 import Fp8
 from .originals import Originals
-from .results import Results
+from .results import Results, can_compute
 from .tensor_names import name_of
-from .upcasts import Halves
+from .upcasts import Halves, half_bytes
 
 if TYPE_CHECKING:
     from ..runtime.store import ActivationStore
     from ..runtime.tape import Tape
     from ..tiers.record import Record
+
+
+def exact_bytes(node: Any, tensor: Tensor, nbytes: int) -> int:
+    """Return how many of the bytes of a plain tensor a checkpointed region saves by default if it runs once.
+
+    Args:
+        node: that made the tensor, as `Originals.node_of` returns it.
+        tensor: is about to be saved.
+        nbytes: of the tensor as it is.
+    """
+    return 0 if can_compute(node, tensor) else half_bytes(node, tensor) or nbytes
 
 
 class Codec:
@@ -62,16 +73,13 @@ class Codec:
 
     def bytes_of(self, tensor: Tensor, nbytes: int, tape: Tape[Record], names: tuple[str | None, str | None]) -> int:
         """Return how many of the bytes of a plain tensor are saved, which a region of this forward saves again."""
-        inexact = self._is_inexact(tensor, names)
-        if self._codec != "none":
-            self._originals.begin_save(tape)
-            # The operands of a named product are mostly named as well, and rounded.
-            if not inexact and self._results.can_compute(tensor):
-                return 0
-        code_bytes = self._fp8.form.code_bytes(tensor) if inexact else 0
-        if not code_bytes and self._codec != "none":
-            code_bytes = self._halves.form.code_bytes(tensor)
-        return code_bytes or nbytes
+        # First: the operands of a named product are mostly named as well, and rounded, so it is not computed again.
+        if self._is_inexact(tensor, names) and (code_bytes := self._fp8.form.code_bytes(tensor)):
+            return code_bytes
+        if self._codec == "none":
+            return nbytes
+        self._originals.begin_save(tape)
+        return exact_bytes(self._originals.node_of(tensor), tensor, nbytes)
 
     def _is_inexact(self, tensor: Tensor, names: tuple[str | None, str | None]) -> bool:
         # Never the input of a checkpoint, whose second run has to begin with what the first one had. The program may

@@ -86,7 +86,8 @@ class CodedStorage:
             assert tier.copies is not None, "only an accelerator has streams"
             tier.copies.device.used_on(code, stream)
         # A storage that another stream decodes may not be there yet when this stream reads it.
-        found = self._decoded[0].lock() if self._decoded is not None and self._decoded[1] == stream else None
+        decoded = self._decoded  # read once: another thread may decode it on its stream meanwhile
+        found = decoded[0].lock() if decoded is not None and decoded[1] == stream else None
         if found is None:
             originals.make_room(record.device, self.original.nbytes)
             with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():

@@ -1,23 +1,29 @@
-"""Detects hooks of the program's own inside our context (``save_on_cpu`` in a layer), which autograd calls instead.
+"""Detects two things that leave this library without a choice: other hooks inside our context, reentrant checkpoints.
 
-As our hooks are not called there, this inspects the graph that each module made, in the first forward of each model.
+Autograd calls hooks of the program's own (``save_on_cpu`` in a layer) in place of ours. The forward of a reentrant
+checkpoint has no graph, so its block has to run again. Both show in the graph that each module made, which this
+inspects in the first forward of each model.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointFunction
 
 from ..runtime.untraced import Hooking, inside_compiled, untraced
 from ..sizes import format_size
+from ..tell.report import say
+from ..tiers.shared import Shared
 from .hook_stack import OUR_UNPACKS, top
 from .module_names import eager_modules
 
@@ -25,6 +31,11 @@ _CHECKPOINT = "torch.utils.checkpoint"
 """Its hooks hold no tensor: backward computes those tensors again."""
 _MOST_NODES = 10_000
 """So many nodes are read at most: PyTorch frees a longer chain of such nodes recursively, see `originals.MOST`."""
+REENTRANT = (
+    "{} checkpointed blocks run again in backward in any case, because their checkpoints are reentrant. With "
+    "use_reentrant=False (in Transformers gradient_checkpointing_kwargs={{'use_reentrant': False}}) a plan may let "
+    "some of them run once, which shortens the step"
+)
 
 
 class _Running(NamedTuple):
@@ -43,22 +54,24 @@ class _Running(NamedTuple):
 
 
 class InnerHooks(Hooking):
-    """Finds and reports saved tensors that the program's own hooks received inside our context.
+    """Finds and reports saved tensors that the program's own hooks received inside our context, and such checkpoints.
 
     It hooks the modules of a model for one forward. Compiled modules get no hooks, which would break their graph.
 
     Args:
-        say: receives the text of the report.
+        shared: has the reporter, which receives the texts.
+        chooses: whether a plan may choose the checkpointed blocks that run once.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, shared: Shared, *, chooses: bool) -> None:
         super().__init__()
-        self._say = say
+        self._shared, self._chooses = shared, chooses
         self._looked_at: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._thread: int | None = None
         self._stack: list[_Running] = []
         self._seen: set[int] = set()
         self._found: dict[str, list[tuple[str, int]]] = {}
+        self._reentrant = 0
 
     def begin(self, model: nn.Module) -> None:
         """Inspect the forward that begins in this thread, if it is the first of its model."""
@@ -80,11 +93,15 @@ class InnerHooks(Hooking):
         """Report the findings as the context ends."""
         if self._thread != threading.get_ident():
             return
-        found, self._thread = self._found, None
+        found, blocks, self._thread = self._found, self._reentrant, None
         self.remove()
-        self._stack, self._seen, self._found = [], set(), {}
+        self._stack, self._seen, self._found, self._reentrant = [], set(), {}, 0
         if found:
-            self._say(_text(found))
+            self._shared.reporter.advise("inner hooks", _text(found))
+        if blocks and self._chooses:
+            text = REENTRANT.format(blocks)
+            self._shared.reporter.advise("reentrant", text, logging.INFO)
+            say(self._shared.config, f"actoffload: {text}")
 
     @untraced
     def enter(self, name: str, module: nn.Module, args: object) -> None:
@@ -102,7 +119,9 @@ class InnerHooks(Hooking):
         while (running := self._stack.pop()).module is not module:
             pass
         if running.node is not None:
-            found = [one for node in _nodes(output, running.node, self._seen) for one in _taken(node)]
+            nodes = list(_nodes(output, running.node, self._seen))
+            self._reentrant += sum(getattr(node, "_forward_cls", None) is CheckpointFunction for node in nodes)
+            found = [one for node in nodes for one in _taken(node)]
             if found:
                 self._found.setdefault(running.name, []).extend(found)
 

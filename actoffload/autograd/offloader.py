@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import json
 import os
 import threading
@@ -124,7 +123,8 @@ class Offloader:
         elif self.config.policy == "auto":
             self.autopilot = Autopilot(store, following)
         called = None if self.autopilot is None else weakref.WeakMethod(self._model_begins)
-        self._inner_hooks = InnerHooks(functools.partial(store.shared.reporter.advise, "inner hooks"))
+        chooses = self._checkpoints is not None and (given is not None or self.autopilot is not None)
+        self._inner_hooks = InnerHooks(store.shared, chooses=chooses)
         self._inputs = ModelInputs(self.exclusions.static, called, self._inner_hooks.begin)
         if store.trace is not None:
             store.trace.ask = weakref.WeakMethod(self._known)

@@ -27,7 +27,7 @@ MOST = 5_000
 """The nodes of so many saves are read at most while saved tensors are alive. To read one gives it a Python object, and
 PyTorch frees a chain of such nodes recursively: one of 20,000 is freed, one of 60,000 ends the process (a stack of
 8 MiB)."""
-_checking = renewed_in_child(threading.Lock())
+_checking, _noting = renewed_in_child(threading.Lock()), renewed_in_child(threading.Lock())
 CHANGED = (
     "a tensor was saved as the tensor that it was cast from, or computed again as the product or the activation that "
     "it is. It had been changed before it was saved, and no version counter showed it (a change through .data, or by a "
@@ -42,6 +42,21 @@ def source_of(node: Any) -> tuple[Any, Any] | None:
     source, number = node.next_functions[0]
     metadata = getattr(source, "_input_metadata", ())
     return (source, metadata[number]) if len(metadata) > number else None
+
+
+def node_of(tensor: Tensor) -> Any:
+    """Return the node that made the whole storage of a plain tensor; None if it was changed since, or is a leaf's.
+
+    Args:
+        tensor: is about to be saved: the result of the node, or a view of it.
+    """
+    whole = tensor if tensor._base is None else tensor._base
+    if tensor.dtype is not whole.dtype or whole._version or tensor._version or tensor.is_neg() or tensor.is_conj():
+        return None
+    if whole.nbytes != whole.untyped_storage().nbytes():
+        return None
+    node = whole.grad_fn
+    return node if type(node).__module__ == "builtins" else None  # else a custom Function, of any name
 
 
 class Original:
@@ -156,20 +171,13 @@ class Originals:
             self.store.tiers.by_device[device.type].make_room(nbytes)
 
     def node_of(self, tensor: Tensor) -> Any:
-        """Return the node that made the whole storage of a plain tensor; None if it was changed since, or is a leaf's.
-
-        Args:
-            tensor: is about to be saved: the result of the node, or a view of it.
-        """
-        whole = tensor if tensor._base is None else tensor._base
-        if tensor.dtype is not whole.dtype or whole._version or tensor._version or tensor.is_neg() or tensor.is_conj():
-            return None
+        """Return the node of a tensor, as `node_of`; None also if too many were read, or a mode of the program runs."""
         # A mode of the program would see our kernels, and its second run of a region would lack them.
-        if whole.nbytes != whole.untyped_storage().nbytes() or torch._C._len_torch_dispatch_stack():
+        if self._nodes >= MOST or torch._C._len_torch_dispatch_stack():
             return None
-        self._nodes += 1
-        node = whole.grad_fn if self._nodes <= MOST else None
-        return node if type(node).__module__ == "builtins" else None  # else a custom Function, of any name
+        node = node_of(tensor)
+        self._nodes += node is not None
+        return node
 
     def read(self, flag: Tensor, stream: Any) -> bool:
         """Return what a flag says that this stream has computed. On an accelerator the host waits for the kernels."""
@@ -191,8 +199,9 @@ class Originals:
 
     def note(self, stream: Any, differs: Tensor) -> None:
         """Note that a tensor differs from what is saved for it if ``differs``, computed on this stream, says so."""
-        before = self._differs.get(stream)
-        self._differs[stream] = differs if before is None else before.logical_or_(differs)
+        with _noting:  # another thread on this stream may note a flag, or collect them, meanwhile
+            before = self._differs.get(stream)
+            self._differs[stream] = differs if before is None else before.logical_or_(differs)
 
     def used(self, kind: str, stream: Any) -> None:
         """Note that backward uses what was saved on a stream of a device of this type.
@@ -205,7 +214,8 @@ class Originals:
         copies = self.store.tiers.by_device[kind].copies
         if copies is None or copies.inert:
             return
-        differs = self._differs.pop(stream, None)
+        with _noting:
+            differs = self._differs.pop(stream, None)
         if differs is not None:
             self._flags.append((copies.device, *self._copied(differs, stream, copies)))
         # Also without a flag: another thread may have taken it, and `_check` waits for what that thread learns.

@@ -42,8 +42,8 @@ OPERATIONS: dict[str, tuple[Operation, tuple[str, ...], tuple[str, ...]]] = {
     "GeluBackward0": (torch.nn.functional.gelu, ("self",), ("approximate",)),
 }
 """By the name of a node: the operation, the tensors that the node saves for it, and its options. On the CPU only a
-product has the same bits whatever the number of threads is, as the last elements of each thread's part are computed
-without vector instructions."""
+product has the same bits whatever the number of threads is (but for the payload of a NaN in bfloat16), as the last
+elements of each thread's part are computed without vector instructions."""
 LEVELS = 2
 """So many operations follow each other at most: a chain of products would hold all its results at once in backward."""
 CASTS = 2
@@ -150,6 +150,20 @@ class Result:
                 made = self.made = tier.with_room(compute).untyped_storage(), current
             self._store.regions.computed(made[0])
         return made[0]
+
+
+def can_compute(node: Any, tensor: Tensor) -> bool:
+    """Return whether a plain tensor is a node's result, or a cast of it, and hooks have all that it is computed from.
+
+    Args:
+        node: that made the tensor, as `Originals.node_of` returns it.
+        tensor: is about to be saved.
+    """
+    if not 0 < _level(node, tensor) <= LEVELS:
+        return False
+    node, _ = _uncast(node, tensor)
+    _, names, _ = OPERATIONS[type(node).__name__]
+    return all(getattr(node, f"_raw_saved_{name}").unpack_hook is not None for name in names)
 
 
 def _own(handle: Any) -> Any:
@@ -292,15 +306,6 @@ class Results:
             # program has dropped the tensor, while this stream still reads it.
             tier.copies.device.used_on(tensor, stream)
         return Again(self, result, tensor.detach())
-
-    def can_compute(self, tensor: Tensor) -> bool:
-        """Return whether a plain tensor is the result of an operation, and hooks have all that it is computed from."""
-        node = self.originals.node_of(tensor)
-        if not 0 < _level(node, tensor) <= LEVELS:
-            return False
-        node, _ = _uncast(node, tensor)
-        _, names, _ = OPERATIONS[type(node).__name__]
-        return all(getattr(node, f"_raw_saved_{name}").unpack_hook is not None for name in names)
 
     def _find(self, tensor: Tensor, stream: Any, module: str | None, regions: int) -> Result | None:
         # In backward a tensor that the program's own hooks have returned may have a node with other bytes.

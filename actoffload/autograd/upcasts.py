@@ -19,6 +19,18 @@ LOWER = 0 if sys.byteorder == "little" else 1
 """Which 16 bits of a float32 a bfloat16 lacks."""
 
 
+def half_bytes(node: Any, tensor: Tensor) -> int:
+    """Return half of the size of a float32 storage that was cast from bfloat16, and not changed; else 0.
+
+    Args:
+        node: that made the tensor, as `Originals.node_of` returns it.
+        tensor: is about to be saved.
+    """
+    found = source_of(node) if tensor.dtype is torch.float32 else None
+    cast = found is not None and found[1].dtype is torch.bfloat16
+    return tensor.untyped_storage().nbytes() // 2 if cast else 0
+
+
 class Halves:
     """The form of float32 tensors that were cast from bfloat16, see `coded.Form`.
 
@@ -33,10 +45,8 @@ class Halves:
         self._checked = Checked()
 
     def code_bytes(self, tensor: Tensor) -> int:
-        """Return half of the size of a float32 storage that was cast from bfloat16, and not changed; else 0."""
-        found = source_of(self._originals.node_of(tensor)) if tensor.dtype is torch.float32 else None
-        cast = found is not None and found[1].dtype is torch.bfloat16
-        return tensor.untyped_storage().nbytes() // 2 if cast else 0
+        """As `half_bytes`."""
+        return half_bytes(self._originals.node_of(tensor), tensor) if tensor.dtype is torch.float32 else 0
 
     def encode(self, tensor: Tensor, stream: Any, key: tuple[Any, ...]) -> Tensor | None:
         """Return the upper halves of a tensor's storage; None if a lower half is not zero.

@@ -41,7 +41,7 @@ from ..tell.report import say
 from .budgets import Budgets
 from .following import Following
 from .making import Brought, Making, bring, passed
-from .observations import Recording, StepsUnderPlan, Watch, differ, link_change, pace_of, surprise
+from .observations import Recording, StepsUnderPlan, Watch, at_pace, differ, link_change, pace_of, surprise
 from .resting import may_rest
 from .shapes import AGAIN, UNRECORDED, Shape, Shapes, Stage, Tried
 
@@ -375,6 +375,8 @@ class Autopilot:
         each new plan near the device's limit the allocator gives its cache back once, and the device idles meanwhile.
         """
         assert shape.profile is not None, "a plan was made from it"
+        # On the CPU other programs may have made this one step longer.
+        recorded = recorded.lasting(shape.profile.step_s) if recorded.device == "cpu" else recorded
         profile = self._recording.on_links(recorded if self._following.placement.mismatched_bytes else shape.profile)
         try:
             plan = self.making.plan(shape, profile)
@@ -473,7 +475,7 @@ class Autopilot:
             return
         if reason and self._may_change:
             self._back_off()
-            pace = None if shape.once else pace_of(seen, shape.profile, limited=limited)
+            pace = pace_of(seen, shape.profile, limited=limited)
             if pace is None:
                 shape.have_recorded(reason)
             else:
@@ -492,12 +494,13 @@ class Autopilot:
             return False
         assert shape.plan is not None, "these steps followed it"
         assert shape.profile is not None, "it was made from it"
-        self._know(shape, shape.plan, shape.profile, seen.step_s)
+        step_s = at_pace(seen, shape.profile)
+        self._know(shape, shape.plan, shape.profile, step_s)
         best = shape.tried.best
-        if best is None or best.step_s >= (1 - NOTICEABLE) * seen.step_s or not self._may_change:
+        if best is None or best.step_s >= (1 - NOTICEABLE) * step_s or not self._may_change:
             return False
         self._back_off()
-        seconds = f"takes {seen.step_s:.3g} s, with {len(best.once)} {best.step_s:.3g} s"
+        seconds = f"takes {step_s:.3g} s, with {len(best.once)} {best.step_s:.3g} s"
         self._follow_known(shape, best, f"a step with {len(shape.once)} regions run once {seconds}")
         return True
 
@@ -507,9 +510,8 @@ class Autopilot:
         assert shape.profile is not None, "it was made from a profile"
         old, before, reason, seen = shape.plan, shape.profile, shape.why, shape.steps.seen
         shape.stage = Stage.FOLLOWED
-        profile = self._recording.corrected(recorded, before, self.limits)
-        if self._begins_anew(shape, before, profile):
-            return
+        profile = self._recording.corrected(recorded, before, seen, self.limits)
+        self._renew_base(shape, before, profile)
         try:
             plan = self.making.plan(shape, profile)
         except BudgetError:
@@ -521,7 +523,7 @@ class Autopilot:
         better = plan is not old and self.making.gains(shape, profile, plan, old)
         if shape.regions and self._agreed is None:
             known = plan if better else replace(old, predicted_step_s=simulate(profile, old, self.limits).step_s)
-            self._know(shape, known, profile, None if better or seen is None else seen.step_s)
+            self._know(shape, known, profile, None if better or seen is None else at_pace(seen, profile))
             if self._tries_others(shape, min(tried.step_s for tried in shape.tried), reason):
                 return
         if better:
@@ -531,23 +533,18 @@ class Autopilot:
         if seen is not None:
             shape.plan = replace(old, predicted_step_s=seen.step_s, predicted_peak_bytes=seen.peak_bytes)
 
-    def _begins_anew(self, shape: Shape, before: Profile, profile: Profile) -> bool:
-        """Whether the machine has changed, so that all regions run again in the next step, which is the new base."""
-        if not shape.regions or self._agreed is not None:
-            return False
-        again = shape.tried.again
-        other = self._recording.calm and differ(profile, before)
-        if other and shape.once and shape.base is not None:  # the earlier recording may have been the disturbed one
-            other = differ(profile, with_regions(shape.base, shape.once))
+    def _renew_base(self, shape: Shape, before: Profile, profile: Profile) -> None:
+        """Bring the base to the pace of the machine as it is now, and forget what was measured at another one."""
+        if not shape.regions or shape.base is None or self._agreed is not None:
+            return
+        other, paper = self._recording.calm and differ(profile, before), with_regions(shape.base, shape.once)
+        other = other and differ(profile, paper)  # the earlier recording may have been the disturbed one
         if other or link_change(before, profile):
-            shape.tried.forget()  # measured before the machine changed
+            shape.tried.forget()
         if not shape.once:
             shape.base = profile
-        elif other and again is not None:
-            self._follow_known(shape, again, shape.why)
-            shape.have_recorded("what is known of other regions is of another machine")
-            return True
-        return False
+        elif other:
+            shape.base = shape.base.lasting(shape.base.step_s * profile.step_s / paper.step_s)
 
     def _back_off(self) -> None:
         """Record again: at first the next step, then after longer and longer pauses."""

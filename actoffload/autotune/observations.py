@@ -182,11 +182,14 @@ class Recording:
             links[nearest] = replace(link, cost_s_each=self._cost_s_each)
         return profile.with_links(**links)
 
-    def corrected(self, recorded: Profile, before: Profile, limits: Limits) -> Profile:
-        """The step as it is now, on the present links; ``before``: as it was.
+    def corrected(self, recorded: Profile, before: Profile, seen: Observed | None, limits: Limits) -> Profile:
+        """The step as it is now, on the present links; ``before``: as it was; ``seen``: the median of the last steps.
 
         If the new times prove nothing, the old ones stay.
         """
+        if recorded.device == "cpu" and seen is not None:
+            # One step alone may be twice as long as the next one.
+            recorded = recorded.lasting(pace_of(seen, before, limited=True) or before.step_s)
         if not self.calm and recorded.step_s > before.step_s:
             recorded = before  # waits for the allocator look like compute
         elif limits.device_budget is None and recorded.step_s > (1 - STEP_CHANGE) * before.step_s:
@@ -260,16 +263,16 @@ def surprise(plan: Plan, seen: Observed, before: Profile, after: Profile, *, lim
         return f"the device idled for {seen.idle_s:.3g} of {seen.step_s:.3g} s while hooks kept the host busy"
     if change := link_change(before, after):
         return change
-    computed_s = seen.step_s - seen.wait_s
-    if computed_s < (1 - STEP_CHANGE) * before.step_s:
+    change = step_change(before)
+    if seen.computed_s < (1 - change) * before.step_s:
         # The recorded step was late itself. A plan fills all of its time, so no step can be shorter than predicted. On
         # an H200 a recorded step that moved everything took 641 ms, and keeping takes 447.
-        return f"a step computes for {computed_s:.3g} s, not {before.step_s:.3g} s"
+        return f"a step computes for {seen.computed_s:.3g} s, not {before.step_s:.3g} s"
     predicted_s, predicted_bytes = plan.predicted_step_s, plan.predicted_peak_bytes
     late_s = seen.step_s - (predicted_s or seen.step_s)
     if not limited and min(late_s, seen.wait_s) > NO_LOSS * seen.step_s:
         return f"the step takes {seen.step_s:.3g} s, not {predicted_s:.3g} s, as it waits for {seen.wait_s:.3g} s"
-    if predicted_s and abs(late_s) > STEP_CHANGE * predicted_s:
+    if predicted_s and abs(late_s) > change * predicted_s:
         return f"the step takes {seen.step_s:.3g} s, not {predicted_s:.3g} s"
     if predicted_bytes and abs((seen.peak_bytes or 0) - predicted_bytes) > PEAK_CHANGE * predicted_bytes:
         return f"the peak is {format_size(seen.peak_bytes or 0)}, not {format_size(predicted_bytes)}"
@@ -282,23 +285,42 @@ def pace_of(seen: Observed, recorded: Profile, *, limited: bool) -> float | None
     Recording takes host time, so the recorded step may have been late, and another one would be as late. Keeping
     everything takes no longer than the steps under a plan, and than these without the time for which the device idled
     in hooks. Their waits do not lower that bound, because a device may compute meanwhile. If the device idled for too
-    long, the price of a move has changed, and no recorded step shows more. Call it only if no region runs once: else
-    the base would have to be of this pace as well. ``limited``: see `surprise`.
+    long, the price of a move has changed, and no recorded step shows more. On the CPU, which does not compute while it
+    waits, the median of the steps shows the pace better than another step does. ``limited``: see `surprise`.
     """
+    if recorded.device == "cpu":
+        changed = abs(seen.computed_s - recorded.step_s) > step_change(recorded) * recorded.step_s
+        return seen.computed_s if changed else None
     keep_s = seen.step_s - seen.idle_s
     if 0 < keep_s < (1 - STEP_CHANGE) * recorded.step_s:
         return keep_s
     return recorded.step_s if _idled(seen, limited) else None
 
 
+def at_pace(seen: Observed, profile: Profile) -> float:
+    """The length of steps, on the CPU as if they had computed at the pace of a profile.
+
+    Other programs make a CPU slower or faster by more than a choice of regions does: only the waits are the plan's.
+    """
+    return seen.step_s * (profile.step_s / seen.computed_s if profile.device == "cpu" else 1.0)
+
+
 def _idled(seen: Observed, limited: bool) -> bool:
     return not limited and seen.idle_s > NOTICEABLE * seen.step_s
+
+
+def step_change(profile: Profile) -> float:
+    """By which share steps have to be longer or shorter than predicted, so that the machine has changed.
+
+    Other programs use a CPU as well: medians of five steps differed by a fifth within two minutes.
+    """
+    return LINK_CHANGE if profile.device == "cpu" else STEP_CHANGE
 
 
 def differ(one: Profile, other: Profile) -> bool:
     """Whether two steps compute for different times, without the part after backward, which some micro-batches lack."""
     seconds = [profile.forward_s + profile.backward_s for profile in (one, other)]
-    return abs(seconds[0] - seconds[1]) > STEP_CHANGE * seconds[1]
+    return abs(seconds[0] - seconds[1]) > step_change(other) * seconds[1]
 
 
 def link_change(before: Profile, after: Profile) -> str:

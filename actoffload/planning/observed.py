@@ -29,3 +29,8 @@ class Observed:
     def wait_s(self) -> float:
         """All waits of the step."""
         return self.forward_wait_s + self.backward_wait_s
+
+    @property
+    def computed_s(self) -> float:
+        """The step without its waits."""
+        return self.step_s - self.wait_s

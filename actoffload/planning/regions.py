@@ -107,19 +107,23 @@ def with_regions(base: Profile, once: Collection[int]) -> Profile:
     )
 
 
-def run_again(plain: Profile, inputs: Mapping[int, int]) -> Profile:
+def run_again(plain: Profile, inputs: Mapping[int, int], once_bytes: Mapping[int, int]) -> Profile:
     """The step on paper in which all regions of ``plain``, which ran once, run again.
 
     Args:
         plain: `Storage.region` of its storages names the region that saves them.
         inputs: by the number of a region in `Profile.regions`, the storage that its checkpoint saves as its input. This
             storage lies outside of all regions.
+        once_bytes: by storage, the bytes that its region saves of it if it runs once, where these differ from the
+            bytes in ``plain``; 0 if backward computes it again.
     """
     members = {
-        number: [s for s in plain.storages if (s.tape, s.region) == (region.tape, region.place)]
+        number: [n for n, s in enumerate(plain.storages) if (s.tape, s.region) == (region.tape, region.place)]
         for number, region in enumerate(plain.regions)
     }
-    begins = {n: min((s.need_s for s in own if s.need_s is not None), default=None) for n, own in members.items()}
+    storages = plain.storages
+    needs = {n: [storages[one].need_s for one in own] for n, own in members.items()}
+    begins = {n: min((need_s for need_s in of if need_s is not None), default=None) for n, of in needs.items()}
     order = sorted((begin_s, n) for n, begin_s in begins.items() if begin_s is not None)
     times = [plain.regions[n].end_s - plain.regions[n].begin_s for _, n in order]
     later = _Shift([begin_s for begin_s, _ in order], times)
@@ -130,17 +134,21 @@ def run_again(plain: Profile, inputs: Mapping[int, int]) -> Profile:
         if n in again:
             first_s[source] = min(again[n], first_s.get(source, again[n]))
     listed = []
-    for number, storage in enumerate(plain.storages):
+    for number, storage in enumerate(storages):
         if storage.region is None:
             moved = _moved(storage, later)
             need_s = first_s.get(number, moved.need_s)
             listed.append(replace(moved, need_s=need_s, last_need_s=max(moved.last_need_s, need_s or 0.0)))
     regions = [replace(region, backward_end_s=None) for region in plain.regions]
     for n, again_s in again.items():
-        region, own = plain.regions[n], members[n]
+        region, own = plain.regions[n], [storages[one] for one in members[n]]
         # The death is early: a region's storages die before a recomputation that begins at the same moment.
         recompute_s, end_s = region.end_s - region.begin_s, later(max(s.last_need_s for s in own), early=True)
-        saves = tuple(RegionSave(offset_s=s.birth_s - region.begin_s, nbytes=s.nbytes, kept=s.kept) for s in own)
+        sizes = [once_bytes.get(one, storages[one].nbytes) for one in members[n]]
+        saves = tuple(
+            RegionSave(offset_s=s.birth_s - region.begin_s, nbytes=size or s.nbytes, kept=s.kept if size else DERIVED)
+            for s, size in zip(own, sizes, strict=True)
+        )
         regions[n] = replace(region, again_s=again_s, recompute_s=recompute_s, backward_end_s=end_s, saves=saves)
         facts: dict[str, Any] = {"module": region.name, "tape": region.tape, "kept": RECOMPUTED}
         nbytes = sum(s.nbytes for s in own)

@@ -114,11 +114,11 @@ class Reporter:
             told = f"{reason}: {error}. The tensor stays in memory and the step goes on; "
             self.unsaid.append((logging.WARNING, f"{told}Statistics.degraded counts such tensors"))
 
-    def advise(self, key: str, text: str) -> None:
+    def advise(self, key: str, text: str, level: int = logging.WARNING) -> None:
         """Have `warn` log a text once for each ``key``; the report repeats it."""
         if key not in self.advice:
             self.advice[key] = text
-            self.unsaid.append((logging.WARNING, text))
+            self.unsaid.append((level, text))
 
     def warn(self) -> None:
         """Log the messages, on a user's thread and without the lock: a filter may turn a warning into an error."""

@@ -16,7 +16,6 @@ from rich.markup import escape
 
 from ..errors import BudgetError, ConfigError
 from ..planning.profile import Profile
-from ..planning.regions import choosable, with_regions
 from ..planning.search import Limits, best
 from ..planning.simulator import simulate
 from ..sizes import format_size
@@ -145,10 +144,9 @@ class Estimate:
         if not workload.blocks:
             remedy = "no layers found: some of one class must be in a ModuleList"
             raise ConfigError("from_model", question.from_model, remedy)
-        from .models import profile_of
+        from .models import profiles_of
 
-        base, watched = profile_of(workload, micro_batch, self.hardware, ranks)
-        step = with_regions(base, choosable(base))
+        _, step, watched = profiles_of(workload, micro_batch, self.hardware, ranks)
         step = step if question.step_s is None else step.lasting(question.step_s)
         layers = dict.fromkeys(workload.blocks, 0)
         for storage in step.storages:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..autotune.blocks import find_blocks
 from ..errors import ConfigError
 from ..planning.profile import Link, Profile, Region, Storage
-from ..planning.regions import run_again
+from ..planning.regions import choosable, run_again, with_regions
 from ..policy import KeepReason
 from ..testing.gpt import GPT, GPTConfig
 from .on_paper import TABLES, Hardware
@@ -101,18 +101,19 @@ def build_own(field: str, source: str, device: torch.device) -> Trainee:
 
 
 class _Adapted(nn.Module):
-    """A frozen linear layer with an adapter beside it (LoRA, arXiv 2106.09685)."""
+    """A frozen linear layer with an adapter beside it (LoRA, arXiv 2106.09685), in float32 as PEFT makes it."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
-        like: dict[str, Any] = {"bias": False, "device": base.weight.device, "dtype": base.weight.dtype}
+        like: dict[str, Any] = {"bias": False, "device": base.weight.device, "dtype": torch.float32}
         self.base, self.down = base, nn.Linear(base.in_features, rank, **like)
         self.up = nn.Linear(rank, base.out_features, **like)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the sum of both."""
-        adapted: Tensor = self.base(hidden) + self.up(self.down(hidden))
-        return adapted
+        frozen = self.base(hidden)
+        adapted: Tensor = frozen + self.up(self.down(hidden.to(self.down.weight.dtype)))
+        return adapted.to(frozen.dtype)
 
 
 def adapt(workload: Trainee, rank: int) -> None:
@@ -238,11 +239,14 @@ def _sizes(case: Case, default: Any) -> dict[str, Any]:
 # -- a step, predicted ------------------------------------------------------------------------------------------------
 
 
-def profile_of(workload: Trainee, batch: int, hardware: Hardware, ranks: int = 1) -> tuple[Profile, WatchedStep]:
-    """Predict a step in which every block is checkpointed and runs again; return it and how the step was watched.
+def profiles_of(
+    workload: Trainee, batch: int, hardware: Hardware, ranks: int = 1
+) -> tuple[Profile, Profile, WatchedStep]:
+    """Predict a step in which every block is checkpointed and runs again, and one without checkpoints.
 
-    Forward and backward of ``batch`` samples run on meta tensors, on a clock that goes by FLOPs. Bytes go between the
-    GPU and its SSDs directly, as in SSDTrain. Each of ``ranks`` GPUs has an equal part of all tensors and FLOPs.
+    Return both, and how the step was watched: forward and backward of ``batch`` samples run on meta tensors, on a clock
+    that goes by FLOPs. Bytes go between the GPU and its SSDs directly, as in SSDTrain. Each of ``ranks`` GPUs has an
+    equal part of all tensors and FLOPs.
     """
     model, inputs = workload.model, workload.batch(batch)
     step = WatchedStep(model, {name: model.get_submodule(name) for name in workload.blocks}, inputs)
@@ -288,7 +292,9 @@ def profile_of(workload: Trainee, batch: int, hardware: Hardware, ranks: int = 1
         backward_s=(end - step.forward_flops) / rate,
         device=hardware.name,
     )
-    return run_again(plain, sources), step
+    codes = {n: one.once_bytes // ranks for n, one in enumerate(saved) if one.once_bytes < one.nbytes >= MIN_BYTES}
+    again = run_again(plain, sources, {})
+    return run_again(plain, sources, codes), with_regions(again, choosable(again)), step
 
 
 def _sources(step: WatchedStep) -> dict[int, int]:

@@ -22,7 +22,7 @@ from rich.progress import TimeElapsedColumn
 
 from ..errors import ActOffloadError, ConfigError
 from ..planning.profile import Profile
-from ..planning.regions import choosable, with_regions
+from ..planning.regions import choosable
 from ..planning.search import Limits, best
 from ..planning.simulator import Conditions, Prediction, run, simulate
 from ..planning.workload import KEEP, NVME, Workload
@@ -212,13 +212,12 @@ def predict(spec: dict[str, Any]) -> dict[str, Any]:
     """Predict a case on meta tensors, for the GPU that ``gpu`` names; return ``samples``, as a measured case does."""
     import torch
 
-    from .models import build, profile_of
+    from .models import build, profiles_of
     from .saved_bytes import BACKWARD_FACTOR
 
     case = Case(**spec["case"])
     try:
-        base, step = profile_of(build(case, torch.device("meta")), case.batch, hardware_of(spec["gpu"]))
-        plain = with_regions(base, choosable(base))
+        base, plain, step = profiles_of(build(case, torch.device("meta")), case.batch, hardware_of(spec["gpu"]))
     except FAILURES as error:
         return failure(error)
     peaks: dict[str, int] = {}

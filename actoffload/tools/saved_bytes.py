@@ -23,6 +23,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from ..autograd.codec import exact_bytes
+from ..autograd.originals import MOST, node_of
+
 MIN_BYTES = 1 << 20
 """On an accelerator `OffloadConfig` keeps smaller tensors by default."""
 BACKWARD_FACTOR = 3
@@ -38,11 +41,15 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 @dataclass
 class CountedStorage:
-    """A storage that autograd saved: the run of a block that saved it first (others if ``shared``), times in FLOPs."""
+    """A storage that autograd saved: the run of a block that saved it first (others if ``shared``), times in FLOPs.
+
+    ``once_bytes`` are those that the block saves by default if it is checkpointed and runs once.
+    """
 
     nbytes: int
     block: int | None
     birth: int
+    once_bytes: int
     shared: bool = False
     need: int | None = None
     last_need: int | None = None
@@ -119,7 +126,10 @@ class WatchedStep:
         block = self._running[-1] if self._running else None
         if storage._cdata not in self.saved:
             self._held.append(storage)
-            self.saved[storage._cdata] = CountedStorage(storage.nbytes(), block, self.now())
+            nbytes = storage.nbytes()
+            # Each node that is read has a Python object from then on, see `originals.MOST`.
+            node = node_of(tensor) if len(self.saved) < MOST else None
+            self.saved[storage._cdata] = CountedStorage(nbytes, block, self.now(), exact_bytes(node, tensor, nbytes))
         one = self.saved[storage._cdata]
         one.shared = one.shared or one.block != block
         return _Handle(self, one, tensor)

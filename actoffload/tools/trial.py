@@ -15,7 +15,6 @@ from rich.console import Console
 
 from ..errors import ConfigError
 from ..planning.profile import Profile
-from ..planning.regions import choosable, with_regions
 from ..sizes import format_size
 from .console import JsonOption, PathOption, check_paths, grouped, option, plain, print_busy, print_json, print_rows
 from .environment import find_device
@@ -89,20 +88,19 @@ def predicted(model: str, setup: Setup) -> dict[str, Any]:
     workload, label = build_on_paper(question)
     if not workload.blocks:
         raise ConfigError("model", model, NO_BLOCKS)
-    from .models import profile_of
+    from .models import profiles_of
 
     states_bytes = sum(states_of(workload.model, question).values())
     answer: dict[str, Any] = {"label": f"{label}, micro-batch {setup.batch}", "regions": len(workload.blocks)}
     answer |= {"target": setup.target, "states_bytes": states_bytes, "gpus": []}
     for machine in machines:
-        row = _on(machine, profile_of(workload, setup.batch, machine)[0], states_bytes)
+        row = _on(machine, *profiles_of(workload, setup.batch, machine)[:2], states_bytes)
         answer |= {name: row.pop(name) for name in ("checkpointed_bytes", "kept_bytes")}
         answer["gpus"].append(row)
     return answer
 
 
-def _on(machine: Hardware, base: Profile, states_bytes: float) -> dict[str, Any]:
-    once = with_regions(base, choosable(base))
+def _on(machine: Hardware, base: Profile, once: Profile, states_bytes: float) -> dict[str, Any]:
     checkpointed, kept = (predict_variant(base, once, series, None) for series in ("recompute", "keep"))
     peak = checkpointed.peak_bytes
     same, more = (predict_variant(base, once, "hybrid", int(share * peak)) for share in (1, MORE))

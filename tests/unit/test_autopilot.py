@@ -438,7 +438,7 @@ def test_measured_steps_decide_at_last(make_offloader: MakeOffloader, monkeypatc
 @pytest.mark.parametrize(("wait_s", "late"), [(0.16, True), (0.01, False)])
 def test_a_late_recorded_step_is_found_by_the_compute_of_later_steps(wait_s: float, late: bool) -> None:
     """A plan without a budget fills all the time of the recorded step: no step is shorter than predicted."""
-    recorded = Profile(storages=(), forward_s=0.33, backward_s=0.31)
+    recorded = Profile(storages=(), forward_s=0.33, backward_s=0.31, device="cuda")
     plan = Plan((), predicted_step_s=0.64, predicted_peak_bytes=1)
     seen = Observed(step_s=0.64, forward_wait_s=wait_s, peak_bytes=1)
     assert surprise(plan, seen, recorded, recorded, limited=False).startswith("a step computes for 0.48 s") == late

@@ -102,6 +102,29 @@ def test_regions_that_a_plan_names_run_once_and_all_others_again(
     assert (plan.regions, plan.once) == (3, (1,))
 
 
+@pytest.mark.parametrize(
+    ("options", "reentrant", "named"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"policy": "greedy"}, True, False),
+        ({"checkpoints": "leave"}, True, False),
+    ],
+)
+def test_reentrant_checkpoints_are_named_once_and_what_to_set_instead(
+    options: dict[str, Any], reentrant: bool, named: bool, tmp_path: Path
+) -> None:
+    lines: list[str] = []
+    model = Blocks(call=lambda function, x: checkpoint(function, x, use_reentrant=reentrant))
+    attachment = actoffload.attach(model, target="nvme", path=str(tmp_path), announce=lines.append, **options)
+    x = batch().requires_grad_()
+    for _ in range(3):
+        model(x).sum().backward()
+    said = "3 checkpointed blocks run again in backward in any case, because their checkpoints are reentrant"
+    assert sum(said in line for line in lines) == named
+    assert (f"note: {said}" in attachment.offloader.report()) is named
+
+
 def test_outside_of_a_context_and_without_gradients_all_is_pytorchs_own(make_offloader: MakeOffloader) -> None:
     model = Blocks()
     offloader = following(make_offloader(), 0, 1, 2)

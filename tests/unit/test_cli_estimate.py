@@ -117,15 +117,17 @@ def test_adapters_leave_the_states_of_the_rest_out() -> None:
     whole, some, half = (
         answer(*TWO_LAYERS, "--tensor", "1", *more) for more in ((), ("--adapters", "16"), ("--trained", "0.5"))
     )
-    trained = some["states"]["gradients"] / 2
+    trained = some["states"]["gradients"] / 4  # adapters are in float32
     linears = 4 * 16384 * 16 + (16384 + 3 * 16384) * 16 + 2 * (16384 + 4 * 16384) * 16 - 2 * 16384 * 16
     assert trained == pytest.approx(2 * linears, rel=0.2), "two layers; one adapter for queries, keys and values"
-    assert some["states"]["parameters"] == pytest.approx(whole["states"]["parameters"] + 2 * trained, rel=0.001)
-    assert some["states"]["optimizer"] == 12 * trained
+    assert some["states"]["parameters"] == whole["states"]["parameters"] + 4 * trained
+    assert some["states"]["optimizer"] == 8 * trained
     for name in ("gradients", "optimizer"):
         assert half["states"][name] == whole["states"][name] / 2
     assert half["layers_bytes"] == whole["layers_bytes"]
-    assert sum(some["layers_bytes"]) == pytest.approx(sum(whole["layers_bytes"]), rel=0.2)
+    # In each of two layers the inputs of four linear layers are saved in float32, by the adapters.
+    more = 2 * (4 - 2) * 16 * 1024 * 16384 * (1 + 1 + 1 + 4)
+    assert sum(some["layers_bytes"]) == pytest.approx(sum(whole["layers_bytes"]) + more, rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from actoffload.policy import KeepReason
 from actoffload.tools import trial
-from actoffload.tools.models import build
+from actoffload.tools.models import build, profiles_of
+from actoffload.tools.on_paper import hardware_of
 from actoffload.tools.rok_points import Case
 from tests import commands
 from tests.commands import invoke
@@ -32,6 +34,9 @@ class Stack(nn.Module):
 
 def build():
     return Stack(), lambda size: torch.randn(size, 512, 64)
+
+def adapted():
+    return Stack().to(torch.bfloat16), lambda size: torch.randn(size, 512, 64, dtype=torch.bfloat16)
 
 def without_blocks():
     return nn.Linear(4, 4), lambda size: torch.randn(size, 4)
@@ -78,6 +83,20 @@ def test_a_step_that_does_not_fit_is_named(own: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(trial, "states_of", lambda *_: {"parameter_bytes": 22e9})
     (row,) = answer(f"{own}:build", "--no-measure", "--batch", "5000", "--gpu", "rtx-4090")["gpus"]
     assert not any(row["fits"].values()), "weights, gradients and optimizer states take memory, too"
+
+
+def test_a_block_that_runs_once_is_predicted_to_save_what_it_saves_by_default(own: str) -> None:
+    machine, device = hardware_of("h100-sxm", target="host"), torch.device("meta")
+    workload = build(Case(model=f"{own}:adapted", batch=64, adapters=4), device)
+    base, plain, _ = profiles_of(workload, 64, machine)
+    rows = 64 * 512
+    half, activation, computed, small = rows * 64 * 2, rows * 256 * 2, rows * 256 * 4, rows * 4 * 4
+    kept = KeepReason.SMALL.value
+    saves = [(half, ""), (small, kept), (activation, ""), (computed, KeepReason.DERIVED.value), (small, kept)]
+    # The first block's input needs no gradient, so it has no node, and its cast is saved whole.
+    assert [[(s.nbytes, s.kept) for s in region.saves] for region in base.regions[1:]] == [saves] * 5
+    loss = half  # the loss squares its input
+    assert plain.movable_bytes == 6 * (2 * half + activation + computed) + loss, "without checkpoints all is whole"
 
 
 @pytest.mark.usefixtures("warm_workers")

@@ -253,6 +253,42 @@ def test_steps_that_become_longer_make_no_room_for_more_without_a_budget(
     assert autopilot_of(rig.offloader).profile.step_s == pytest.approx(times * before_s, rel=0.02)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_blocks_run_once_although_other_programs_use_the_processors_now_and_then(make_rig: MakeRig, seed: int) -> None:
+    """Two steps in a row take up to three times as long. That says nothing about the blocks which run once."""
+    speeds, rig = random.Random(seed), make_rig(bytes_per_s=FAST, recompute=True, announce="none")
+    once = []
+    for _ in range(30):
+        rig.clock.speed = speeds.choice((1.0, 1.0, 1.0, 0.7, 0.5, 0.35))
+        rig.steps(2)
+        once.append(_once(rig))
+    assert once[0] == 0
+    assert once[2:] == [8] * 28
+    assert rig.plans == 2
+
+
+@pytest.mark.parametrize(("speed", "expected"), [(0.5, range(5, 8)), (2.0, range(1, 3))])
+def test_another_pace_of_the_machine_changes_the_blocks_that_run_once(
+    make_rig: MakeRig, speed: float, expected: range
+) -> None:
+    rig = make_rig(bytes_per_s=SLOW * 4 / 3, recompute=True, announce="none")
+    rig.steps(2 * SOON)
+    assert _once(rig) in (3, 4), "the disk takes no more during a forward"
+    rig.clock.speed = speed
+    once = []
+    for _ in range(2 * SOON):
+        rig.step()
+        once.append(_once(rig))
+    assert set(once[SOON:]) <= set(expected)
+    assert min(once) > 0, "no step tells how long the program's own checkpoints take now"
+
+
+def _once(rig: Rig) -> int:
+    """The number of blocks that run once in the next step."""
+    plan = autopilot_of(rig.offloader).plan
+    return 0 if plan is None else len(plan.once or ())
+
+
 def test_nothing_moves_where_next_to_nothing_is_gained(make_rig: MakeRig) -> None:
     rig = make_rig(bytes_per_s=FAST, blocks=2, sizes=(MIB,) * 8)
     rig.steps(2 * SOON)

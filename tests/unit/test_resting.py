@@ -344,15 +344,23 @@ def test_a_long_recorded_step_does_not_lengthen_steps_in_which_the_host_only_jus
 
 def test_waits_do_not_prove_that_the_recorded_step_was_late() -> None:
     """The device may have computed meanwhile."""
-    recorded = Profile(storages=(), forward_s=1.0, backward_s=2.0)
+    recorded = Profile(storages=(), forward_s=1.0, backward_s=2.0, device="cuda")
     assert pace_of(Observed(step_s=2.0), recorded, limited=False) == 2.0
     assert pace_of(Observed(step_s=2.9), recorded, limited=False) is None
     assert pace_of(Observed(step_s=2.0, backward_wait_s=1.0), recorded, limited=False) == 2.0
     assert pace_of(Observed(step_s=3.0, backward_wait_s=1.0), recorded, limited=False) is None
 
 
-def test_idle_time_of_the_device_in_hooks_is_no_part_of_keeps_step() -> None:
+def test_on_the_cpu_the_compute_of_steps_is_their_pace_if_it_differs_by_more_than_other_programs_make_it() -> None:
     recorded = Profile(storages=(), forward_s=1.0, backward_s=2.0)
+    assert pace_of(Observed(step_s=3.6), recorded, limited=False) is None
+    assert pace_of(Observed(step_s=3.9), recorded, limited=False) == 3.9
+    assert pace_of(Observed(step_s=3.9, backward_wait_s=0.5), recorded, limited=False) is None
+    assert pace_of(Observed(step_s=2.9, backward_wait_s=0.9), recorded, limited=True) == 2.0
+
+
+def test_idle_time_of_the_device_in_hooks_is_no_part_of_keeps_step() -> None:
+    recorded = Profile(storages=(), forward_s=1.0, backward_s=2.0, device="cuda")
     assert pace_of(Observed(step_s=3.0, idle_s=1.0), recorded, limited=False) == 2.0
     dear = Observed(step_s=3.0, idle_s=0.1)
     assert pace_of(dear, recorded, limited=False) == 3.0, "the price of a move alone has changed"
