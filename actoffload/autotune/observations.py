@@ -263,8 +263,8 @@ def surprise(plan: Plan, seen: Observed, before: Profile, after: Profile, *, lim
         return f"the device idled for {seen.idle_s:.3g} of {seen.step_s:.3g} s while hooks kept the host busy"
     if change := link_change(before, after):
         return change
-    change = step_change(before)
-    if seen.computed_s < (1 - change) * before.step_s:
+    share = step_change(before)
+    if seen.computed_s < (1 - share) * before.step_s:
         # The recorded step was late itself. A plan fills all of its time, so no step can be shorter than predicted. On
         # an H200 a recorded step that moved everything took 641 ms, and keeping takes 447.
         return f"a step computes for {seen.computed_s:.3g} s, not {before.step_s:.3g} s"
@@ -272,7 +272,7 @@ def surprise(plan: Plan, seen: Observed, before: Profile, after: Profile, *, lim
     late_s = seen.step_s - (predicted_s or seen.step_s)
     if not limited and min(late_s, seen.wait_s) > NO_LOSS * seen.step_s:
         return f"the step takes {seen.step_s:.3g} s, not {predicted_s:.3g} s, as it waits for {seen.wait_s:.3g} s"
-    if predicted_s and abs(late_s) > change * predicted_s:
+    if predicted_s and abs(late_s) > share * predicted_s:
         return f"the step takes {seen.step_s:.3g} s, not {predicted_s:.3g} s"
     if predicted_bytes and abs((seen.peak_bytes or 0) - predicted_bytes) > PEAK_CHANGE * predicted_bytes:
         return f"the peak is {format_size(seen.peak_bytes or 0)}, not {format_size(predicted_bytes)}"
