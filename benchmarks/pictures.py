@@ -234,7 +234,7 @@ RUNS = (
 PICTURES: dict[str, tuple[str, Callable[[Data, Mapping[str, str]], str]]] = {
     "loss-with-fp8": ("fp8_2026-11-28.json", loss_with_fp8),
     "memory-over-step": ("memory_over_step_2026-11-26.json", memory_over_step),
-    "rok-predicted-h100": ("rok_predicted_h100_2026-11-25.json", rok_predicted),
+    "rok-predicted-h100": ("rok_predicted_h100_2026-11-28.json", rok_predicted),
     "speed-over-memory-h200": ("gpu_nvidia-h200_2026-11-26.json", h200),
 }
 """The results file of each picture, and the function that draws it."""

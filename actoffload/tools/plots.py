@@ -58,7 +58,7 @@ def draw_rok(points: Sequence[Point], paths: Sequence[Path], title: str, *, dark
                 known |= dict(zip(labels, handles, strict=True))
             figure.legend(known.values(), known.keys(), loc="outside lower center", ncols=2, frameon=False)
             figure.suptitle("\n".join(textwrap.fill(line, LETTERS) for line in title.splitlines()))
-            figure.supylabel("model TFLOP/s (bars: middle half of the turns)", fontsize="medium")
+            figure.supylabel("model TFLOP/s (bars: middle half of the turns; numbers: batch)", fontsize="medium")
             for path in paths:
                 figure.savefig(path, dpi=300)
         finally:
@@ -79,7 +79,7 @@ def _draw_panel(axis: Any, points: Sequence[Point], colours: dict[str, str]) -> 
         "not measured": [p.label for p in points if not p.tflops and not p.oom],
     }
     texts = [f"{reason}: {'; '.join(labels)}" for reason, labels in failed.items() if labels]
-    axis.set_xlabel("\n".join(["activation peak (numbers: batch)", *(textwrap.fill(text, LETTERS) for text in texts)]))
+    axis.set_xlabel("\n".join(["activation peak", *(textwrap.fill(text, LETTERS) for text in texts)]))
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter(lambda nbytes, _: format_size(nbytes).replace(".0 ", " "))
 
