@@ -53,15 +53,16 @@ class Names:
 
     def keeps(self, record: Record) -> bool:
         """Complete the name of a record that was just saved, and return whether its names keep it."""
-        if record.name is None and self._late:
-            record.name = self._late.get((record.index, record.nbytes))
-        if record.name is not None:
-            self._seen.add(record.name)
-        return self.used and self.excludes(record.module, record.name)  # `used` first saves a call for each record
+        saved = record.saved
+        if saved.name is None and self._late:
+            saved.name = self._late.get((record.index, record.nbytes))
+        if saved.name is not None:
+            self._seen.add(saved.name)
+        return self.used and self.excludes(saved.module, saved.name)  # `used` first saves a call for each record
 
     def named_late(self, record: Record, name: str) -> None:
         """Name a record that got its name by a later save; the next forward names the record at its place at once."""
-        record.name = name
+        record.saved.name = name
         self._seen.add(name)
         self._late[record.index, record.nbytes] = name
 
@@ -88,15 +89,14 @@ class FirstForward:
             return True
         if self._plan.entry(record.index, record.nbytes) is None:
             entries, place = self._plan.entries, record.index
-            planned = "nothing more"
+            planned, saves = "nothing more", f"{record.nbytes} bytes in {record.saved.module or 'no module of model='}"
             if place < len(entries):
                 planned = f"{entries[place].nbytes} bytes in {entries[place].module or 'a module without a name'}"
             raise ConfigError(
                 "policy",
                 f"a plan of {len(entries)} storages",
-                f"it was made for another step: at place {place} it has {planned}, and the forward saves "
-                f"{record.nbytes} bytes in {record.module or 'no module of model='}; the model, its input's shape and "
-                "min_bytes must be those of the step that was recorded",
+                f"it was made for another step: at place {place} it has {planned}, and the forward saves {saves}; "
+                "the model, its input's shape and min_bytes must be those of the step that was recorded",
             )
         return False
 
@@ -167,7 +167,7 @@ class OffloadDecision:
         if self._unproven is not None and self._unproven.is_over(record):
             self._unproven = None
         if entry is not None:
-            record.planned_tier, record.release_after = entry.tier, entry.release_after
+            record.saved.planned = entry
             if record.index == self.probe:
                 self.probe = None  # once: a single transfer measures the link
                 return None
@@ -200,8 +200,7 @@ class OffloadDecision:
     def following_bytes(self, record: Record) -> int | None:
         """Return the bytes that the forward saves next according to the plan; None if no plan knows them."""
         # A forward that backward builds saves other tensors, depending on which of them are back from the disk.
-        built = record.tape is not None and record.tape.built
-        if self._plan is None or built or self._entry(record) is None:
+        if self._plan is None or record.tape.built or self._entry(record) is None:
             return None
         following = record.index + 1
         if following < len(self._plan.entries):
@@ -235,7 +234,7 @@ def _facts(record: Record, tensor: Tensor) -> TensorFacts:
         shape=tuple(tensor.shape),
         dtype=str(tensor.dtype).removeprefix("torch."),
         device=str(tensor.device),
-        module=record.module,
-        name=record.name,
+        module=record.saved.module,
+        name=record.saved.name,
         index=record.index,
     )

@@ -75,8 +75,6 @@ class Prefetch:
     def reach(self, record: Record | KeptPlace, round_: int) -> None:
         """Note that backward has reached a record; ``round_`` is how often this handle was unpacked before."""
         tape = record.tape
-        if tape is None:
-            return
         if not tape.in_backward:
             self.phases.begin_backward(tape)
             self._tiers[record.kind].count_alive()  # now: the forward has ended, and its local variables are gone
@@ -176,7 +174,6 @@ class Prefetch:
         if not on_device and (early or shared.stopped or shared.no_memory_ahead):
             return None
         if record.state is State.FETCHING and not limited:
-            record.wanted = True
             return record.nbytes  # the read of another record brings it
         # A record on its way out takes no memory if it stays after all, but its room is not freed: hence 0 bytes.
         if not shared.budget.has_room_early(0 if on_device else record.nbytes):
@@ -185,5 +182,4 @@ class Prefetch:
             brought = self._tiers[record.kind].fetch(record, urgent=False)
         except torch.OutOfMemoryError:  # no harm to the step: backward does not need this record yet
             brought, shared.no_memory_ahead = False, True
-        record.wanted = True  # after `fetch`, which counts a forwarded record when it is first wanted
         return (0 if on_device else record.nbytes) if brought else None

@@ -385,9 +385,9 @@ class Regions:
 
     def released(self, record: Record) -> None:
         """Note that a record died in a recomputation: the cached output of a selective checkpoint, for example."""
-        if record.outgoing is not None and record.identity is not None:
+        if record.host is not None and record.host.outgoing is not None:
             for recomputation in self.running:
-                recomputation.leaving[record.identity.cdata] = record.identity
+                recomputation.leaving[record.saved.identity.cdata] = record.saved.identity
 
     def look_at_memory(self, place: int | None = None, *, born: int = 0, used: int = 0) -> None:
         """Look at memory in a recorded step, at the end of a hook: see `MemoryBeside.look`."""

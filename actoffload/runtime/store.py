@@ -22,8 +22,9 @@ from ..statistics import Statistics
 from ..tiers.accelerator import Accelerator
 from ..tiers.accounts import MANY_DEFERRED
 from ..tiers.cpu_tier import CpuTier
-from ..tiers.record import Record, State
+from ..tiers.record import Record, Saved, State
 from ..tiers.shared import Shared
+from ..tiers.storage_ref import StorageRef
 from ..tiers.tier import Tier
 from ..tiers.tiers import Tiers
 from .backward_end import BackwardEnd
@@ -139,7 +140,8 @@ class ActivationStore:
         """
         shared, accounts = self.shared, self.shared.accounts
         self.speak()
-        (begin, end), tier = span, self.tiers.by_device[tensor.device.type]
+        (begin, end), device = span, tensor.device
+        tier = self.tiers.by_device[device.type]
         with shared.lock, tier.watched():
             self._count_dropped()
             tier.notice_resized()
@@ -150,12 +152,13 @@ class ActivationStore:
                 accounts.deduplicated_bytes += end - begin
                 tier.saved_again(record, tensor)  # perhaps on another stream, which uses its memory from now on
                 record.add_handle()
-                if names[1] is not None and record.name is None:
+                if names[1] is not None and record.saved.name is None:
                     self.decision.names.named_late(record, names[1])
                 return record
-            record = Record(storage, storage.data_ptr(), begin, end, tensor.device, tensor.shape if self.trace else ())
-            record.module, record.name = names
-            record.has_gaps = tensor.nbytes < record.nbytes
+            saved = Saved(StorageRef(storage), storage.data_ptr(), begin, device, tensor.shape if self.trace else ())
+            saved.module, saved.name = names
+            saved.has_gaps = tensor.nbytes < end - begin
+            record = Record(saved, storage, end - begin, device.type)
             self.identities.add(record, tensor, counters)
             accounts.add_record(record.nbytes)
             if not len(tape):
@@ -218,7 +221,7 @@ class ActivationStore:
         shared, budget = self.shared, self.shared.budget
         tier.poll()
         tier.count_resident(record)
-        shared.reporter.event(EventKind.PACK, record, record.module or "")
+        shared.reporter.event(EventKind.PACK, record, record.saved.module or "")
         if self.forked:
             reason: KeepReason | None = KeepReason.FORKED
         elif self.closed or shared.stopped:
@@ -252,7 +255,7 @@ class ActivationStore:
         self.prefetch.during_forward(tape)
         tier.release_due()  # late, at no loss: the saved storage was allocated before this hook ran
         self.regions.look_at_memory(born=record.nbytes)  # last: the hook has moved all that it moves
-        tape.decisions.append((record.nbytes, reason, record.module))
+        tape.decisions.append((record.nbytes, reason, record.saved.module))
         self._decisions = tape.decisions
         if not tape.built:
             self.regions.last = tape.regions
@@ -302,8 +305,8 @@ class ActivationStore:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     @aborts_when_interrupted
-    def obtain(self, record: Record, round_: int) -> tuple[torch.UntypedStorage, int, int]:
-        """Return the storage with a record's bytes, the byte of the original at which it begins, and the next round.
+    def obtain(self, record: Record, round_: int) -> tuple[torch.UntypedStorage, int]:
+        """Return the storage with a record's bytes, and the next round.
 
         Args:
             record: the call blocks until its bytes are there.
@@ -318,7 +321,7 @@ class ActivationStore:
         with self.shared.lock, tier.watched():
             self._reach(record, round_, tier)
             first, on_device, since_s, waited_s = record.state, record.on_device, now(), 0.0
-            storage, begin = record.original(), 0  # first, copy or not: plain PyTorch would read its present contents
+            storage = record.original()  # first, copy or not: plain PyTorch would read its present contents
             if storage is not None:
                 tier.original_taken(record)
             else:
@@ -327,9 +330,8 @@ class ActivationStore:
                 try:
                     storage = self.fetch_now(record, tier)
                 except torch.OutOfMemoryError as error:
-                    self.out_of_memory.note(error, () if record.tape is None else record.tape.decisions)
+                    self.out_of_memory.note(error, record.tape.decisions)
                     raise
-                begin = record.data_begin
                 if not on_device and first in (State.FETCHING, State.SPILLED):
                     self.shared.accounts.unpack_wait_s += (waited_s := now() - since_s)
                     self.shared.reporter.event(EventKind.UNPACK_WAIT, record, since_s=since_s)
@@ -340,7 +342,7 @@ class ActivationStore:
                 tier.evict(record)
             tier.make_room_to_save()
             self.regions.look_at_memory(used=0 if record.counted else record.nbytes)
-            return storage, begin, next_round
+            return storage, next_round
 
     @aborts_when_interrupted
     def passed(self, record: Record | KeptPlace, round_: int) -> int:
@@ -360,7 +362,7 @@ class ActivationStore:
         tier.poll()
         self.regions.reach(record)
         self.prefetch.reach(record, round_)
-        if self.trace is not None and record.tape is not None:
+        if self.trace is not None:
             self.trace.backward(record.tape.number)
 
     def _pass(self, record: Record | KeptPlace, round_: int, tier: Tier) -> int:
@@ -372,7 +374,7 @@ class ActivationStore:
             record.waiting = record.handles - 1 if again else record.waiting - 1
             if self.profiler.running:
                 with self.profiler.noting():
-                    alive = record.alive or record.held_elsewhere()
+                    alive = record.saved.alive or record.held_elsewhere()
                     self.profiler.needed(record, alive=alive, evicts_first=tier.evicts_first)
             if tier.evicts_first and record.waiting <= 0:  # the next fetch has its room in the budget
                 tier.evict(record)
@@ -395,7 +397,6 @@ class ActivationStore:
 
     def fetch_now(self, record: Record, tier: Tier) -> torch.UntypedStorage:
         """Return the storage with a record's bytes, once it has them. The lock is held."""
-        record.error = None  # of a prefetch
         while True:
             if not record.on_device and (self.forked or (self.shared.stopped and not tier.recover(record))):
                 where = "in a forked process" if self.forked else "after abort()"
@@ -407,8 +408,8 @@ class ActivationStore:
             if self.forked:  # a thread of the parent reads it, so no thread here would end this wait
                 raise OffloaderClosedError(f"a saved tensor of {record.nbytes} bytes was asked for in a forked process")
             self.shared.changed.wait()  # gives up the lock, which the engine's thread needs to complete the read
-            if record.error is not None:
-                error, record.error = record.error, None
+            if record.disk is not None and record.disk.error is not None:
+                error, record.disk.error = record.disk.error, None
                 # A copy: the engine's error is in a cycle with the engine's frames, and would hold this handle as well.
                 raise copy.copy(error) from error
 
@@ -492,11 +493,9 @@ class ActivationStore:
 
     def _leave(self, record: Record | KeptPlace) -> None:
         """Free the place on the tape of a storage without handles."""
-        tape = record.tape
-        if tape is not None:
-            tape.forget(record.index)
-            if not tape.live:
-                self.prefetch.learn(tape)
+        record.tape.forget(record.index)
+        if not record.tape.live:
+            self.prefetch.learn(record.tape)
         self.shared.accounts.remove_record(record.nbytes)
 
     @aborts_when_interrupted

@@ -84,10 +84,10 @@ class Reporter:
         """Report to the sink, if there is one. An error of the sink is advised once and harms nothing."""
         if self.sink is None or kind in self.unwanted:
             return
-        time_s = now()
+        time_s, saved = now(), record.saved
         begin_s = time_s if since_s is None else since_s
-        thread, module = threading.get_ident(), record.module or ""
-        self._tell(TraceEvent(kind, begin_s, record.number, record.nbytes, time_s - begin_s, detail, thread, module))
+        thread, module = threading.get_ident(), saved.module or ""
+        self._tell(TraceEvent(kind, begin_s, saved.number, record.nbytes, time_s - begin_s, detail, thread, module))
 
     def planned(self, told: str) -> None:
         """Report another plan to the sink, if there is one, and have `warn` log it."""
