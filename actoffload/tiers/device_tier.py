@@ -536,7 +536,7 @@ class DeviceTier(Tier):
         """
         if (host := record.host) is not None:
             self._leave_batch(record, host)
-            if host.incoming is not None and not host.incoming.settled:
+            if host.incoming is not None and host.incoming.stream not in host.incoming.awaited_by:
                 self._unused.append((record.data if host.filling is None else host.filling, host.incoming))
             host.filling = None
 
