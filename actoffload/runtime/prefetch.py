@@ -62,8 +62,8 @@ class Prefetch:
         elif late_s < SHORTER * self._late_s:  # else the link is full, and a wider window would not shorten the waits
             self._late_s = late_s
             self.window.waited()
-        if self._shared.no_memory_ahead:
-            self._shared.no_memory_ahead = False
+        if self._shared.budget.no_memory_ahead:
+            self._shared.budget.no_memory_ahead = False
             self.window.halve()
 
     def expect(self, hint: Hint) -> None:
@@ -125,7 +125,7 @@ class Prefetch:
             self.orders.put(tape.signature, order)
 
     def _ahead(self, tape: Tape[Record]) -> int:
-        ahead, spare = self.window.over(tape.total_bytes), self._shared.spare_bytes
+        ahead, spare = self.window.over(tape.total_bytes), self._shared.budget.spare_bytes
         return max(ahead if spare is None else min(ahead, spare), 2 * self._shared.largest_moved_bytes)
 
     def _fetch_next(self, tape: Tape[Record], left_bytes: int = 0) -> None:
@@ -171,7 +171,7 @@ class Prefetch:
         limited = shared.budget.limit_bytes is not None
         if (on_device and record.stays and not limited) or record.original() is not None:
             return 0  # taking it neither uses room nor withholds any
-        if not on_device and (early or shared.stopped or shared.no_memory_ahead):
+        if not on_device and (early or shared.stopped or shared.budget.no_memory_ahead):
             return None
         if record.state is State.FETCHING and not limited:
             return record.nbytes  # the read of another record brings it
@@ -181,5 +181,5 @@ class Prefetch:
         try:
             brought = self._tiers[record.kind].fetch(record, urgent=False)
         except torch.OutOfMemoryError:  # no harm to the step: backward does not need this record yet
-            brought, shared.no_memory_ahead = False, True
+            brought, shared.budget.no_memory_ahead = False, True
         return (0 if on_device else record.nbytes) if brought else None

@@ -129,7 +129,7 @@ class DeviceTier(Tier):
             return int(PENDING_MARGIN * self.window.expected_bytes)
         if self.shared.config.policy not in ("auto", "greedy") or self.shared.budget.limit_bytes is not None:
             return 0
-        return min(int(BACKLOG_SHARE * self.shared.accounts.baseline_peak_bytes), self.shared.spare_bytes or 0)
+        return min(int(BACKLOG_SHARE * self.shared.accounts.baseline_peak_bytes), self.shared.budget.spare_bytes or 0)
 
     def begin_forward(self) -> None:
         super().begin_forward()
@@ -137,7 +137,7 @@ class DeviceTier(Tier):
         if self.copies.inert or self.copies.capturing():
             return
         usable = None if self.window.expected_bytes else self.copies.usable_bytes()
-        self.shared.spare_bytes = None if usable is None else int(USABLE_SHARE * usable)
+        self.shared.budget.spare_bytes = None if usable is None else int(USABLE_SHARE * usable)
 
     def _has_its_source(self, owner: object) -> bool:
         """Whether a copy out may begin: its source was not freed or resized while the batch was filled."""
@@ -374,14 +374,14 @@ class DeviceTier(Tier):
         while self._arrived and not self.shared.stopped:
             record = self._arrived[0]
             early = record.state is State.HOSTED
-            if early and (self.shared.no_memory_ahead or not self.shared.budget.has_room_early(record.nbytes)):
+            if early and (self.shared.budget.no_memory_ahead or not self.shared.budget.has_room_early(record.nbytes)):
                 break
             self._arrived.popleft()
             try:
                 if early:
                     self._reload(record)
             except torch.OutOfMemoryError:  # backward fetches it again
-                self.shared.no_memory_ahead = True
+                self.shared.budget.no_memory_ahead = True
         self._begin_reloads()
 
     def _reload_now(self, record: Record) -> None:
@@ -394,7 +394,7 @@ class DeviceTier(Tier):
 
     def release_ahead(self) -> bool:
         some = bool(self._reloading or self._unused or self.window.held_bytes)
-        self.shared.no_memory_ahead = True
+        self.shared.budget.no_memory_ahead = True
         self._evict_ahead(self.shared.accounts.resident_bytes)  # all of them
         self._drop_unused()
         self.window.advance(0)

@@ -97,7 +97,7 @@ class DirectTier(Tier):
         return True
 
     def release_ahead(self) -> bool:
-        self.shared.no_memory_ahead = True
+        self.shared.budget.no_memory_ahead = True
         ahead = [one for one in self._ahead if one.state is State.RESIDENT]
         for one in ahead:
             del self._ahead[one]
