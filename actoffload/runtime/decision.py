@@ -123,6 +123,8 @@ class OffloadDecision:
             self.why_planned = KeepReason.FITS if config.is_limited else KeepReason.NO_TIME
         self.names = Names(config, self._policy)
         self._keeps_last = config.policy in ("auto", "greedy")
+        self.last: list[tuple[int, KeepReason | None, str | None]] = []
+        """For each storage of the last forward: its bytes, the reason why it stays, and its module."""
         self._plan: Plan | None = None
         self._planned_sizes: tuple[int, ...] = ()
         self.forward_begins: ForwardBegins = lambda: None

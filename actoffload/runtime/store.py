@@ -67,18 +67,15 @@ class ActivationStore:
         decision: decides which storages stay; ``regions``: which checkpointed regions run once.
         identities: the live records by storage; ``trace``: records the steps in a file, or None.
         closed: it admits nothing more; ``forked``: this process is a fork and has none of the threads.
-        interrupted: an interrupt has aborted it.
         run: when the run began, and the memory that it found; ``out_of_memory``: the errors of the device's allocator.
     """
 
     def __init__(self, config: OffloadConfig, accelerator: Accelerator | None = None) -> None:
         self.shared = Shared(config, config.trace if callable(config.trace) else None)
-        self.closed = self.forked = self.interrupted = False
+        self.closed = self.forked = False
         self.identities = IdentityMap()
         self.run = run = RunSoFar(self.shared.accounts)
         self._dropped: deque[tuple[Record | KeptPlace, int]] = self.shared.lock.noted
-        self._decisions: list[tuple[int, KeepReason | None, str | None]] = []
-        self._following_bytes: int | None = None
         self._backward_end = BackwardEnd(self._backward_ended)
         self._swallowed: BaseException | None = None
         path = trace_path(config)  # may raise: before a file is opened or a thread starts
@@ -239,7 +236,7 @@ class ActivationStore:
         budget.largest_bytes = max(budget.largest_bytes, record.nbytes)
         if budget.limit_bytes is not None:
             # Room for the next storage now, whether this one stays or not: it is allocated before its save.
-            self._following_bytes = self.decision.following_bytes(record)
+            budget.following_bytes = self.decision.following_bytes(record)
             if (waited_s := self._make_room(tier)) > SHORT_WAIT_S:
                 shared.reporter.event(EventKind.PACK_WAIT, record, since_s=now() - waited_s)
         if reason is None:
@@ -256,13 +253,13 @@ class ActivationStore:
         tier.release_due()  # late, at no loss: the saved storage was allocated before this hook ran
         self.regions.look_at_memory(born=record.nbytes)  # last: the hook has moved all that it moves
         tape.decisions.append((record.nbytes, reason, record.saved.module))
-        self._decisions = tape.decisions
+        self.decision.last = tape.decisions
         if not tape.built:
             self.regions.last = tape.regions
 
     def _make_room(self, tier: Tier) -> float:
         """Make room in the budget for the next storage; return the seconds that this thread waited."""
-        waited_s = tier.make_room(self.shared.budget.next_bytes(self._following_bytes))
+        waited_s = tier.make_room(self.shared.budget.next_bytes(self.shared.budget.following_bytes))
         self.shared.accounts.pack_wait_s += waited_s
         return waited_s
 
@@ -424,7 +421,7 @@ class ActivationStore:
 
     def drop(self, record: Record | KeptPlace, round_: int) -> None:
         """Note that a handle died. It may run anywhere, even in a thread that holds our lock: it never blocks."""
-        if self.interrupted:
+        if self.shared.interrupted:
             return  # the abort has dropped every record
         try:
             self._dropped.append((record, round_))  # atomic, so it needs no lock
@@ -544,7 +541,7 @@ class ActivationStore:
         if not is_interrupt(error):
             return False
         # Before the lock is free: completions that take it next must not touch records that are half changed.
-        self.interrupted = self.shared.interrupted = self.shared.stopped = True
+        self.shared.interrupted = self.shared.stopped = True
         self.shared.lock.abandon()
         try:
             with self.shared.lock:
@@ -561,7 +558,7 @@ class ActivationStore:
             self.shared.stopped = True
             self.shared.changed.notify_all()  # threads that wait for bytes or room must see `stopped`
         if self.trace is not None:
-            self.trace.close(wait=wait, ask=not self.interrupted)
+            self.trace.close(wait=wait, ask=not self.shared.interrupted)
         self.tiers.close(wait=wait)  # without the lock: it joins threads that take it
 
     def after_fork_in_child(self) -> None:
@@ -595,4 +592,4 @@ class ActivationStore:
     def plan(self) -> Plan:
         """The decisions of the last forward as data; pass it as ``policy=`` to follow it."""
         once = tuple(place for place, runs_once in enumerate(self.regions.last) if runs_once)
-        return replace(decided(self._decisions), once=once, regions=len(self.regions.last))
+        return replace(decided(self.decision.last), once=once, regions=len(self.regions.last))

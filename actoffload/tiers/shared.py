@@ -25,6 +25,7 @@ class DeviceBudget:
         limit_bytes: the limit; None when there is none, or where it is a share of a peak that no step has shown yet.
             Without a limit of the user's it is the room of the device, if a plan would need more.
         largest_bytes: the largest record so far; the next one may be as large.
+        following_bytes: the size of the storage that the forward saves next, where a plan knows it.
         recompute_bytes: the bytes that backward needs at once if it runs a checkpointed region again.
         floor_bytes: the lowest limit that a step keeps, where that is known; a share is never less.
         spare_bytes: without a plan, how much device memory copies out may hold, and fetches ahead as much again: a part
@@ -39,6 +40,7 @@ class DeviceBudget:
         limited = config.device_budget is not None and self._share is None
         self.limit_bytes = config.size("device_budget", 0) if limited else None
         self.largest_bytes = 0
+        self.following_bytes: int | None = None
         self.recompute_bytes = 0
         self.spare_bytes: int | None = None
         self.no_memory_ahead = False

@@ -456,7 +456,7 @@ def test_an_interrupted_copy_keeps_no_memory_page_locked(
             offloader.store.obtain(
                 next(one for one in records_of(offloader) if not one.on_device and not one.original()), 0
             )
-        assert offloader.store.interrupted
+        assert offloader.store.shared.interrupted
         del loss
         monkeypatch.setattr(SimulatedAccelerator, "copy", plain)
         device.synchronize()
