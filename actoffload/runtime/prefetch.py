@@ -88,7 +88,7 @@ class Prefetch:
         if tape.is_first:
             accounts.first_wait_s += waited_s
             accounts.first_bytes = max(accounts.first_bytes, tape.walk.bytes_up_to(record.index))
-        tape.given_bytes += record.nbytes
+        tape.walk.given_bytes += record.nbytes
 
     def during_backward(self, tape: Tape[Record]) -> None:
         """Fill the window along the tape that backward walks, and the rest of it along the next backward's tape."""
@@ -120,9 +120,8 @@ class Prefetch:
 
     def learn(self, tape: Tape[Record]) -> None:
         """Store the order in which backward walked a tape, as all its records are released."""
-        order = tape.learned()
-        if order is not None:
-            self.orders.put(tape.signature, order)
+        if tape.in_backward:
+            self.orders.put(tape.signature, tuple(tape.walk.seen))
 
     def _ahead(self, tape: Tape[Record]) -> int:
         ahead, spare = self.window.over(tape.total_bytes), self._shared.budget.spare_bytes
