@@ -122,13 +122,14 @@ class Tier(ABC):
         """Return the records that still need a transfer which has ended; none after an interrupt. The lock is held."""
         if self.shared.interrupted:
             return []
-        for record in transfer.needed_by:
+        records = [record for record, needs_it in transfer.records.items() if needs_it]
+        for record in records:
             record.disk.transfer, record.disk.error = None, transfer.error
             record.disk.complete |= transfer.error is None
         if transfer.kind is IoKind.WRITE:
             self.shared.pending_bytes -= sum(record.nbytes for record in transfer.records)
         self.shared.changed.notify_all()  # now is as good as later: no thread wakes before the lock is free
-        return list(transfer.needed_by)
+        return records
 
     def give_up_write(self, record: Record) -> None:
         """Cancel the record's write and free its extent: the bytes there are not wanted, or may not be the right ones.
