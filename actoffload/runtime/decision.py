@@ -158,7 +158,7 @@ class OffloadDecision:
         # Before the plan, which does not know the patterns and may move a storage that they keep.
         if self.names.keeps(record):
             return KeepReason.EXCLUDED
-        if self._policy is not None and self._answer(_facts(record, tensor)) is Decision.KEEP:
+        if self._policy is not None and self._answer(record, tensor) is Decision.KEEP:
             return KeepReason.POLICY
         # Before the plan is read below: the observer may follow another plan for a forward of this size.
         if not record.index and (begins := self.forward_begins()) is not None:
@@ -186,13 +186,22 @@ class OffloadDecision:
         if (begins := self.forward_begins()) is not None:
             begins(((nbytes,),))
 
-    def _answer(self, facts: TensorFacts) -> Decision:
+    def _answer(self, record: Record, tensor: Tensor) -> Decision:
         """Return the decision of the policy.
 
         Raises:
             ConfigError: it returned no `Decision`, so a tensor that was to stay might move.
         """
         assert self._policy is not None, "it is asked"
+        facts = TensorFacts(
+            nbytes=record.nbytes,
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            device=str(tensor.device),
+            module=record.saved.module,
+            name=record.saved.name,
+            index=record.index,
+        )
         answer = expected(self._policy.decide, facts)
         if not isinstance(answer, Decision):
             remedy = f"decide() returned {answer!r}; return actoffload.Decision.KEEP or actoffload.Decision.OFFLOAD"
@@ -228,15 +237,3 @@ class OffloadDecision:
         last = self._phases.expected_bytes(tape)
         tail = self._config.size("keep_last_bytes", min(last // KEEP_LAST_SHARE, self._window.nbytes))
         return last - tail < tape.total_bytes <= last  # above `last`: this forward is longer, and continues
-
-
-def _facts(record: Record, tensor: Tensor) -> TensorFacts:
-    return TensorFacts(
-        nbytes=record.nbytes,
-        shape=tuple(tensor.shape),
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        device=str(tensor.device),
-        module=record.saved.module,
-        name=record.saved.name,
-        index=record.index,
-    )
