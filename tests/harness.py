@@ -205,7 +205,7 @@ def after_fork_in_child(offloader: Offloader) -> None:
 def records_of(offloader: Offloader) -> list[Any]:
     """The records that are alive, in the order in which they were saved."""
     records = offloader.store.identities.records.values()
-    return sorted((record for found in records for record in found), key=lambda record: int(record.number))
+    return sorted((known.record for found in records for known in found), key=lambda record: record.saved.number)
 
 
 def tape_records(offloader: Offloader) -> list[Any]:

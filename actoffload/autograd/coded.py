@@ -72,7 +72,7 @@ class CodedStorage:
         """Return a storage with all bytes of the tensor; see `present`."""
         storage = self.original.storage()
         found = present(self.record, store, fetch=fetch) if storage is None else None
-        return storage if found is None else self.form.decode(self._code_in(found[0]), self.original).untyped_storage()
+        return storage if found is None else self.form.decode(self._code_in(found), self.original).untyped_storage()
 
     def decoded(self, storage: torch.UntypedStorage, originals: Originals) -> torch.UntypedStorage:
         """Return a storage with all bytes of the tensor, safe to use on the current stream.
@@ -81,7 +81,7 @@ class CodedStorage:
         """
         record, tier = self.record, originals.store.tiers.by_device[self.record.kind]
         code = self._code_in(storage)
-        stream = tier.stream_of(record.device)
+        stream = tier.stream_of(record.saved.device)
         if stream != self.original.stream:
             assert tier.copies is not None, "only an accelerator has streams"
             tier.copies.device.used_on(code, stream)
@@ -89,14 +89,14 @@ class CodedStorage:
         decoded = self._decoded  # read once: another thread may decode it on its stream meanwhile
         found = decoded[0].lock() if decoded is not None and decoded[1] == stream else None
         if found is None:
-            originals.make_room(record.device, self.original.nbytes)
+            originals.make_room(record.saved.device, self.original.nbytes)
             with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():
                 found = tier.with_room(lambda: self.form.decode(code, self.original)).untyped_storage()
             self._decoded = StorageRef(found), stream
         return found
 
     def _code_in(self, storage: torch.UntypedStorage) -> Tensor:
-        return empty(torch.uint8, self.record.device).detach().set_(storage, 0, (self.record.nbytes,), (1,))
+        return empty(torch.uint8, self.record.saved.device).detach().set_(storage, 0, (self.record.nbytes,), (1,))
 
 
 class Coded(Handle):
@@ -118,16 +118,16 @@ class Coded(Handle):
         """
         coded, record, store = self.coded, self.record, self.store
         if self.probe._version != self.version:
-            check_version(self.probe._version, self.version, self.dtype, self.shape, record.module)
+            check_version(self.probe._version, self.version, self.dtype, self.shape, record.saved.module)
         found = coded.original.storage()
         if found is not None:  # with its present contents, which plain PyTorch would read
             self.round = store.passed(record, self.round)
             self._storages.held.add((record.index, coded.original.nbytes))
             return view_in(self, found, 0)
-        if store.tiers.by_device[record.kind].capturing(record.device.index):
+        if store.tiers.by_device[record.kind].capturing(record.saved.device.index):
             # A copy of the flag must not be enqueued, and a replay would read the code where it lay.
             raise StateError(CAPTURED)
-        storage, _, self.round = store.obtain(record, self.round)
+        storage, self.round = store.obtain(record, self.round)
         try:
             found = coded.decoded(storage, self._storages.originals)
             if coded.form.exact:
@@ -205,6 +205,6 @@ class CodedStorages:
             accounts.packed_bytes += record.nbytes
             accounts.deduplicated_bytes += record.nbytes
             record.add_handle()
-            if name is not None and record.name is None:
+            if name is not None and record.saved.name is None:
                 self.store.decision.names.named_late(record, name)
             return True

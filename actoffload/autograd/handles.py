@@ -290,9 +290,9 @@ class Handle:
         record = self.record
         # The check comes first, as `obtain` may return the original storage with its present contents.
         if self.probe._version != self.version:
-            check_version(self.probe._version, self.version, self.dtype, self.shape, record.module)
-        storage, begin, self.round = self.store.obtain(record, self.round)
-        return view_in(self, storage, begin)
+            check_version(self.probe._version, self.version, self.dtype, self.shape, record.saved.module)
+        storage, self.round = self.store.obtain(record, self.round)
+        return view_in(self, storage, record.begin_in(storage))
 
     def peek(self, fetch: bool) -> Tensor | None:
         """Return the saved view, unless it was changed in place; this is no use by backward.
@@ -302,7 +302,7 @@ class Handle:
         if self.probe._version != self.version:
             return None
         found = present(self.record, self.store, fetch=fetch)
-        return None if found is None else view_in(self, *found)
+        return None if found is None else view_in(self, found, self.record.begin_in(found))
 
     def __del__(self) -> None:
         store = getattr(self, "store", None)
@@ -310,8 +310,8 @@ class Handle:
             store.drop(self.record, self.round)
 
 
-def present(record: Record, store: ActivationStore, *, fetch: bool) -> tuple[torch.UntypedStorage, int] | None:
-    """Return the storage with a record's bytes, and its first byte; this is no use by backward.
+def present(record: Record, store: ActivationStore, *, fetch: bool) -> torch.UntypedStorage | None:
+    """Return the storage with a record's bytes; this is no use by backward.
 
     ``fetch``: wherever they are. Otherwise None is returned if they are not on the device.
     """
@@ -319,16 +319,16 @@ def present(record: Record, store: ActivationStore, *, fetch: bool) -> tuple[tor
     with store.shared.lock, tier.watched():
         storage = record.original()
         if storage is not None:
-            return storage, 0
-        arrives = record.incoming is not None or record.filling is not None or record.state is State.FETCHING
+            return storage
+        arrives = record.state is State.FETCHING or (record.host is not None and record.host.incoming is not None)
         if record.data is not None and not arrives:
-            return record.data, record.data_begin
+            return record.data
         if not fetch:
             return None
         tier.make_room(record.nbytes)
-        found = store.fetch_now(record, tier), record.data_begin
+        storage = store.fetch_now(record, tier)
         tier.evict(record)  # the caller holds the storage for as long as it needs it
-        return found
+        return storage
 
 
 def view_in(handle: Any, storage: torch.UntypedStorage, begin: int) -> Tensor:
@@ -406,7 +406,7 @@ class Stayed(Kept):
     @property
     def module(self) -> str | None:
         """The name of the module that it was saved in, if that is known."""
-        return self.record.module
+        return self.record.saved.module
 
     def __del__(self) -> None:
         store = getattr(self, "store", None)

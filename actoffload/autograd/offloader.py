@@ -203,7 +203,7 @@ class Offloader:
     def __enter__(self) -> Offloader:
         if self.closed:
             raise OffloaderClosedError("this offloader was closed; make another one")
-        if self.store.interrupted or self.store.tiers.lost:
+        if self.store.shared.interrupted or self.store.tiers.lost:
             # The new store comes first: `speak` may raise, and the next entry must not find the old one again.
             ended = self.store
             self._open_anew()
@@ -273,7 +273,7 @@ class Offloader:
                 error.add_note(FUNC_ADVICE)
             if isinstance(error, torch.OutOfMemoryError):
                 self.store.out_of_memory.note(error, entry.tape.decisions)
-            if self.store.interrupted:
+            if self.store.shared.interrupted:
                 self.store.speak()
             else:
                 self._end_forward(entry, failed=kind is not None)
@@ -485,7 +485,7 @@ class Offloader:
     @property
     def closed(self) -> bool:
         """Whether the offloader takes no more tensors. An interrupt does not close it, as the next context restarts."""
-        return self._ended or (self.store.closed and not self.store.interrupted)
+        return self._ended or (self.store.closed and not self.store.shared.interrupted)
 
     @property
     def forked(self) -> bool:

@@ -155,7 +155,7 @@ class Packer:
         """
         try:
             store, kind = self._store, "cpu" if tensor.is_cpu else tensor.device.type
-            if store.interrupted:
+            if store.shared.interrupted:
                 return Kept(tensor.detach())
             with store.tiers.hook:  # one query per device for a graph capture serves the whole hook
                 if store.tiers.by_device[kind].is_of_a_graph(tensor):
@@ -180,7 +180,7 @@ class Packer:
     def _pack(self, tensor: Tensor, counters: tuple[Counter, ...]) -> Any:
         # An aborted store takes nothing, yet contexts entered before the interrupt are still open. Under `make_fx`
         # tensors have no bytes to move.
-        if self._store.interrupted or torch._C._get_dispatch_mode(_PROXY) is not None:
+        if self._store.shared.interrupted or torch._C._get_dispatch_mode(_PROXY) is not None:
             return Kept(tensor.detach())
         if type(tensor) not in PLAIN_TYPES:
             return self._pack_subclass(tensor, counters)

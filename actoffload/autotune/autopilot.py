@@ -18,7 +18,6 @@ from ..events import now
 from ..interrupts import is_interrupt
 from ..planning.constants import (
     MOST_REASONS,
-    MOST_REST,
     NO_LOSS,
     NOTICEABLE,
     PEAK_CHANGE,
@@ -41,7 +40,7 @@ from ..tell.report import say
 from .budgets import Budgets
 from .following import Following
 from .making import Brought, Making, bring, passed
-from .observations import Recording, StepsUnderPlan, Watch, at_pace, differ, link_change, pace_of, surprise
+from .observations import Pauses, Recording, StepsUnderPlan, Watch, at_pace, differ, link_change, pace_of, surprise
 from .resting import may_rest
 from .shapes import AGAIN, UNRECORDED, Shape, Shapes, Stage, Tried
 
@@ -60,24 +59,17 @@ class Autopilot:
 
     def __init__(self, store: ActivationStore, following: Following) -> None:
         self.history: deque[str] = deque(maxlen=MOST_REASONS)
-        self._store, self._shared, self._tiers = store, store.shared, store.tiers
-        self._profiler, self._run = store.profiler, store.run
+        self._store, self._shared, self._profiler = store, store.shared, store.profiler
         self._following = following
         following.placement.forward_begins = weakref.WeakMethod(self.forward_begins)
-        self._recording = Recording(store)
+        self._shape = Shape(())
+        """Of the running step; the shape of the step before until that is known."""
+        self._recording = Recording(store, self._shape)
         self._budgets = Budgets(store)
-        self._recorded_shape = self._shape = Shape(())
-        """The shape of the recorded step, and of the running one: the shape of the step before until that is known."""
-        self._settled = False
-        """The recorded step began with all the memory that a step needs beside saved tensors."""
         self._shapes = Shapes()
         self.making = Making(store, self._budgets, self._shapes)
-        self._shape_is_known = False
-        self._signatures: set[Hashable] = set()
-        """Signatures of the models' forwards in the running step, if nothing moves in it."""
         self._watch: Watch[Shape] = Watch(store)
-        self._count = self._changes = self._record_from = 0
-        """Steps so far; changes in a row; the first step that may be recorded again."""
+        self._pauses = Pauses()
         self._agreed: frozenset[int] | None = None
         """The regions that run once on all ranks; None while each rank decides alone."""
         self._gave_up = self._said = False
@@ -85,7 +77,7 @@ class Autopilot:
     @property
     def limits(self) -> Limits:
         """The limits of a plan for the recorded step."""
-        return self.making.limits(self._recorded_shape)
+        return self.making.limits(self._recording.shape)
 
     @property
     def plan(self) -> Plan | None:
@@ -106,9 +98,9 @@ class Autopilot:
         """Begin a forward, as `forward_begins`; return whether it needs no hooks. ``signature``: see `ModelInputs`."""
         self.forward_begins(key)
         if self._shape.nothing_moves:  # otherwise no forward rests, and a signature takes time
-            self._signatures.add(signature())
+            self._watch.signatures.add(signature())
         known = self._shape.rest.signatures
-        return self._shape.stage is Stage.RESTING and self._signatures == known and not self._gave_up
+        return self._shape.stage is Stage.RESTING and self._watch.signatures == known and not self._gave_up
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -126,7 +118,9 @@ class Autopilot:
             with self._shared.lock:
                 self._budgets.begin_step()
                 self._finish_step()
-                self._begin_step()
+                self._following.placement.mismatched_bytes = 0
+                self._watch.begin()
+                self._begin_shape()
         except BudgetError:
             raise
         except Exception as error:  # training must not end because planning failed
@@ -147,21 +141,14 @@ class Autopilot:
             "plan", f"policy='auto' could not plan ({error!r}); what can be moved in time moves"
         )
 
-    def _begin_step(self) -> None:
-        self._following.placement.mismatched_bytes = 0
-        self._watch.begin()
-        self._shape_is_known = False
-        self._signatures.clear()
-        self._begin_shape()
-
     def forward_begins(self, key: InputShapes) -> None:
         """Begin a forward whose inputs have these shapes; the first forward of a step decides on the plan.
 
         If no model is known, the size of the forward's first storage stands for the shapes.
         """
-        if self._shape_is_known or self._gave_up:
+        if self._watch.shape_is_known or self._gave_up:
             return
-        self._shape_is_known = True
+        self._watch.shape_is_known = True
         with self._shared.lock:
             shape = self._shapes.use(key)
             if shape is not self._shape:
@@ -182,7 +169,7 @@ class Autopilot:
         if self._profiler.finished:
             return  # the device has not ended the recorded step yet, so its times are not known
         if self._is_recorded(shape):
-            self._recorded_shape, self._settled = shape, self._run.optimizer.settled
+            self._recording.shape, self._recording.settled = shape, self._store.run.optimizer.settled
             self._shared.watches_host = True
             if not self._profiler.active:
                 self._recording.begin()
@@ -191,10 +178,10 @@ class Autopilot:
 
     def _is_recorded(self, shape: Shape) -> bool:
         """Whether the step that begins is recorded."""
-        settled = self._run.optimizer.settled
+        settled = self._store.run.optimizer.settled
         if shape.stage in (Stage.PAPER, Stage.DUE):
             return settled or not shape.need.settled
-        if shape.stage in UNRECORDED or (shape.base is None and self._count < self._record_from):
+        if shape.stage in UNRECORDED or (shape.base is None and not self._pauses.over):
             return False
         found = settled or self._recording.steps <= WARM_UP or self._budgets.all_is_there(shape)
         shape.need.unsettled += not found
@@ -209,24 +196,24 @@ class Autopilot:
             return
         shape, recorded = self._shape, self._profiler.active or self._profiler.finished
         if rested:  # a pass without gradients has no signature, and saves nothing: it is no step
-            if not self._is_too_much(shape, watch.end()) and (watch.saved or self._signatures):
-                self._count += 1
+            if not self._is_too_much(shape, watch.end()) and (watch.saved or watch.signatures):
+                self._pauses.steps += 1
                 shape.rested(watch.saved)
             return
         if not watch.saved and (shape.plan is not None or not self._profiler.finished):  # a pass without gradients
             if not self._profiler.finished:
                 self._profiler.forget()  # the recording begins with the next step instead
             return
-        self._count += 1
-        shape.rest.signatures = frozenset(self._signatures) or shape.rest.signatures
+        self._pauses.steps += 1
+        shape.rest.signatures = frozenset(watch.signatures) or shape.rest.signatures
         observed = watch.end()
         if self._is_too_much(shape, observed) or self._is_another(shape):
             return
         if recorded:
-            self._look_at_recording(self._recorded_shape, observed)
+            self._look_at_recording(self._recording.shape, observed)
         elif shape.plan is not None and shape.plan is plan:
             shape.steps.count += 1
-            shape.note_peak(self._run.beside.at_peak_bytes)
+            shape.note_peak(self._store.run.beside.at_peak_bytes)
             if not watch.later(shape, shape.plan, observed):
                 self._review(shape, observed)
 
@@ -261,7 +248,7 @@ class Autopilot:
             return False
         if self._following.placement.mismatched_bytes <= SHAPES_CHANGED * max(1, shape.profile.saved_bytes):
             return False
-        self._back_off()
+        self._pauses.back_off()
         shape.base = None
         shape.tried.forget()
         self._run_once(shape, AGAIN, "the forward saved other sizes than the plan was made for")
@@ -273,13 +260,13 @@ class Autopilot:
         """Use a recorded step: choose the regions that run once, or make or correct a plan."""
         if shape.plan is None and self._profiler.has_no_record:  # no storage was large enough to move
             self._profiler.forget()
-            self._back_off()
+            self._pauses.back_off()
             self._begin_rest(shape, observed.step_s)
             return
         profile = self._recording.profile(everything_moved=shape.plan is None)
         if profile is None:
             return
-        shape.need.take(profile, self._run.beside.recorded, once=shape.once, settled=self._settled)
+        shape.need.take(profile, self._store.run.beside.recorded, once=shape.once, settled=self._recording.settled)
         if shape.stage is Stage.PAPER:
             self._make_real(shape, profile)
             return
@@ -287,7 +274,7 @@ class Autopilot:
             self._correct(shape, profile)
             return
         if self._recording.steps <= WARM_UP:
-            self.making.refuse_if_too_low(self._recorded_shape, profile, observed)
+            self.making.refuse_if_too_low(self._recording.shape, profile, observed)
         if self._may_plan(shape) and not self._chooses_regions(shape, profile):
             self._make_plan(shape, profile, observed)
 
@@ -406,7 +393,7 @@ class Autopilot:
             found, number = None, bool(self._budgets.device_bytes)
             if number or passed(observed, budget):  # otherwise the last step kept the budget: go on without a plan
                 assert budget is not None, "no plan keeps it"
-                least, found = self.making.least(self._recorded_shape, profile, budget)
+                least, found = self.making.least(self._recording.shape, profile, budget)
                 if self._shared.config.device_budget is not None and self._shared.config.device_share is None:
                     raise BudgetError(budget, least) from error
                 if not number or self._budgets.passed_bytes:
@@ -444,7 +431,7 @@ class Autopilot:
         shape.steps = StepsUnderPlan()
         shape.plan = replace(plan, once=tuple(sorted(shape.once)), regions=shape.regions)
         shape.profile, shape.stage = profile, Stage.FOLLOWED
-        shape.recorded_at = self._count
+        shape.recorded_at = self._pauses.steps
         self._shared.accounts.begin_plan()
         shape.predicted_s = plan.predicted_step_s
         if shape is self._shape:
@@ -469,12 +456,12 @@ class Autopilot:
         present = self._recording.on_links(shape.profile)
         reason = surprise(shape.plan, seen, shape.profile, present, limited=limited)
         if not reason:
-            self._changes = 0
+            self._pauses.changes = 0
         # If a plan's measured length has changed, the machine has, and the lengths of other plans prove nothing.
         if (not reason or not shape.tried.has_measured(shape.once, shape.plan)) and self._goes_back(shape, seen):
             return
         if reason and self._may_change:
-            self._back_off()
+            self._pauses.back_off()
             pace = pace_of(seen, shape.profile, limited=limited)
             if pace is None:
                 shape.have_recorded(reason)
@@ -486,7 +473,7 @@ class Autopilot:
 
     @property
     def _may_change(self) -> bool:
-        return now() >= self.making.rest_until_s and self._count >= self._record_from
+        return now() >= self.making.rest_until_s and self._pauses.over
 
     def _goes_back(self, shape: Shape, seen: Observed) -> bool:
         """Whether a plan that was followed before had shorter steps. Then it is followed again."""
@@ -499,7 +486,7 @@ class Autopilot:
         best = shape.tried.best
         if best is None or best.step_s >= (1 - NOTICEABLE) * step_s or not self._may_change:
             return False
-        self._back_off()
+        self._pauses.back_off()
         seconds = f"takes {step_s:.3g} s, with {len(best.once)} {best.step_s:.3g} s"
         self._follow_known(shape, best, f"a step with {len(shape.once)} regions run once {seconds}")
         return True
@@ -546,11 +533,6 @@ class Autopilot:
         elif other:
             shape.base = shape.base.lasting(shape.base.step_s * profile.step_s / paper.step_s)
 
-    def _back_off(self) -> None:
-        """Record again: at first the next step, then after longer and longer pauses."""
-        self._changes += 1
-        self._record_from = self._count + min(MOST_REST, 2**self._changes) - 2
-
     # -- for all ranks ------------------------------------------------------------------------------------------------
 
     def brings(self) -> Brought:
@@ -584,8 +566,8 @@ class Autopilot:
             limits=self.limits,
             shape=shape.facts(nbytes),
             others=[other.facts(nbytes) for other in self._shapes if other is not shape],
-            recorded_ago=self._count - shape.recorded_at + 1,
+            recorded_ago=self._pauses.steps - shape.recorded_at + 1,
             probes=shape.probe is not None,
             rest=shape.rest.left if shape.stage is Stage.RESTING else 0,
-            stuck=not self._count and self._shared.accounts.optimizer_steps > WARM_UP + 1,
+            stuck=not self._pauses.steps and self._shared.accounts.optimizer_steps > WARM_UP + 1,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from statistics import median
 from typing import Generic, TypeVar
@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 from ..events import now
 from ..planning.constants import (
     LINK_CHANGE,
+    MOST_REST,
     NO_LOSS,
     NOTICEABLE,
     PEAK_CHANGE,
@@ -40,10 +41,15 @@ class Watch(Generic[S]):
 
     Args:
         store: the store whose steps are measured.
+
+    Attributes:
+        shape_is_known: of the running step; ``signatures``: of the models' forwards in it, if nothing moves in it.
     """
 
     def __init__(self, store: ActivationStore) -> None:
         self._shared, self._tiers, self._stopwatch = store.shared, store.tiers, store.profiler.stopwatch
+        self.shape_is_known = False
+        self.signatures: set[Hashable] = set()
         self._before: tuple[float, Accounts, Event | None] | None = None
         self._now: Event | None = None
         self._open: deque[tuple[S, Plan, Observed, Event, Event, int]] = deque(maxlen=2 * REVIEW_STEPS)
@@ -58,6 +64,8 @@ class Watch(Generic[S]):
         # One event ends a step and begins the next, so that the time in between counts for one of them.
         moment, self._now = self._now or self._tiers.moment(), None
         self._before = now(), copy.copy(self._shared.accounts), moment
+        self.shape_is_known = False
+        self.signatures.clear()
 
     @property
     def saved(self) -> int:
@@ -114,16 +122,35 @@ class Watch(Generic[S]):
         return max(watch.hooks_s, idle_s - watch.lead_s)
 
 
-class Recording:
+class Pauses:
+    """The ``steps`` so far, and the pauses between recorded ones, which grow with the ``changes`` in a row."""
+
+    def __init__(self) -> None:
+        self.steps = self.changes = self._record_from = 0
+
+    @property
+    def over(self) -> bool:
+        """Whether another step may be recorded."""
+        return self.steps >= self._record_from
+
+    def back_off(self) -> None:
+        """Record again: at first the next step, then after longer and longer pauses."""
+        self.changes += 1
+        self._record_from = self.steps + min(MOST_REST, 2**self.changes) - 2
+
+
+class Recording(Generic[S]):
     """Profiles of recorded steps, with the rates of the links as known by then.
 
     Attributes:
+        shape: of the last recorded step; ``settled``: it began with all memory that a step needs beside saved tensors.
         steps: how many steps were recorded.
         calm: whether the allocator had memory enough in the last one. Otherwise it gave its cache back during the step
             and the device idled, so the times describe this step alone.
     """
 
-    def __init__(self, store: ActivationStore) -> None:
+    def __init__(self, store: ActivationStore, shape: S) -> None:
+        self.shape, self.settled = shape, False
         self.steps, self.calm, self._flushes = 0, True, 0
         self._profiler, self._tiers, self._prefetch = store.profiler, store.tiers, store.prefetch
         self._rates: dict[tuple[str, str], float] = {}

@@ -173,7 +173,7 @@ class _ReadAhead:
         self.most_held = workload.profile.recompute_bytes
         self.held_bytes = 0
         """Bytes that recomputations hold at this moment."""
-        transfers.has_room_early = self._has_room
+        transfers.device.has_room_early = self._has_room
 
     def arrive(self, p: int, now: float, place: int) -> None:
         """Backward has reached ``place`` and has ``p``: fetch beyond it."""
@@ -377,7 +377,7 @@ class _Step:
                 if until > now:
                     self.waits.append((p, until - now))
                 now = until
-        if transfers.left[p] and self.workload.profile.storages[p].let_go:
+        if device.left[p] and self.workload.profile.storages[p].let_go:
             device.remove(p, now)  # before the fetch of the next one, as the offloader does
         self.ahead.arrive(p, now, place)
 
@@ -430,7 +430,7 @@ class _Step:
             cancelled_bytes=transfers.cancelled,
             waits=tuple(self.waits),
             pressed=tuple(self.refused),
-            stayed=tuple(p for p, mode in enumerate(self.modes) if mode != KEEP and not transfers.left[p]),
+            stayed=tuple(p for p, mode in enumerate(self.modes) if mode != KEEP and not self.device.left[p]),
             releases=tuple(self._releases),
             timeline=tuple(self.device.log or ()),
             peak=self._describe_peak(),
@@ -439,7 +439,7 @@ class _Step:
 
     def _note_peak(self) -> None:
         # Copied at each new peak: the simulator cannot know yet which one is the last.
-        self._at_peak = self.device.holds[:], self.transfers.state[:], self.transfers.left[:]
+        self._at_peak = self.device.holds[:], self.transfers.state[:], self.device.left[:]
 
     def _describe_peak(self) -> Peak | None:
         """The contents of the device at its peak."""

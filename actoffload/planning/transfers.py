@@ -78,8 +78,12 @@ class Device:
 
     def __init__(self, nbytes: Sequence[int], limit: int | None) -> None:
         self.holds = [False] * len(nbytes)
+        self.left = [False] * len(nbytes)
+        """Whether the storage has left the device before."""
         self.used = self.peak = 0
         self.limit = NEVER if limit is None else limit
+        self.has_room_early: Callable[[int], bool] = lambda nbytes: True
+        """Whether bytes that backward does not need yet fit."""
         self.phase = self.peak_phase = "forward"
         self.peak_time = 0.0
         self.log: list[tuple[float, int]] | None = None
@@ -188,8 +192,6 @@ class Transfers:
         self.nbytes = workload.nbytes
         self.has_host = workload.profile.host is not None
         self.state = [UNSAVED] * len(self.nbytes)
-        self.left = [False] * len(self.nbytes)
-        """Whether the storage has left the device before."""
         self.device = Device(self.nbytes, device)
         self.host = Tier(self.nbytes, host)
         self.disk = Tier(self.nbytes, disk)
@@ -200,8 +202,6 @@ class Transfers:
         """Bytes of the device that writes under way will free."""
         self.cancelled = 0
         """Bytes that backward needed before their write had begun."""
-        self.has_room_early: Callable[[int], bool] = lambda nbytes: True
-        """Whether bytes that backward does not need yet fit on the device."""
         self.needed = -1
         """The storage that backward waits for."""
         self._arrived: deque[int] = deque()
@@ -259,7 +259,7 @@ class Transfers:
         """Begin the copies to the device of storages that were read from disk early, as far as there is room."""
         while self._arrived:
             p = self._arrived[0]
-            if self.state[p] == ON_HOST and not self.has_room_early(self.nbytes[p]):
+            if self.state[p] == ON_HOST and not self.device.has_room_early(self.nbytes[p]):
                 return
             self._arrived.popleft()
             if self.state[p] == ON_HOST:
@@ -335,7 +335,7 @@ class Transfers:
         self._copied.clear()
         for p in released:
             self.releasing -= self.nbytes[p]
-            self.left[p] = True
+            self.device.left[p] = True
             self.device.remove(p, now)
             if not self.has_host:
                 self.state[p] = ON_DISK

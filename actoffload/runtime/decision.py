@@ -53,15 +53,16 @@ class Names:
 
     def keeps(self, record: Record) -> bool:
         """Complete the name of a record that was just saved, and return whether its names keep it."""
-        if record.name is None and self._late:
-            record.name = self._late.get((record.index, record.nbytes))
-        if record.name is not None:
-            self._seen.add(record.name)
-        return self.used and self.excludes(record.module, record.name)  # `used` first saves a call for each record
+        saved = record.saved
+        if saved.name is None and self._late:
+            saved.name = self._late.get((record.index, record.nbytes))
+        if saved.name is not None:
+            self._seen.add(saved.name)
+        return self.used and self.excludes(saved.module, saved.name)  # `used` first saves a call for each record
 
     def named_late(self, record: Record, name: str) -> None:
         """Name a record that got its name by a later save; the next forward names the record at its place at once."""
-        record.name = name
+        record.saved.name = name
         self._seen.add(name)
         self._late[record.index, record.nbytes] = name
 
@@ -88,15 +89,14 @@ class FirstForward:
             return True
         if self._plan.entry(record.index, record.nbytes) is None:
             entries, place = self._plan.entries, record.index
-            planned = "nothing more"
+            planned, saves = "nothing more", f"{record.nbytes} bytes in {record.saved.module or 'no module of model='}"
             if place < len(entries):
                 planned = f"{entries[place].nbytes} bytes in {entries[place].module or 'a module without a name'}"
             raise ConfigError(
                 "policy",
                 f"a plan of {len(entries)} storages",
-                f"it was made for another step: at place {place} it has {planned}, and the forward saves "
-                f"{record.nbytes} bytes in {record.module or 'no module of model='}; the model, its input's shape and "
-                "min_bytes must be those of the step that was recorded",
+                f"it was made for another step: at place {place} it has {planned}, and the forward saves {saves}; "
+                "the model, its input's shape and min_bytes must be those of the step that was recorded",
             )
         return False
 
@@ -123,6 +123,8 @@ class OffloadDecision:
             self.why_planned = KeepReason.FITS if config.is_limited else KeepReason.NO_TIME
         self.names = Names(config, self._policy)
         self._keeps_last = config.policy in ("auto", "greedy")
+        self.last: list[tuple[int, KeepReason | None, str | None]] = []
+        """For each storage of the last forward: its bytes, the reason why it stays, and its module."""
         self._plan: Plan | None = None
         self._planned_sizes: tuple[int, ...] = ()
         self.forward_begins: ForwardBegins = lambda: None
@@ -156,7 +158,7 @@ class OffloadDecision:
         # Before the plan, which does not know the patterns and may move a storage that they keep.
         if self.names.keeps(record):
             return KeepReason.EXCLUDED
-        if self._policy is not None and self._answer(_facts(record, tensor)) is Decision.KEEP:
+        if self._policy is not None and self._answer(record, tensor) is Decision.KEEP:
             return KeepReason.POLICY
         # Before the plan is read below: the observer may follow another plan for a forward of this size.
         if not record.index and (begins := self.forward_begins()) is not None:
@@ -167,7 +169,7 @@ class OffloadDecision:
         if self._unproven is not None and self._unproven.is_over(record):
             self._unproven = None
         if entry is not None:
-            record.planned_tier, record.release_after = entry.tier, entry.release_after
+            record.saved.planned = entry
             if record.index == self.probe:
                 self.probe = None  # once: a single transfer measures the link
                 return None
@@ -184,13 +186,22 @@ class OffloadDecision:
         if (begins := self.forward_begins()) is not None:
             begins(((nbytes,),))
 
-    def _answer(self, facts: TensorFacts) -> Decision:
+    def _answer(self, record: Record, tensor: Tensor) -> Decision:
         """Return the decision of the policy.
 
         Raises:
             ConfigError: it returned no `Decision`, so a tensor that was to stay might move.
         """
         assert self._policy is not None, "it is asked"
+        facts = TensorFacts(
+            nbytes=record.nbytes,
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            device=str(tensor.device),
+            module=record.saved.module,
+            name=record.saved.name,
+            index=record.index,
+        )
         answer = expected(self._policy.decide, facts)
         if not isinstance(answer, Decision):
             remedy = f"decide() returned {answer!r}; return actoffload.Decision.KEEP or actoffload.Decision.OFFLOAD"
@@ -200,8 +211,7 @@ class OffloadDecision:
     def following_bytes(self, record: Record) -> int | None:
         """Return the bytes that the forward saves next according to the plan; None if no plan knows them."""
         # A forward that backward builds saves other tensors, depending on which of them are back from the disk.
-        built = record.tape is not None and record.tape.built
-        if self._plan is None or built or self._entry(record) is None:
+        if self._plan is None or record.tape.built or self._entry(record) is None:
             return None
         following = record.index + 1
         if following < len(self._plan.entries):
@@ -227,15 +237,3 @@ class OffloadDecision:
         last = self._phases.expected_bytes(tape)
         tail = self._config.size("keep_last_bytes", min(last // KEEP_LAST_SHARE, self._window.nbytes))
         return last - tail < tape.total_bytes <= last  # above `last`: this forward is longer, and continues
-
-
-def _facts(record: Record, tensor: Tensor) -> TensorFacts:
-    return TensorFacts(
-        nbytes=record.nbytes,
-        shape=tuple(tensor.shape),
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        device=str(tensor.device),
-        module=record.module,
-        name=record.name,
-        index=record.index,
-    )

@@ -77,11 +77,21 @@ def own_counter(tensor: Tensor) -> tuple[Counter, ...]:
     return () if plain else (Counter(torch.empty(0), 0),)
 
 
+class Version(NamedTuple):
+    """One version of a saved storage: its record, and the facts that tell it from other versions."""
+
+    record: Record
+    probe: Tensor  # an alias that shares the version counter of the saved tensor
+    version: int  # of the saved tensor
+    thread: int  # that saved it
+    counters: tuple[Counter, ...]  # of the wrapper subclasses around it, see `IdentityMap.find`
+
+
 class IdentityMap:
     """The live records by (storage, version, span)."""
 
     def __init__(self) -> None:
-        self.records: dict[int, list[Record]] = {}
+        self.records: dict[int, list[Version]] = {}
         """By the storage's number."""
 
     def find(
@@ -93,44 +103,39 @@ class IdentityMap:
         DTensor bumps its own version, not its local tensor's.
         """
         for known in self.records.get(storage._cdata, ()):
+            record, saved = known.record, known.record.saved
             if (
                 known.version == tensor._version
-                and known.begin <= span[0]
-                and span[1] <= known.end
-                and known.address == storage.data_ptr()  # else it was resized and has moved: other bytes
+                and saved.begin <= span[0]
+                and span[1] <= saved.begin + record.nbytes
+                and saved.address == storage.data_ptr()  # else it was resized and has moved: other bytes
                 and known.thread == threading.get_ident()  # another thread might see the bump of `same_counter`
                 and same_counter(known.probe, tensor)
                 and len(known.counters) == len(counters)
                 and all(map(Counter.same, known.counters, counters))
             ):
-                return known
+                return record
         return None
 
     def add(self, record: Record, tensor: Tensor, counters: tuple[Counter, ...] = ()) -> None:
-        """Add a record on the device, and pin its storage's identity.
+        """Add a record on the device.
 
         ``tensor`` is held until `remove`. That costs no memory: its handle makes it a `version_probe`, unless the
         record stays, which holds the memory anyway. ``counters`` hold none either.
         """
-        assert record.data is not None, "it was just saved"
-        # Pinned before the number is a key: only while the reference lives does no other storage get the number.
-        identity = record.identity = StorageRef(record.data)
-        record.probe, record.version, record.counters = tensor, tensor._version, counters
-        record.thread = threading.get_ident()
-        known = self.records.get(identity.cdata)
-        self.records[identity.cdata] = [record] if known is None else [*known, record]
+        version = Version(record, tensor, tensor._version, threading.get_ident(), counters)
+        # The record has pinned the number: only while its reference lives does no other storage get this one.
+        number = record.saved.identity.cdata
+        self.records[number] = [*self.records.get(number, ()), version]
 
     def remove(self, record: Record) -> None:
         """Remove a record."""
-        if record.identity is None:
-            return
-        number = record.identity.cdata
+        number = record.saved.identity.cdata
         known = self.records.get(number, [])
         if len(known) > 1:
-            self.records[number] = [other for other in known if other is not record]
+            self.records[number] = [other for other in known if other.record is not record]
         elif known:
-            del self.records[number]
-        record.probe = None  # if the record stays, the probe holds its storage
+            del self.records[number]  # with the probe, which holds the storage if the record stays
 
 
 def same_counter(one: Tensor, other: Tensor) -> bool:

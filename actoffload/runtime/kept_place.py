@@ -58,7 +58,7 @@ class KeptPlace:
         more = shared.largest_moved_bytes or shared.accounts.recomputed_bytes or not tape.in_backward
         if more or round_ or self.round:
             return self.store.passed(self, round_)
-        tape.see(self.index)  # nothing moves under this plan, so there is nothing to fetch or to release
+        tape.walk.seen[self.index] = None  # nothing moves under this plan, so there is nothing to fetch or to release
         return 1
 
     def __del__(self) -> None:

@@ -62,8 +62,8 @@ class Prefetch:
         elif late_s < SHORTER * self._late_s:  # else the link is full, and a wider window would not shorten the waits
             self._late_s = late_s
             self.window.waited()
-        if self._shared.no_memory_ahead:
-            self._shared.no_memory_ahead = False
+        if self._shared.budget.no_memory_ahead:
+            self._shared.budget.no_memory_ahead = False
             self.window.halve()
 
     def expect(self, hint: Hint) -> None:
@@ -75,8 +75,6 @@ class Prefetch:
     def reach(self, record: Record | KeptPlace, round_: int) -> None:
         """Note that backward has reached a record; ``round_`` is how often this handle was unpacked before."""
         tape = record.tape
-        if tape is None:
-            return
         if not tape.in_backward:
             self.phases.begin_backward(tape)
             self._tiers[record.kind].count_alive()  # now: the forward has ended, and its local variables are gone
@@ -90,7 +88,7 @@ class Prefetch:
         if tape.is_first:
             accounts.first_wait_s += waited_s
             accounts.first_bytes = max(accounts.first_bytes, tape.walk.bytes_up_to(record.index))
-        tape.given_bytes += record.nbytes
+        tape.walk.given_bytes += record.nbytes
 
     def during_backward(self, tape: Tape[Record]) -> None:
         """Fill the window along the tape that backward walks, and the rest of it along the next backward's tape."""
@@ -122,12 +120,11 @@ class Prefetch:
 
     def learn(self, tape: Tape[Record]) -> None:
         """Store the order in which backward walked a tape, as all its records are released."""
-        order = tape.learned()
-        if order is not None:
-            self.orders.put(tape.signature, order)
+        if tape.in_backward:
+            self.orders.put(tape.signature, tuple(tape.walk.seen))
 
     def _ahead(self, tape: Tape[Record]) -> int:
-        ahead, spare = self.window.over(tape.total_bytes), self._shared.spare_bytes
+        ahead, spare = self.window.over(tape.total_bytes), self._shared.budget.spare_bytes
         return max(ahead if spare is None else min(ahead, spare), 2 * self._shared.largest_moved_bytes)
 
     def _fetch_next(self, tape: Tape[Record], left_bytes: int = 0) -> None:
@@ -173,10 +170,9 @@ class Prefetch:
         limited = shared.budget.limit_bytes is not None
         if (on_device and record.stays and not limited) or record.original() is not None:
             return 0  # taking it neither uses room nor withholds any
-        if not on_device and (early or shared.stopped or shared.no_memory_ahead):
+        if not on_device and (early or shared.stopped or shared.budget.no_memory_ahead):
             return None
         if record.state is State.FETCHING and not limited:
-            record.wanted = True
             return record.nbytes  # the read of another record brings it
         # A record on its way out takes no memory if it stays after all, but its room is not freed: hence 0 bytes.
         if not shared.budget.has_room_early(0 if on_device else record.nbytes):
@@ -184,6 +180,5 @@ class Prefetch:
         try:
             brought = self._tiers[record.kind].fetch(record, urgent=False)
         except torch.OutOfMemoryError:  # no harm to the step: backward does not need this record yet
-            brought, shared.no_memory_ahead = False, True
-        record.wanted = True  # after `fetch`, which counts a forwarded record when it is first wanted
+            brought, shared.budget.no_memory_ahead = False, True
         return (0 if on_device else record.nbytes) if brought else None

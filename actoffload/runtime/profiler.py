@@ -193,7 +193,7 @@ class Profiler:
         self._number_of[record] = len(self._saved)
         region: RunRegion | None = record.tape.region
         place = region.place if region is not None and region.once else None
-        entry = SavedStorage(record.nbytes, birth, tape, record.index, record.module, place, kept)
+        entry = SavedStorage(record.nbytes, birth, tape, record.index, record.saved.module, place, kept)
         if region is not None and not region.once:
             entry.input_of = region  # it runs again: its checkpoint's hooks receive its saves, but for this input
         self._saved.append(entry)

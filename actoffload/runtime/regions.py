@@ -101,12 +101,18 @@ class Derived:
 
 
 class Counts:
-    """The bytes of recomputations that always save as much, by `Recomputation.alike`.
+    """The bytes that recomputations hold. Some always save as much: these counts are remembered, by `alike`.
 
     To count all saves in each step took more than half of the library's host time.
+
+    Attributes:
+        most: the most that each region held when it ran again, by `Recomputation.key`.
+        most_derived: the most bytes that backward has computed again at once.
     """
 
     def __init__(self) -> None:
+        self.most: dict[int, int] = {}
+        self.most_derived = 0
         self._known: dict[Hashable, int | None] = {}
         """None if two counts differed: these recomputations are always counted."""
 
@@ -203,13 +209,9 @@ class Regions:
         self.tiers = tiers
         self._shared, self._profiler, self._beside, self._backward_end = tiers.shared, profiler, beside, backward_end
         self._abort = weakref.WeakMethod(abort)
-        self._bytes: dict[int, int] = {}
-        """The most that each region held when it ran again, by `Recomputation.key`."""
         self._counts = Counts()
         self.held: list[Recomputation | Derived] = []
         self.running: list[Recomputation] = []
-        self._most_derived = 0
-        """The most bytes that backward has computed again at once."""
         self.taken = TakenBytes(tiers, beside)
         self.most = 0
 
@@ -338,7 +340,7 @@ class Regions:
                     recomputation.known_bytes = self._counts.of(recomputation.alike, number)
             self.look_at_memory()  # while it counts for the turn
             self.taken.turn_ends()
-            expected = self._bytes.get(recomputation.key, 0)
+            expected = self._counts.most.get(recomputation.key, 0)
             for tier in self.tiers.by_device.values():
                 if self.bound:
                     tier.release_before_region()
@@ -362,7 +364,7 @@ class Regions:
                 self._profiler.recomputation_ended(recomputation.held, nbytes)
             if whole and recomputation.alike is not None:
                 self._counts.remember(recomputation.alike, nbytes)
-            self._bytes[key] = max(nbytes, self._bytes.get(key, 0))
+            self._counts.most[key] = max(nbytes, self._counts.most.get(key, 0))
             self._reserve()
             self.passed()
             self.look_at_memory()
@@ -379,15 +381,15 @@ class Regions:
 
     def will_compute(self, nbytes: int) -> None:
         """Note that backward will compute so many bytes again that are there at once. The lock is held."""
-        if nbytes > self._most_derived:
-            self._most_derived = nbytes
+        if nbytes > self._counts.most_derived:
+            self._counts.most_derived = nbytes
             self._reserve()
 
     def released(self, record: Record) -> None:
         """Note that a record died in a recomputation: the cached output of a selective checkpoint, for example."""
-        if record.outgoing is not None and record.identity is not None:
+        if record.host is not None and record.host.outgoing is not None:
             for recomputation in self.running:
-                recomputation.leaving[record.identity.cdata] = record.identity
+                recomputation.leaving[record.saved.identity.cdata] = record.saved.identity
 
     def look_at_memory(self, place: int | None = None, *, born: int = 0, used: int = 0) -> None:
         """Look at memory in a recorded step, at the end of a hook: see `MemoryBeside.look`."""
@@ -423,5 +425,5 @@ class Regions:
 
     def _reserve(self) -> None:
         """Leave prefetch no room that backward needs at once for what it makes."""
-        again = (nbytes for place, nbytes in self._bytes.items() if place not in self.once)
-        self._shared.budget.recompute_bytes = max([self._most_derived, *again])
+        again = (nbytes for place, nbytes in self._counts.most.items() if place not in self.once)
+        self._shared.budget.recompute_bytes = max([self._counts.most_derived, *again])

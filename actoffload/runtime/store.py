@@ -22,8 +22,9 @@ from ..statistics import Statistics
 from ..tiers.accelerator import Accelerator
 from ..tiers.accounts import MANY_DEFERRED
 from ..tiers.cpu_tier import CpuTier
-from ..tiers.record import Record, State
+from ..tiers.record import Record, Saved, State
 from ..tiers.shared import Shared
+from ..tiers.storage_ref import StorageRef
 from ..tiers.tier import Tier
 from ..tiers.tiers import Tiers
 from .backward_end import BackwardEnd
@@ -66,18 +67,15 @@ class ActivationStore:
         decision: decides which storages stay; ``regions``: which checkpointed regions run once.
         identities: the live records by storage; ``trace``: records the steps in a file, or None.
         closed: it admits nothing more; ``forked``: this process is a fork and has none of the threads.
-        interrupted: an interrupt has aborted it.
         run: when the run began, and the memory that it found; ``out_of_memory``: the errors of the device's allocator.
     """
 
     def __init__(self, config: OffloadConfig, accelerator: Accelerator | None = None) -> None:
         self.shared = Shared(config, config.trace if callable(config.trace) else None)
-        self.closed = self.forked = self.interrupted = False
+        self.closed = self.forked = False
         self.identities = IdentityMap()
         self.run = run = RunSoFar(self.shared.accounts)
         self._dropped: deque[tuple[Record | KeptPlace, int]] = self.shared.lock.noted
-        self._decisions: list[tuple[int, KeepReason | None, str | None]] = []
-        self._following_bytes: int | None = None
         self._backward_end = BackwardEnd(self._backward_ended)
         self._swallowed: BaseException | None = None
         path = trace_path(config)  # may raise: before a file is opened or a thread starts
@@ -139,7 +137,8 @@ class ActivationStore:
         """
         shared, accounts = self.shared, self.shared.accounts
         self.speak()
-        (begin, end), tier = span, self.tiers.by_device[tensor.device.type]
+        (begin, end), device = span, tensor.device
+        tier = self.tiers.by_device[device.type]
         with shared.lock, tier.watched():
             self._count_dropped()
             tier.notice_resized()
@@ -150,12 +149,13 @@ class ActivationStore:
                 accounts.deduplicated_bytes += end - begin
                 tier.saved_again(record, tensor)  # perhaps on another stream, which uses its memory from now on
                 record.add_handle()
-                if names[1] is not None and record.name is None:
+                if names[1] is not None and record.saved.name is None:
                     self.decision.names.named_late(record, names[1])
                 return record
-            record = Record(storage, storage.data_ptr(), begin, end, tensor.device, tensor.shape if self.trace else ())
-            record.module, record.name = names
-            record.has_gaps = tensor.nbytes < record.nbytes
+            saved = Saved(StorageRef(storage), storage.data_ptr(), begin, device, tensor.shape if self.trace else ())
+            saved.module, saved.name = names
+            saved.has_gaps = tensor.nbytes < end - begin
+            record = Record(saved, storage, end - begin, device.type)
             self.identities.add(record, tensor, counters)
             accounts.add_record(record.nbytes)
             if not len(tape):
@@ -218,7 +218,7 @@ class ActivationStore:
         shared, budget = self.shared, self.shared.budget
         tier.poll()
         tier.count_resident(record)
-        shared.reporter.event(EventKind.PACK, record, record.module or "")
+        shared.reporter.event(EventKind.PACK, record, record.saved.module or "")
         if self.forked:
             reason: KeepReason | None = KeepReason.FORKED
         elif self.closed or shared.stopped:
@@ -236,7 +236,7 @@ class ActivationStore:
         budget.largest_bytes = max(budget.largest_bytes, record.nbytes)
         if budget.limit_bytes is not None:
             # Room for the next storage now, whether this one stays or not: it is allocated before its save.
-            self._following_bytes = self.decision.following_bytes(record)
+            budget.following_bytes = self.decision.following_bytes(record)
             if (waited_s := self._make_room(tier)) > SHORT_WAIT_S:
                 shared.reporter.event(EventKind.PACK_WAIT, record, since_s=now() - waited_s)
         if reason is None:
@@ -252,14 +252,14 @@ class ActivationStore:
         self.prefetch.during_forward(tape)
         tier.release_due()  # late, at no loss: the saved storage was allocated before this hook ran
         self.regions.look_at_memory(born=record.nbytes)  # last: the hook has moved all that it moves
-        tape.decisions.append((record.nbytes, reason, record.module))
-        self._decisions = tape.decisions
+        tape.decisions.append((record.nbytes, reason, record.saved.module))
+        self.decision.last = tape.decisions
         if not tape.built:
             self.regions.last = tape.regions
 
     def _make_room(self, tier: Tier) -> float:
         """Make room in the budget for the next storage; return the seconds that this thread waited."""
-        waited_s = tier.make_room(self.shared.budget.next_bytes(self._following_bytes))
+        waited_s = tier.make_room(self.shared.budget.next_bytes(self.shared.budget.following_bytes))
         self.shared.accounts.pack_wait_s += waited_s
         return waited_s
 
@@ -302,8 +302,8 @@ class ActivationStore:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     @aborts_when_interrupted
-    def obtain(self, record: Record, round_: int) -> tuple[torch.UntypedStorage, int, int]:
-        """Return the storage with a record's bytes, the byte of the original at which it begins, and the next round.
+    def obtain(self, record: Record, round_: int) -> tuple[torch.UntypedStorage, int]:
+        """Return the storage with a record's bytes, and the next round.
 
         Args:
             record: the call blocks until its bytes are there.
@@ -318,7 +318,7 @@ class ActivationStore:
         with self.shared.lock, tier.watched():
             self._reach(record, round_, tier)
             first, on_device, since_s, waited_s = record.state, record.on_device, now(), 0.0
-            storage, begin = record.original(), 0  # first, copy or not: plain PyTorch would read its present contents
+            storage = record.original()  # first, copy or not: plain PyTorch would read its present contents
             if storage is not None:
                 tier.original_taken(record)
             else:
@@ -327,9 +327,8 @@ class ActivationStore:
                 try:
                     storage = self.fetch_now(record, tier)
                 except torch.OutOfMemoryError as error:
-                    self.out_of_memory.note(error, () if record.tape is None else record.tape.decisions)
+                    self.out_of_memory.note(error, record.tape.decisions)
                     raise
-                begin = record.data_begin
                 if not on_device and first in (State.FETCHING, State.SPILLED):
                     self.shared.accounts.unpack_wait_s += (waited_s := now() - since_s)
                     self.shared.reporter.event(EventKind.UNPACK_WAIT, record, since_s=since_s)
@@ -340,7 +339,7 @@ class ActivationStore:
                 tier.evict(record)
             tier.make_room_to_save()
             self.regions.look_at_memory(used=0 if record.counted else record.nbytes)
-            return storage, begin, next_round
+            return storage, next_round
 
     @aborts_when_interrupted
     def passed(self, record: Record | KeptPlace, round_: int) -> int:
@@ -360,7 +359,7 @@ class ActivationStore:
         tier.poll()
         self.regions.reach(record)
         self.prefetch.reach(record, round_)
-        if self.trace is not None and record.tape is not None:
+        if self.trace is not None:
             self.trace.backward(record.tape.number)
 
     def _pass(self, record: Record | KeptPlace, round_: int, tier: Tier) -> int:
@@ -372,7 +371,7 @@ class ActivationStore:
             record.waiting = record.handles - 1 if again else record.waiting - 1
             if self.profiler.running:
                 with self.profiler.noting():
-                    alive = record.alive or record.held_elsewhere()
+                    alive = record.saved.alive or record.held_elsewhere()
                     self.profiler.needed(record, alive=alive, evicts_first=tier.evicts_first)
             if tier.evicts_first and record.waiting <= 0:  # the next fetch has its room in the budget
                 tier.evict(record)
@@ -395,7 +394,6 @@ class ActivationStore:
 
     def fetch_now(self, record: Record, tier: Tier) -> torch.UntypedStorage:
         """Return the storage with a record's bytes, once it has them. The lock is held."""
-        record.error = None  # of a prefetch
         while True:
             if not record.on_device and (self.forked or (self.shared.stopped and not tier.recover(record))):
                 where = "in a forked process" if self.forked else "after abort()"
@@ -407,8 +405,8 @@ class ActivationStore:
             if self.forked:  # a thread of the parent reads it, so no thread here would end this wait
                 raise OffloaderClosedError(f"a saved tensor of {record.nbytes} bytes was asked for in a forked process")
             self.shared.changed.wait()  # gives up the lock, which the engine's thread needs to complete the read
-            if record.error is not None:
-                error, record.error = record.error, None
+            if record.disk is not None and record.disk.error is not None:
+                error, record.disk.error = record.disk.error, None
                 # A copy: the engine's error is in a cycle with the engine's frames, and would hold this handle as well.
                 raise copy.copy(error) from error
 
@@ -423,7 +421,7 @@ class ActivationStore:
 
     def drop(self, record: Record | KeptPlace, round_: int) -> None:
         """Note that a handle died. It may run anywhere, even in a thread that holds our lock: it never blocks."""
-        if self.interrupted:
+        if self.shared.interrupted:
             return  # the abort has dropped every record
         try:
             self._dropped.append((record, round_))  # atomic, so it needs no lock
@@ -492,11 +490,9 @@ class ActivationStore:
 
     def _leave(self, record: Record | KeptPlace) -> None:
         """Free the place on the tape of a storage without handles."""
-        tape = record.tape
-        if tape is not None:
-            tape.forget(record.index)
-            if not tape.live:
-                self.prefetch.learn(tape)
+        record.tape.forget(record.index)
+        if not record.tape.live:
+            self.prefetch.learn(record.tape)
         self.shared.accounts.remove_record(record.nbytes)
 
     @aborts_when_interrupted
@@ -545,7 +541,7 @@ class ActivationStore:
         if not is_interrupt(error):
             return False
         # Before the lock is free: completions that take it next must not touch records that are half changed.
-        self.interrupted = self.shared.interrupted = self.shared.stopped = True
+        self.shared.interrupted = self.shared.stopped = True
         self.shared.lock.abandon()
         try:
             with self.shared.lock:
@@ -562,7 +558,7 @@ class ActivationStore:
             self.shared.stopped = True
             self.shared.changed.notify_all()  # threads that wait for bytes or room must see `stopped`
         if self.trace is not None:
-            self.trace.close(wait=wait, ask=not self.interrupted)
+            self.trace.close(wait=wait, ask=not self.shared.interrupted)
         self.tiers.close(wait=wait)  # without the lock: it joins threads that take it
 
     def after_fork_in_child(self) -> None:
@@ -596,4 +592,4 @@ class ActivationStore:
     def plan(self) -> Plan:
         """The decisions of the last forward as data; pass it as ``policy=`` to follow it."""
         once = tuple(place for place, runs_once in enumerate(self.regions.last) if runs_once)
-        return replace(decided(self._decisions), once=once, regions=len(self.regions.last))
+        return replace(decided(self.decision.last), once=once, regions=len(self.regions.last))

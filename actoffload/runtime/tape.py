@@ -88,12 +88,15 @@ class Walk(Generic[R]):
     Attributes:
         length: of the tape as the order was chosen.
         ahead: by index, the bytes of each record that was fetched ahead and not reached; ``ahead_bytes``: of all.
+        given_bytes: bytes that backward has received of moved records; ``seen``: the indices that it reached, in order.
     """
 
     def __init__(self) -> None:
         self.length = 0
         self.ahead: dict[int, int] = {}
         self.ahead_bytes = 0
+        self.given_bytes = 0
+        self.seen: dict[int, None] = {}
         self._order: tuple[int, ...] = ()
         self._position: dict[int, int] = {}
         self._reach: list[int] = [0]
@@ -107,8 +110,10 @@ class Walk(Generic[R]):
         self._reach = [0, *accumulate(sizes[index] for index in order)]
         self._cursor = self._frontier = 0
 
-    def reach(self, index: int) -> None:
-        """Note that backward has reached the record at ``index``."""
+    def reach(self, index: int) -> bool:
+        """Note that backward has reached the record at ``index``; return whether for the first time."""
+        is_first = index not in self.seen
+        self.seen[index] = None  # a known one stays in its place
         self.ahead_bytes -= self.ahead.pop(index, 0)
         position = self._position.get(index)
         if position is not None:
@@ -116,6 +121,7 @@ class Walk(Generic[R]):
                 self._cursor = position + 1
             if self._cursor > self._frontier:  # no fetch of a record that backward has passed
                 self._frontier = self._cursor
+        return is_first
 
     def rewind(self) -> None:
         """Start again at the first record of the order (``retain_graph``)."""
@@ -182,10 +188,8 @@ class Tape(Generic[R]):
         live: the number of places that are not released.
         total_bytes: of all records.
         signature: equal for forwards that saved storages of the same sizes in the same order.
-        in_backward: backward has begun on it.
         built: a backward that builds a graph saves it, so that it grows while that backward walks another tape.
         number: of its micro-batch, from 1; 0 before the first save.
-        given_bytes: bytes that backward has received of records that had moved.
         by_node: the bytes that each autograd node saved.
         regions: whether each checkpointed region that has begun runs once, in order; ``ran_again``: backward has run
             a region again; ``region``: the profiler's entry of the region that runs, while a step is recorded.
@@ -199,10 +203,8 @@ class Tape(Generic[R]):
         self.live = 0
         self.total_bytes = 0
         self.signature = 0
-        self.in_backward = False
         self.built = False
         self.number = 0
-        self.given_bytes = 0
         self.by_node = SavedByNode()
         self.regions: list[bool] = []
         self.region: Any = None
@@ -211,7 +213,6 @@ class Tape(Generic[R]):
         self.planned: tuple[int, ...] = ()
         self.walk: Walk[R] = Walk()
         self._sizes: list[int] = []
-        self._seen: dict[int, None] = {}  # in the order in which backward reached them
         self._idle = (-1, 0)
 
     def __len__(self) -> int:
@@ -247,22 +248,15 @@ class Tape(Generic[R]):
             self.live -= 1
         self.walk.ahead_bytes -= self.walk.ahead.pop(index, 0)  # a record that dies unused takes no room in the window
 
-    def learned(self) -> tuple[int, ...] | None:
-        """Return the order in which backward reached the records, if it reached any."""
-        return tuple(self._seen) if self._seen else None
+    @property
+    def in_backward(self) -> bool:
+        """Whether backward has begun on it."""
+        return bool(self.walk.seen)
 
     def advance(self, index: int, orders: LearnedOrders) -> bool:
         """Note that backward has reached the record at ``index``; return whether for the first time."""
         self.prepare(orders)  # first: the way is along the order that it chooses
-        self.in_backward = True
-        is_first = index not in self._seen
-        self._seen[index] = None
-        self.walk.reach(index)
-        return is_first
-
-    def see(self, index: int) -> None:
-        """Note that backward has reached a storage, with nothing to fetch."""
-        self._seen[index] = None  # a known one stays in its place
+        return self.walk.reach(index)
 
     def prepare(self, orders: LearnedOrders) -> None:
         """Choose the order in which backward will need the records, unless no save came since the last choice."""
@@ -274,4 +268,4 @@ class Tape(Generic[R]):
     @property
     def is_first(self) -> bool:
         """Whether the record that backward needs now is among its first."""
-        return self.given_bytes <= FIRST * self.total_bytes
+        return self.walk.given_bytes <= FIRST * self.total_bytes

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import ChecksumError, OffloaderClosedError, StateError
 from ..locks import Claim
@@ -23,6 +23,15 @@ from .engines.queued import memory_view
 _CHUNK_BYTES = 1 << 20
 _MEMORY = "/proc/self/mem"
 _CANCELLED = object()
+
+
+class Callbacks(NamedTuple):
+    """The functions that a transfer calls for its caller, and the objects that it keeps alive: see `Spool.write`."""
+
+    before: Callable[[], None] | None = None
+    on_done: Callable[[Transfer], None] | None = None
+    on_part: Callable[[], None] | None = None
+    keepalive: object = None
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -37,24 +46,16 @@ class Transfer:
     extent: Extent
     length: int
     on_end: Callable[[Transfer], None]  # of the spool, before `on_done`
-    skip: int = 0  # bytes at the beginning of the extent that are not moved
-    before: Callable[[], None] | None = None  # this and the next three: see `Spool.write`
-    on_done: Callable[[Transfer], None] | None = None
-    keepalive: object = None
-    on_part: Callable[[], None] | None = None
-    records: tuple[Any, ...] = ()  # the owners of the bytes
-    needed_by: dict[Any, None] = field(init=False)  # the records that have not left; the caller's lock guards it
+    callbacks: Callbacks
+    skip: int  # bytes at the beginning of the extent that are not moved
+    records: dict[Any, bool]  # the owners of the bytes, and whether each still needs it; the caller's lock guards it
     began_s: float = 0.0  # when it was enqueued
     error: BaseException | None = None  # why it failed; after `Spool.abort` an `OffloaderClosedError`
     _claim: Claim = field(default_factory=Claim)  # of `_CANCELLED`, or of the thread that finishes it
     _ended: Completion = field(default_factory=Completion)
-    _requests: list[IoRequest] = field(default_factory=list)
-    _request_bytes: int = 0  # of each request but the last
+    _requests: list[tuple[int, IoRequest]] = field(default_factory=list)  # by their first bytes
     _submitted: int = 0
     _left: set[int] = field(default_factory=set)  # the first byte of each request that has not ended
-
-    def __post_init__(self) -> None:
-        self.needed_by = dict.fromkeys(self.records)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait at most ``timeout`` seconds until nothing of it runs any more, and return whether that is so."""
@@ -74,16 +75,16 @@ class Transfer:
         if not self.cancelled:
             return False
         self.error = self.error or error
-        for index, request in enumerate(self._requests):
+        for begin, request in self._requests:
             if request.cancel():
-                self._left.discard(index * self._request_bytes)
+                self._left.discard(begin)
         self._end_if_last()
         return True
 
     def leave(self, record: object) -> bool:
         """Note that a record no longer needs the transfer; return whether it is cancelled, as no other one does."""
-        del self.needed_by[record]
-        return not self.needed_by and self.cancel()
+        self.records[record] = False
+        return not any(self.records.values()) and self.cancel()
 
     @property
     def cancelled(self) -> bool:
@@ -93,11 +94,11 @@ class Transfer:
     @property
     def moved_bytes(self) -> int:
         """The bytes that went over the link, also of a transfer that was cancelled when part of it had started."""
-        return sum(request.length for request in self._requests if request.state is RequestState.DONE)
+        return sum(request.length for _, request in self._requests if request.state is RequestState.DONE)
 
     def promote(self) -> None:
         """Move its queued requests to the front of the queue."""
-        for request in reversed(self._requests):
+        for _, request in reversed(self._requests):
             self.extent.arena.engine.promote(request)
 
     def prepare(self, memory: Sequence[Range], *, request_bytes: int, alignment: int, verify: bool) -> None:
@@ -113,16 +114,16 @@ class Transfer:
         """
         self._check_place(memory, alignment)
         address, several = memory[0][0], len(memory) > 1
-        self._request_bytes = self.length if several else request_bytes
-        for begin in range(0, self.length, self._request_bytes):
-            length = min(self._request_bytes, self.length - begin)
+        request_bytes = self.length if several else request_bytes
+        for begin in range(0, self.length, request_bytes):
+            length = min(request_bytes, self.length - begin)
             offset = self.extent.offset + self.skip + begin
             request = IoRequest(self.kind, address + begin, length, offset, ranges=memory if several else ())
-            request.before = self.before
+            request.before = self.callbacks.before
             if verify and self.kind is IoKind.WRITE:
                 request.before = partial(self._before_verified, offset, request.memory)
             request.on_done = partial(self._request_done, begin, verify)
-            self._requests.append(request)
+            self._requests.append((begin, request))
             self._left.add(begin)
 
     def check_order(self, verify: bool) -> None:
@@ -149,15 +150,15 @@ class Transfer:
         """
         until = self.length if nbytes is None else nbytes
         while self._submitted < len(self._requests):
-            request = self._requests[self._submitted]
-            if self._submitted * self._request_bytes + request.length > until:
+            begin, request = self._requests[self._submitted]
+            if begin + request.length > until:
                 return
             self.extent.arena.engine.submit(request)
             self._submitted += 1
 
     def fail(self, error: BaseException) -> None:
         """End the rest of a held transfer with an error; instead of ``Spool.go_on``, on its thread."""
-        for request in self._requests[self._submitted :]:
+        for _, request in self._requests[self._submitted :]:
             if request.try_start():
                 request.finish(error)
 
@@ -184,8 +185,9 @@ class Transfer:
             raise StateError(f"{kind} from byte {skip} of {extent!r}: not a multiple of {alignment} bytes")
 
     def _before_verified(self, offset: int, memory: Sequence[Range]) -> None:
-        if self.before is not None:
-            self.before()
+        before = self.callbacks.before
+        if before is not None:
+            before()
         self.extent.checksums[offset] = crc32(memory)
 
     def _request_done(self, begin: int, verify: bool, request: IoRequest) -> None:
@@ -195,8 +197,9 @@ class Transfer:
         if error is not None and self.error is None:
             self.error = error
         self._left.discard(begin)
-        if self.on_part is not None and self._left:
-            self.on_part()
+        on_part = self.callbacks.on_part
+        if on_part is not None and self._left:
+            on_part()
         self._end_if_last()
 
     def _check(self, request: IoRequest) -> ChecksumError | None:
@@ -220,16 +223,15 @@ class Transfer:
         if self.extent.writer is self:
             self.extent.valid_bytes = self.length if finished and self.error is None else 0
             self.extent.writer = None
-        on_done, keepalive = self.on_done, self.keepalive
-        self.on_done = self.on_part = self.before = self.keepalive = None
+        callbacks, self.callbacks = self.callbacks, Callbacks()
         self.on_end(self)  # first: on_done may want to free the extent and find the room
         self._ended.set()
-        if finished and on_done is not None:
+        if finished and callbacks.on_done is not None:
             try:
-                on_done(self)
+                callbacks.on_done(self)
             except BaseException as exc:  # it must not end the engine's thread, and must not be lost
                 report_uncaught(exc)
-        del keepalive  # alive until here, so that memory is freed with no lock held
+        del callbacks  # its `keepalive` lives until here, so that memory is freed with no lock held
 
 
 def crc32(ranges: Sequence[Range]) -> int:

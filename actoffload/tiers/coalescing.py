@@ -12,17 +12,19 @@ from collections.abc import Iterable
 from ..errors import StateError
 from ..memory.cpu_allocator import HeldBlock
 from ..storage.arena import Extent
-from .record import Record, State
+from .direct_io import Layout
+from .record import DiskCopy, Record, State
 
 
 class SharedExtent:
     """An extent and the records in it; the body of each lies behind that of the one before.
 
     Args:
-        records: in the order of their bytes; emptied when the last record has freed its room.
+        layouts: how the bytes of each record lie around its direct I/O, in the order of their bytes.
         step: addresses are kept modulo this many bytes.
 
     Attributes:
+        records: in this order; emptied when the last record has freed its room. ``layouts``: theirs.
         extent: the room on disk; the caller allocates ``io_bytes`` and calls `assign`.
         starts: where each record begins in memory that holds all of them and keeps their addresses.
         offsets: where the body of each begins in the extent.
@@ -30,20 +32,20 @@ class SharedExtent:
         users: how many of the records still need it.
     """
 
-    __slots__ = ("extent", "io_bytes", "offsets", "records", "starts", "users")
+    __slots__ = ("extent", "io_bytes", "layouts", "offsets", "records", "starts", "users")
 
     extent: Extent
 
-    def __init__(self, records: list[Record], step: int) -> None:
-        self.records = records
+    def __init__(self, layouts: dict[Record, Layout], step: int) -> None:
+        self.records, self.layouts = list(layouts), list(layouts.values())
         self.starts: list[int] = []
         self.offsets: list[int] = []
         self.io_bytes = self.users = end = 0
-        for record in records:
-            start = -(-end // step) * step + record.layout.pad
+        for record, layout in layouts.items():
+            start = -(-end // step) * step + layout.pad
             self.starts.append(start)
             self.offsets.append(self.io_bytes)
-            self.io_bytes += record.layout.io_bytes
+            self.io_bytes += layout.io_bytes
             end = start + record.nbytes
 
     def assign(self, extent: Extent) -> None:
@@ -51,7 +53,7 @@ class SharedExtent:
         self.extent = extent
         self.users = len(self.records)
         for record in self.records:
-            record.extent = self
+            record.disk = DiskCopy(self)
 
     def wanted_with(self, record: Record) -> list[int]:
         """Return the places of a record and of all to read with it: on disk, and backward waits for them."""
@@ -71,7 +73,7 @@ class Sources:
     """
 
     def __init__(self, records: Iterable[Record], held: Iterable[HeldBlock]) -> None:
-        self._places = [(record.data, record.address) for record in records]
+        self._places = [(record.data, record.saved.address) for record in records]
         self._held = tuple(held)
         self._moved = False
 

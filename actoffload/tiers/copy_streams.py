@@ -46,9 +46,8 @@ class Batch:
     """The batches that this one has replaced in ``used_by``, by owner, until it begins."""
     timed: bool = False  # the event tells the time
     happened: bool = False  # the event is known to have happened
-    settled: bool = False  # on the way in: the stream that owns the memory has waited for the copies
     needed_first: bool = False  # on the way in: most of it is for the first unpack of a backward
-    awaited_by: list[Stream] = field(default_factory=list)  # other streams that have
+    awaited_by: list[Stream] = field(default_factory=list)  # on the way in: the streams that have waited for the copies
     about: tuple[Traced, ...] = ()  # while tracing is on: the tensor of each copy
 
     def add(self, owner: object, destination: Tensor, source: Tensor, nbytes: int, used_by: list[Any]) -> None:
@@ -182,22 +181,18 @@ class CopyStreams:
             filled: returns a tensor in the memory that is to be used.
         """
         current = self.device.current_stream(incoming.index)
-        if current == incoming.stream:
-            if not incoming.settled:
-                self._order_use_after_fill(current, incoming)
-                incoming.settled = True
-            return
-        self._saw(incoming.index, current)
-        self.device.used_on(filled(), current)
+        if current != incoming.stream:
+            self._saw(incoming.index, current)
+            self.device.used_on(filled(), current)
         if current not in incoming.awaited_by:
             self._order_use_after_fill(current, incoming)
             incoming.awaited_by.append(current)
 
     def drop_unused(self, incoming: Batch) -> None:
         """Before memory that was filled (or is being filled) and never used is dropped: reuse waits for the copies."""
-        if not incoming.settled and not self.inert:
+        if incoming.stream not in incoming.awaited_by and not self.inert:
             self._order_reuse_after_fill(incoming)
-            incoming.settled = True
+            incoming.awaited_by.append(incoming.stream)
 
     # -- events -------------------------------------------------------------------------------------------------------
 

@@ -38,6 +38,9 @@ SHARE_OF_SAVED = 32
 SHARE_OF_POOL = 4
 """Nor is it more than this part of the memory that batches come back to: several have to be there at once."""
 
+Arriving = dict[Record, tuple[torch.UntypedStorage, Layout, int]]
+"""Records that are read: the storage that gets the bytes, how they lie there, and their address."""
+
 
 class CpuTier(Tier):
     """CPU memory ↔ NVMe.
@@ -55,7 +58,7 @@ class CpuTier(Tier):
         self._pool = pool
         # With direct I/O the kernel fails a write from unmapped memory; a load in this process would crash instead.
         self._kernel_reads = spool.capabilities.direct and not config.verify
-        self._filling: dict[Record, HeldBlock] = {}  # the batch that is being filled
+        self._filling: dict[Record, tuple[Layout, HeldBlock]] = {}  # the batch that is being filled
         coalesces = spool.capabilities.vectored and not config.is_limited and not config.verify
         # The last record of a batch may make it larger by nearly `SMALL_BYTES`.
         coalesces = coalesces and pool.capacity_bytes >= 2 * BATCH_BYTES
@@ -75,40 +78,39 @@ class CpuTier(Tier):
             self.flush()  # else a batch that is not full would stay on its way for ever
             return KeepReason.PRESSURE
         # A checksum needs bytes that do not change, but `unsafe_chunk` allows changes between the bytes of a view.
-        if record.nbytes < BOUNCE_BYTES or (self.shared.config.verify and record.has_gaps):
+        if record.nbytes < BOUNCE_BYTES or (self.shared.config.verify and record.saved.has_gaps):
             return self._offload_copy(record)
-        record.layout = Layout.around(record.address + record.begin, record.nbytes, self._alignment)
+        saved = record.saved
+        layout = Layout.around(saved.address + saved.begin, record.nbytes, self._alignment)
+        held = HeldBlock(saved.address, dense=not saved.has_gaps)
         if record.nbytes < SMALL_BYTES and self._batch_bytes:
             self._leave(record)
-            self._filling[record] = self._held(record)
+            self._filling[record] = layout, held
             self._copied_in_place.append(record)
             if sum(one.nbytes for one in self._filling) >= self._batch_bytes:
                 self.flush()
             return None
-        extent = self._alone(record)
+        extent = self._room({record: layout})
         if extent is None:
             return KeepReason.DEGRADED
         self._leave(record)
         self._copied_in_place.append(record)
-        self._write(extent, {record: self._held(record)})
+        self._write(extent, [held])
         return None
-
-    def _held(self, record: Record) -> HeldBlock:
-        return HeldBlock(record.address, dense=not record.has_gaps)
 
     def _offload_copy(self, record: Record) -> KeepReason | None:
         """Copy a span into aligned memory, which is the record's storage from then on, and write that."""
-        source = record.address + record.begin
-        layout = record.layout = Layout.padded(source, record.nbytes, self._alignment)
+        source = record.saved.address + record.saved.begin
+        layout = Layout.padded(source, record.nbytes, self._alignment)
         slot = self._pool.acquire(layout.pad + record.nbytes + self._alignment)
         if slot is None:
             return KeepReason.PRESSURE
-        extent = self._alone(record)
+        extent = self._room({record: layout})
         if extent is None:
             return KeepReason.DEGRADED
         address = slot.address + layout.pad
         ctypes.memmove(address, source, record.nbytes)
-        record.data, record.data_begin = self._storage(slot, layout.pad, record.nbytes), record.begin
+        record.data = self._storage(slot, layout.pad, record.nbytes)
         self._leave(record)
         self._begin_write(extent, [(address + layout.io_begin, layout.io_bytes)], None)
         return None
@@ -136,40 +138,29 @@ class CpuTier(Tier):
             del filling[record]
             self.shared.pending_bytes -= record.nbytes
             self.stay(record)
-        extent = self._together(list(filling)) if len(filling) > 1 else None
+        layouts = {record: layout for record, (layout, _) in filling.items()}
+        extent = self._room(layouts) if len(layouts) > 1 else None
         if extent is not None:
-            self._write(extent, filling)
+            self._write(extent, [held for _, held in filling.values()])
             return
-        for record, held in filling.items():  # each finds room alone, or stays
-            extent = self._alone(record)
+        for record, (layout, held) in filling.items():  # each finds room alone, or stays
+            extent = self._room({record: layout})
             if extent is not None:
-                self._write(extent, {record: held})
+                self._write(extent, [held])
             else:
                 self._return(record)
                 self.shared.accounts.stays_after_all(record.nbytes, KeepReason.DEGRADED.value)
 
-    def _alone(self, record: Record) -> SharedExtent | None:
-        """Return room on disk for one record; None, and degraded, when there is none."""
-        shared = SharedExtent([record], self._step)
-        extent = self.allocate(record, shared.io_bytes)
-        if extent is None:
-            return None
-        shared.assign(extent)
-        return shared
-
-    def _together(self, records: list[Record]) -> SharedExtent | None:
-        """Return room on disk for several records; None when there is none in one piece."""
-        shared = SharedExtent(records, self._step)
+    def _room(self, layouts: dict[Record, Layout]) -> SharedExtent | None:
+        """Return room on disk for some records; None when there is none in one piece: a record alone has degraded."""
+        shared = SharedExtent(layouts, step=max(self._alignment, MIN_ALIGNMENT))
         try:
             shared.assign(self._disk.allocate(shared.io_bytes))
-        except StorageError:
+        except StorageError as error:
+            if len(layouts) == 1:
+                self.shared.reporter.degrade("no room on disk", next(iter(layouts)), error)
             return None
         return shared
-
-    @property
-    def _step(self) -> int:
-        """Addresses are kept modulo this many bytes."""
-        return max(self._alignment, MIN_ALIGNMENT)
 
     def _return(self, record: Record) -> None:
         """Undo `_leave`."""
@@ -177,13 +168,13 @@ class CpuTier(Tier):
         self.free_extent(record)
         record.to(State.RESIDENT)
 
-    def _write(self, extent: SharedExtent, held: dict[Record, HeldBlock]) -> None:
+    def _write(self, extent: SharedExtent, held: list[HeldBlock]) -> None:
         """Begin to write the records of an extent from where their owners hold them."""
         memory = [
-            (record.address + record.begin + record.layout.io_begin, record.layout.io_bytes)
-            for record in extent.records
+            (record.saved.address + record.saved.begin + layout.io_begin, layout.io_bytes)
+            for record, layout in zip(extent.records, extent.layouts, strict=True)
         ]
-        self._begin_write(extent, memory, Sources(extent.records, held.values()))
+        self._begin_write(extent, memory, Sources(extent.records, held))
 
     def _begin_write(self, extent: SharedExtent, memory: list[Range], sources: Sources | None) -> None:
         """Begin a write; without ``sources`` the memory is a copy of ours."""
@@ -210,7 +201,7 @@ class CpuTier(Tier):
             records = self.ended(transfer)
             # A write fails as a whole if the memory of one record was gone: none of its records has degraded.
             all_resized = transfer.error is not None and sources is not None and sources.moved()
-            all_resized = all_resized or (transfer.error is not None and any(record.was_resized for record in records))
+            all_resized = all_resized or (transfer.error is not None and any(one.saved.was_resized for one in records))
             for record in records:
                 if all_resized or (sources is not None and self.resized(record)):
                     self.stay(record)
@@ -223,9 +214,9 @@ class CpuTier(Tier):
         super().cancel(record)
 
     def free_extent(self, record: Record) -> None:
-        shared, record.extent = record.extent, None
-        record.on_disk = False
-        if shared is not None:
+        disk, record.disk = record.disk, None
+        if disk is not None:
+            shared: SharedExtent = disk.extent
             shared.users -= 1
             if shared.users == 0:
                 shared.records.clear()  # they refer to it
@@ -242,22 +233,23 @@ class CpuTier(Tier):
 
     def _read(self, record: Record, urgent: bool) -> bool:
         """Begin to read a record, and all of its extent that are wanted too, into one piece of memory."""
-        shared: SharedExtent = record.extent
+        assert record.disk is not None, "it is on disk"
+        shared: SharedExtent = record.disk.extent
         wanted = shared.wanted_with(record)
         first, last = wanted[0], wanted[-1]
-        origin = shared.starts[first] - shared.records[first].layout.pad
+        origin = shared.starts[first] - shared.layouts[first].pad
         end = shared.starts[last] + shared.records[last].nbytes
         slot = self._pool.acquire(end - origin + self._alignment, force=urgent)
         if slot is None:
             return False
         memory: list[Range] = []
-        arriving: dict[Record, tuple[torch.UntypedStorage, int]] = {}
+        arriving: Arriving = {}
         for place in range(first, last + 1):  # also the ones in between, as one request is one range of the file
-            one = shared.records[place]
+            one, layout = shared.records[place], shared.layouts[place]
             address = slot.address + shared.starts[place] - origin
-            memory.append((address + one.layout.io_begin, one.layout.io_bytes))
+            memory.append((address + layout.io_begin, layout.io_bytes))
             if place in wanted:
-                arriving[one] = self._storage(slot, address - slot.address, one.nbytes), address
+                arriving[one] = self._storage(slot, address - slot.address, one.nbytes), layout, address
         for one in arriving:
             one.to(State.FETCHING)
             self.count_resident(one)
@@ -269,7 +261,7 @@ class CpuTier(Tier):
                 ranges=memory,
                 skip=shared.offsets[first],
                 on_done=partial(self._arrived, arriving, now()),
-                keepalive=(slot, *(storage for storage, _ in arriving.values())),
+                keepalive=(slot, *(storage for storage, _, _ in arriving.values())),
                 records=tuple(arriving),
             )
         except Exception:
@@ -283,21 +275,15 @@ class CpuTier(Tier):
         self.remove_resident(record)
         record.to(State.SPILLED)
 
-    def _arrived(
-        self,
-        arriving: dict[Record, tuple[torch.UntypedStorage, int]],
-        since_s: float,
-        transfer: Transfer,
-    ) -> None:
+    def _arrived(self, arriving: Arriving, since_s: float, transfer: Transfer) -> None:
         with self.shared.lock:
             for record in self.ended(transfer):
                 if transfer.error is not None:
                     self._not_read(record)
-                    record.error = transfer.error
                     continue
-                storage, address = arriving[record]
-                record.layout.restore_edges(address, record.nbytes)
-                self.add_resident(record, storage, record.begin)
+                storage, layout, address = arriving[record]
+                layout.restore_edges(address, record.nbytes)
+                self.add_resident(record, storage)
                 record.to(State.RESIDENT)
                 self.shared.reporter.event(EventKind.READ, record, since_s=since_s)
         arriving.clear()

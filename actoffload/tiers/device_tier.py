@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ from ..storage.spool import Spool
 from ..storage.transfers import Transfer
 from .copy_streams import BATCH_BYTES, BATCH_COPIES, Batch, CopyStreams, ReleaseWindow
 from .hook_costs import HookCosts
-from .record import Record, State
+from .record import HostCopy, Record, State
 from .shared import Shared
 from .tier import PENDING_MARGIN, UNWATCHED, Tier
 from .timers import WaitFor
@@ -42,12 +41,9 @@ USABLE_SHARE = 1 / 4
 """... and no more than this share of the device memory that is free as a forward begins."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Part:
-    """Owner of a copy out of the first bytes of a record, which goes in parts."""
-
-    module: str | None
-    record: Record
+def _host(record: Record) -> HostCopy:
+    assert record.host is not None, "it has left the device"
+    return record.host
 
 
 class DeviceTier(Tier):
@@ -108,7 +104,7 @@ class DeviceTier(Tier):
             return KeepReason.PRESSURE
         outs = self._copy_out(record, slot)
         out, _ = outs[-1]
-        record.slot, record.outgoing, record.saved_on = slot, out, out.stream
+        record.host = HostCopy(slot, out, saved_on=out.stream)
         record.to(State.STAGING)
         self._copied_in_place.append(record)
         if len(outs) > 1 and self._goes_to_disk(record):
@@ -133,7 +129,7 @@ class DeviceTier(Tier):
             return int(PENDING_MARGIN * self.window.expected_bytes)
         if self.shared.config.policy not in ("auto", "greedy") or self.shared.budget.limit_bytes is not None:
             return 0
-        return min(int(BACKLOG_SHARE * self.shared.accounts.baseline_peak_bytes), self.shared.spare_bytes or 0)
+        return min(int(BACKLOG_SHARE * self.shared.accounts.baseline_peak_bytes), self.shared.budget.spare_bytes or 0)
 
     def begin_forward(self) -> None:
         super().begin_forward()
@@ -141,29 +137,26 @@ class DeviceTier(Tier):
         if self.copies.inert or self.copies.capturing():
             return
         usable = None if self.window.expected_bytes else self.copies.usable_bytes()
-        self.shared.spare_bytes = None if usable is None else int(USABLE_SHARE * usable)
+        self.shared.budget.spare_bytes = None if usable is None else int(USABLE_SHARE * usable)
 
     def _has_its_source(self, owner: object) -> bool:
         """Whether a copy out may begin: its source was not freed or resized while the batch was filled."""
         if not isinstance(owner, Record) or not self.resized(owner):
             return True
-        record = owner
-        assert record.outgoing is not None, "it waits among others"
-        assert record.slot is not None, "and has a slot"
-        self.window.withdraw(record, record.outgoing, record.slot.events)
-        record.outgoing = None
-        self.stay(record)
+        self._leave_batch(owner, _host(owner))
+        self.stay(owner)
         return False
 
     def _copy_out(self, record: Record, slot: Slot) -> list[tuple[Batch, int]]:
         """Have a record copied to the host; return its parts: the batch of each, and how many bytes it completes."""
-        nbytes, index, source = record.nbytes, record.device.index or 0, record.flat()
+        nbytes, index, source = record.nbytes, record.saved.device.index or 0, record.flat()
         outs: list[tuple[Batch, int]] = []
-        due = 0 if record.release_after is None else self.shared.events + record.release_after
+        after = None if record.saved.planned is None else record.saved.planned.release_after
+        due = 0 if after is None else self.shared.events + after
         part_bytes = CHUNK_BYTES if nbytes > CHUNK_BYTES and self._goes_to_disk(record) else nbytes
         for begin in range(0, nbytes, part_bytes):
             end = min(begin + part_bytes, nbytes)
-            owner = record if end == nbytes else Part(record.module, record)  # the last part stands for all
+            owner = record if end == nbytes else (record, begin)  # the last part stands for all
             part = source if nbytes == part_bytes else source[begin:end]
             host = self._pool.tensor(slot, begin, end - begin)
             outs.append((self.window.hold(owner, host, part, index, slot.events, nbytes, due), end))
@@ -171,12 +164,11 @@ class DeviceTier(Tier):
                 self.window.begin()  # a thread waits for each
         return outs
 
-    def _source_released(self, owner: object) -> None:
-        """Go on with a record after the window has released its device memory."""
-        if not isinstance(owner, Record):
+    def _source_released(self, record: object) -> None:
+        """Go on with a record, not with a part of one, after the window has released its device memory."""
+        if not isinstance(record, Record) or record.host is None:
             return
-        record = owner
-        record.outgoing = None
+        record.host.outgoing = None
         if record.state is State.RELEASED:
             self.remove_resident(record)
         if record.state is not State.STAGING:  # backward has taken the original
@@ -187,10 +179,8 @@ class DeviceTier(Tier):
         record.to(State.HOSTED)
         self.let_go(record)
         self.shared.reporter.event(EventKind.WRITE, record, "to host")
-        if record.transfer is not None:
-            record.to(State.SPILLING)
-        elif record.on_disk:
-            record.to(State.SPILLED)
+        if record.disk is not None:
+            record.to(State.SPILLED if record.disk.complete else State.SPILLING)
         elif self._goes_to_disk(record):
             self._spill(record)
         elif self._spill_mode == "overflow":
@@ -198,7 +188,8 @@ class DeviceTier(Tier):
             self._spill_overflow()
 
     def _goes_to_disk(self, record: Record) -> bool:
-        return self._spill_mode == "always" or (self._spill_mode == "overflow" and record.planned_tier == "nvme")
+        planned_tier = "" if record.saved.planned is None else record.saved.planned.tier
+        return self._spill_mode == "always" or (self._spill_mode == "overflow" and planned_tier == "nvme")
 
     def _wait_for_host_memory(self) -> bool:
         """Wait until there may be more of it; return False when none is on its way."""
@@ -245,10 +236,9 @@ class DeviceTier(Tier):
             record: its bytes are written.
             outs: its parts, as `_copy_out` returns them, while they are copied; None where the record is hosted.
         """
-        slot = record.slot
-        assert slot is not None, "what is written has a slot"
+        slot = _host(record).memory()
         assert self.spool is not None, "spilling needs a spool"
-        extent = record.extent = self.allocate(record, slot.nbytes)
+        extent = self.allocate(record, slot.nbytes)
         if extent is None:
             return
         on_done = partial(self._written, now())
@@ -279,7 +269,7 @@ class DeviceTier(Tier):
             for record in self.ended(transfer):
                 if self.is_written(record, transfer):
                     self.shared.reporter.event(EventKind.WRITE, record, "to disk", since_s)
-                    record.slot = None
+                    _host(record).slot = None
                     if record.state is State.SPILLING:  # else it is still STAGING: its device memory is not released
                         record.to(State.SPILLED)
                 elif record.state is State.SPILLING:
@@ -304,14 +294,19 @@ class DeviceTier(Tier):
 
     def _take_original(self, record: Record) -> None:
         """Discard the copy on the host: from now on we no longer watch whether the owner resizes the original."""
-        out, slot = record.outgoing, record.slot
-        assert out is not None, "a record on its way out is among others"
-        if self.window.withdraw(record, out, slot.events if slot is not None else None):
-            record.outgoing = None
+        host = _host(record)
+        self._leave_batch(record, host)
         self.give_up_write(record)
         self.forwarded(record)
-        record.slot = None
+        host.slot = None
         record.to(State.RESIDENT)
+
+    def _leave_batch(self, record: Record, host: HostCopy) -> None:
+        """Take a copy out of its batch, unless it has begun: then the window holds the memory until it is complete."""
+        if host.outgoing is not None:
+            events = host.slot.events if host.slot is not None else None
+            if self.window.withdraw(record, host.outgoing, events):
+                host.outgoing = None
 
     def _read(self, record: Record, urgent: bool) -> bool:
         slot = self._pool.acquire(record.nbytes)
@@ -321,9 +316,10 @@ class DeviceTier(Tier):
         if slot is None or record.state is not State.SPILLED:  # another thread has begun to read it meanwhile
             return slot is not None
         assert self.spool is not None, "a spilled record has a spool"
+        assert record.disk is not None, "and is there"
         events = [batch for batch in slot.events if not self.copies.done(batch)]
         transfer = self.spool.read(
-            record.extent,
+            record.disk.extent,
             slot.address,
             slot.nbytes,
             on_done=partial(self._arrived_on_host, now()),
@@ -335,9 +331,8 @@ class DeviceTier(Tier):
         self.begun(transfer)
         if events:
             self.begin_after(partial(self._wait_for, events), transfer)
-        record.slot = slot
-        record.filled_bytes = 0
-        record.wanted = True
+        host = _host(record)
+        host.slot, host.filled_bytes = slot, 0
         record.to(State.FETCHING)
         self._reading.add(record)
         return True
@@ -347,7 +342,7 @@ class DeviceTier(Tier):
         while self._arrived:
             record = self._arrived.pop()
             if record.state is State.HOSTED and record.on_disk:
-                record.slot = None
+                _host(record).slot = None
                 record.to(State.SPILLED)
                 return True
         return False
@@ -360,12 +355,11 @@ class DeviceTier(Tier):
         with self.shared.lock:
             self._reading.difference_update(transfer.records)
             for record in self.ended(transfer):
-                assert record.slot is not None, "a record that is read has a slot"
-                if not record.filled_bytes:  # no copy of it has begun, and the read has waited for the earlier ones
-                    record.slot.events.clear()
+                host = _host(record)
+                if not host.filled_bytes:  # no copy of it has begun, and the read has waited for the earlier ones
+                    host.memory().events.clear()
                 if transfer.error is not None:
-                    record.error = transfer.error
-                    record.slot = None
+                    host.slot = None
                     record.to(State.SPILLED)
                 else:
                     record.to(State.HOSTED)
@@ -373,21 +367,21 @@ class DeviceTier(Tier):
                     self.shared.reporter.event(EventKind.READ, record, "from disk", since_s)
 
     def poll(self) -> None:
-        """Begin the copies to the device of records that were read from disk and are wanted."""
+        """Begin the copies to the device of records that were read from disk."""
         if not (self._arrived or self._unused) or self.copies.capturing():
             return
         self._drop_unused()
         while self._arrived and not self.shared.stopped:
             record = self._arrived[0]
-            early = record.state is State.HOSTED and record.wanted
-            if early and (self.shared.no_memory_ahead or not self.shared.budget.has_room_early(record.nbytes)):
+            early = record.state is State.HOSTED
+            if early and (self.shared.budget.no_memory_ahead or not self.shared.budget.has_room_early(record.nbytes)):
                 break
             self._arrived.popleft()
             try:
                 if early:
                     self._reload(record)
             except torch.OutOfMemoryError:  # backward fetches it again
-                self.shared.no_memory_ahead = True
+                self.shared.budget.no_memory_ahead = True
         self._begin_reloads()
 
     def _reload_now(self, record: Record) -> None:
@@ -400,7 +394,7 @@ class DeviceTier(Tier):
 
     def release_ahead(self) -> bool:
         some = bool(self._reloading or self._unused or self.window.held_bytes)
-        self.shared.no_memory_ahead = True
+        self.shared.budget.no_memory_ahead = True
         self._evict_ahead(self.shared.accounts.resident_bytes)  # all of them
         self._drop_unused()
         self.window.advance(0)
@@ -421,26 +415,27 @@ class DeviceTier(Tier):
 
     def _reload_arrived(self, record: Record) -> None:
         """Begin the copies of the parts of a record that have come from disk; backward waits for it."""
-        end = record.transfer.arrived_bytes // CHUNK_BYTES * CHUNK_BYTES if record.transfer is not None else 0
-        if end > record.filled_bytes:
+        transfer = None if record.disk is None else record.disk.transfer
+        end = 0 if transfer is None else transfer.arrived_bytes // CHUNK_BYTES * CHUNK_BYTES
+        if end > _host(record).filled_bytes:
             with contextlib.suppress(torch.OutOfMemoryError):  # then the whole record makes room once it has arrived
                 self._fill(record, end)
 
     def _fill(self, record: Record, end: int) -> None:
         """Copy a record to device memory of its own up to byte ``end``."""
-        slot, begin = record.slot, record.filled_bytes
-        assert slot is not None, "what was read has a slot"
+        host = _host(record)
+        slot, begin = host.memory(), host.filled_bytes
         self._begin_reloads()
-        incoming = self.copies.gather("in", record.device.index or 0, None)
-        if record.filling is None or record.incoming is None:
-            record.filling = self.copies.destination(incoming, record.nbytes)
+        incoming = self.copies.gather("in", record.saved.device.index or 0, None)
+        if host.filling is None or host.incoming is None:
+            host.filling = self.copies.destination(incoming, record.nbytes)
             self.count_resident(record)
         else:
-            incoming.stream = record.incoming.stream  # which owns the memory
-        part = record.filling[begin:end]
+            incoming.stream = host.incoming.stream  # which owns the memory
+        part = host.filling[begin:end]
         incoming.add(record, part, self._pool.tensor(slot, begin, end - begin), end - begin, slot.events)
         self.copies.begin_in(incoming)
-        record.incoming, record.filled_bytes = incoming, end
+        host.incoming, host.filled_bytes = incoming, end
 
     def _reload(self, record: Record) -> None:
         """Enqueue the copy of a hosted record to the device, in a batch with the records that the same call reloads."""
@@ -450,29 +445,29 @@ class DeviceTier(Tier):
             self.forwarded(record)
             self.give_up_write(record)
             record.to(State.HOSTED)
-        slot = record.slot
-        assert slot is not None, "a hosted record has a slot"
-        if record.filling is not None:
-            if record.filled_bytes < record.nbytes:
+        host = _host(record)
+        if host.filling is not None:
+            if host.filled_bytes < record.nbytes:
                 self._fill(record, record.nbytes)
-            self._reloads(record, record.filling)
-            record.filling = None
+            self._reloads(record, host.filling)
+            host.filling = None
             if record.on_disk:
-                record.slot = None
+                host.slot = None
             return
-        incoming = self.copies.gather("in", record.device.index or 0, self._incoming)
+        slot = host.memory()
+        incoming = self.copies.gather("in", record.saved.device.index or 0, self._incoming)
         if incoming is not self._incoming:
             self._begin_reloads()
             self._incoming = incoming
         filled = self.copies.destination(incoming, record.nbytes)
         incoming.add(record, filled, self._pool.tensor(slot, 0, record.nbytes), record.nbytes, slot.events)
-        record.incoming = incoming
+        host.incoming = incoming
         self._reloads(record, filled)
         if incoming.nbytes >= BATCH_BYTES or len(incoming.copies) >= BATCH_COPIES:
             self._begin_reloads()
 
     def _reloads(self, record: Record, filled: torch.Tensor) -> None:
-        self.add_resident(record, filled.untyped_storage(), record.begin)
+        self.add_resident(record, filled.untyped_storage())
         record.to(State.RELOADING)
         self._reloading[record] = None
         self.shared.reporter.event(EventKind.READ, record, "to device")
@@ -494,7 +489,7 @@ class DeviceTier(Tier):
             self.release_dead()
 
     def _is_dead(self, owner: object) -> bool:
-        record = owner.record if isinstance(owner, Part) else owner
+        record = owner[0] if isinstance(owner, tuple) else owner
         return isinstance(record, Record) and record.state is State.RELEASED
 
     def begin_copies(self) -> None:
@@ -509,20 +504,19 @@ class DeviceTier(Tier):
             self._incoming = None
             for record in records:
                 if record.on_disk:
-                    record.slot = None
+                    _host(record).slot = None
 
     def ready(self, record: Record) -> torch.UntypedStorage | None:
-        incoming = record.incoming
         if self.copies.capturing():
-            if incoming is None and record.state is State.RESIDENT:
+            if record.state is State.RESIDENT and (record.host is None or record.host.incoming is None):
                 return record.data
             raise StateError(CAPTURED)
         if record.state in (State.HOSTED, State.SPILLING):
             self._reload_now(record)
-            incoming = record.incoming
         elif record.state is State.FETCHING:
             self._reload_arrived(record)
             return None
+        incoming = None if record.host is None else record.host.incoming
         if incoming is not None:
             if incoming.event is None:
                 self._begin_reloads()
@@ -540,18 +534,14 @@ class DeviceTier(Tier):
 
         A weakly held record keeps the copies that fill it, as a stream that has not waited for them may need it yet.
         """
-        out, incoming = record.outgoing, record.incoming
-        if out is not None:
-            events = record.slot.events if record.slot is not None else None
-            if self.window.withdraw(record, out, events):
-                record.outgoing = None
-        if incoming is not None:
-            if not incoming.settled:
-                self._unused.append((record.data if record.filling is None else record.filling, incoming))
-            record.filling = None
+        if (host := record.host) is not None:
+            self._leave_batch(record, host)
+            if host.incoming is not None and host.incoming.stream not in host.incoming.awaited_by:
+                self._unused.append((record.data if host.filling is None else host.filling, host.incoming))
+            host.filling = None
 
     def remove_resident(self, record: Record) -> None:
-        if record.outgoing is None:
+        if record.host is None or record.host.outgoing is None:
             super().remove_resident(record)
         else:  # the window holds the memory until the copy is complete
             record.data = None

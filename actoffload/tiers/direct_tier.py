@@ -50,11 +50,10 @@ class DirectTier(Tier):
         extent = self.allocate(record, record.nbytes)
         if extent is None:
             return KeepReason.DEGRADED
-        record.extent = extent
         event = self._so_far(record)
         self._used_here(record, record.flat())
         on_done = partial(self._written, now())
-        address = record.address + record.begin
+        address = record.saved.address + record.saved.begin
         transfer = self._disk.write(
             extent, address, record.nbytes, on_done=on_done, keepalive=record.data, held=True, records=(record,)
         )
@@ -68,11 +67,11 @@ class DirectTier(Tier):
     def _so_far(self, record: Record) -> Event:
         """Return an event after all work of the current stream, which has made the bytes, or has used the memory."""
         device = self.copies.device
-        return device.record(device.current_stream(record.device.index or 0))
+        return device.record(device.current_stream(record.saved.device.index or 0))
 
     def _used_here(self, record: Record, tensor: Tensor) -> None:
         """Report to the allocator that the current stream uses memory, which may belong to another stream."""
-        self.copies.device.used_on(tensor, self.copies.device.current_stream(record.device.index or 0))
+        self.copies.device.used_on(tensor, self.copies.device.current_stream(record.saved.device.index or 0))
 
     def _wait_for(self, event: Event) -> None:
         self.copies.device.synchronize(event)
@@ -98,7 +97,7 @@ class DirectTier(Tier):
         return True
 
     def release_ahead(self) -> bool:
-        self.shared.no_memory_ahead = True
+        self.shared.budget.no_memory_ahead = True
         ahead = [one for one in self._ahead if one.state is State.RESIDENT]
         for one in ahead:
             del self._ahead[one]
@@ -111,11 +110,12 @@ class DirectTier(Tier):
         return True
 
     def _begin_read(self, record: Record) -> None:
-        device, index = self.copies.device, record.device.index or 0
+        device, index = self.copies.device, record.saved.device.index or 0
         tensor = device.empty(record.nbytes, index, device.current_stream(index))
         event = self._so_far(record)
         on_done = partial(self._arrived, tensor, now())
-        extent, address = record.extent, tensor.data_ptr()
+        assert record.disk is not None, "a spilled record is on disk"
+        extent, address = record.disk.extent, tensor.data_ptr()
         transfer = self._disk.read(
             extent, address, record.nbytes, on_done=on_done, keepalive=tensor, held=True, records=(record,)
         )
@@ -129,11 +129,10 @@ class DirectTier(Tier):
         with self.shared.lock:
             for record in self.ended(transfer):
                 if transfer.error is not None:
-                    record.error = transfer.error
                     self.remove_resident(record)
                     record.to(State.SPILLED)
                 else:
-                    self.add_resident(record, tensor.untyped_storage(), record.begin)
+                    self.add_resident(record, tensor.untyped_storage())
                     record.to(State.RESIDENT)
                     self.shared.reporter.event(EventKind.READ, record, since_s=since_s)
 

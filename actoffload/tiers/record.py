@@ -15,6 +15,7 @@ from .storage_ref import StorageRef, expired
 
 if TYPE_CHECKING:
     from ..memory.slots import Slot
+    from ..planning.plan import PlanEntry
     from ..storage.transfers import Transfer
     from .copy_streams import Batch
 
@@ -55,60 +56,72 @@ _EMPTY: dict[torch.device, Tensor] = {}
 
 
 @dataclass(slots=True, eq=False, repr=False)
+class Saved:
+    """The storage that was saved, the span of it that views need, and the facts of its save. Locking as in `Record`."""
+
+    identity: StorageRef  # pins the storage's identity for as long as the record lives
+    address: int  # where the storage lay when it was saved
+    begin: int  # its first byte that a view needs
+    device: torch.device
+    shape: tuple[int, ...] = ()  # of the view that was saved first, for traces
+    has_gaps: bool = False  # that view does not need all bytes of the span, so that some may change
+    module: str | None = None  # that saved it, if names are known
+    name: str | None = None  # from the user
+    planned: PlanEntry | None = None  # of the plan that is followed
+    number: int = field(default_factory=_numbers.__next__)  # of the record in this process, for traces
+    alive: bool = False  # backward took it although it had moved, as the program held it
+    was_resized: bool = False  # its owner was seen to have freed or resized it while it was moved
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class DiskCopy:
+    """A record's room on disk, from its allocation on. Locking as in `Record`."""
+
+    extent: Any  # an `Extent`, or the `SharedExtent` of a CPU tensor
+    complete: bool = False  # all bytes are there
+    transfer: Transfer | None = None  # the write or read that the record needs
+    error: BaseException | None = None  # why it could not be read; the next unpack tries again
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class HostCopy:
+    """A device record's host memory, and the copies between it and the device. Locking as in `Record`."""
+
+    slot: Slot | None  # the host memory; None once it is given back
+    outgoing: Batch | None  # the copies to the host that it is among, until its device memory is let go
+    saved_on: Any  # a stream; its use of the device memory is reported as that is released
+    incoming: Batch | None = None  # the copies to the device that it is among
+    filling: Tensor | None = None  # device memory that is filled as the bytes come from disk
+    filled_bytes: int = 0  # its first bytes; their copies have begun
+
+    def memory(self) -> Slot:
+        """Return the host memory of a record whose bytes are there, or on their way."""
+        assert self.slot is not None, "it was not given back"
+        return self.slot
+
+
+@dataclass(slots=True, eq=False, repr=False)
 class Record:
     """One version of one saved storage (or of a span of it), shared by every handle on it.
 
-    All fields are guarded by the store's lock. The store, the tape and one tier keep their facts about a storage here,
-    and each of them reads it for each tensor.
+    The store's lock guards all fields, and those of the parts. A record that never leaves has neither copy.
     """
 
+    saved: Saved
     data: torch.UntypedStorage | None  # views are made of it while the bytes are on the device
-    address: int  # where the storage lay when it was saved
-    begin: int  # its first byte that a view needs
-    end: int  # one past the last byte that a view needs
-    device: torch.device
-    shape: tuple[int, ...] = ()  # of the view that was saved first, for traces
-    kind: str = field(init=False)  # the type of the device
-    nbytes: int = field(init=False)  # of the span
-    number: int = field(default_factory=_numbers.__next__)  # of the record in this process, for traces
+    nbytes: int  # of the span
+    kind: str  # the type of the device
     state: State = State.RESIDENT
-    has_gaps: bool = False  # the first view does not need all bytes of the span, so that some may change
-    data_begin: int = 0  # the byte of the original storage that is the first of `data`
     weak_data: StorageRef | None = None  # the device copy, which the program may still hold after we let go of it
-    identity: StorageRef | None = None  # pins the storage's identity for as long as the record lives
-    probe: Any = None  # an alias that shares the version counter of the saved tensor
-    version: int = 0  # of the saved tensor
-    thread: int = 0  # that saved it
-    counters: tuple[Any, ...] = ()  # of the wrapper subclasses around it, see `IdentityMap`
     handles: int = 0
     waiting: int = 0  # handles that were not unpacked in this round of backward
     round: int = 0  # how often backward has begun over (`retain_graph`)
     tape: Any = None  # the forward that it was saved in
     index: int = -1  # its place on the tape
-    module: str | None = None  # that saved it, if names are known
-    name: str | None = None  # from the user
     stays: bool = False  # it was decided that it never leaves
-    planned_tier: str = ""  # where a plan sends it: "host", "nvme", or "" for the tier's own choice
-    release_after: int | None = None  # of a plan, see `PlanEntry`
     counted: bool = False  # among the resident bytes
-    wanted: bool = False  # backward is about to need it
-    alive: bool = False  # backward took the original although it had moved, as the program held it
-    on_disk: bool = False  # a complete copy is in `extent`
-    was_resized: bool = False  # its owner was seen to have freed or resized it while it was moved
-    extent: Any = None  # its room on disk: an `Extent`, or the `SharedExtent` of a CPU tensor
-    transfer: Transfer | None = None  # the write or read that it needs
-    layout: Any = None  # how a CPU tensor's bytes lie around its direct I/O
-    slot: Slot | None = None  # its host memory
-    saved_on: Any = None  # a stream; its use of the device memory is reported as that is released
-    outgoing: Batch | None = None  # the copies to the host that it is among, until its device memory is let go
-    incoming: Batch | None = None  # the copies to the device that it is among
-    filling: Tensor | None = None  # device memory that is filled as the bytes come from disk
-    filled_bytes: int = 0  # its first bytes; their copies have begun
-    error: BaseException | None = None  # why it could not be read; the next unpack tries again
-
-    def __post_init__(self) -> None:
-        self.nbytes = self.end - self.begin
-        self.kind = self.device.type
+    disk: DiskCopy | None = None
+    host: HostCopy | None = None
 
     def add_handle(self) -> None:
         """Count one more handle, which was not unpacked in this round of backward."""
@@ -122,7 +135,8 @@ class Record:
             StateError: the transition is not in the table.
         """
         if state not in TRANSITIONS[self.state] and (state is not State.RELEASED or self.state is State.RELEASED):
-            raise StateError(f"record {self.number}: {self.state.value} -> {state.value} is not a legal transition")
+            number = self.saved.number
+            raise StateError(f"record {number}: {self.state.value} -> {state.value} is not a legal transition")
         self.state = state
 
     @property
@@ -130,38 +144,48 @@ class Record:
         """Whether the bytes are on the device."""
         return self.data is not None
 
+    @property
+    def on_disk(self) -> bool:
+        """Whether a complete copy is on disk."""
+        return self.disk is not None and self.disk.complete
+
+    def begin_in(self, storage: torch.UntypedStorage) -> int:
+        """The byte of the original with which a storage that has the bytes begins: a copy has those of the span."""
+        return 0 if storage._cdata == self.saved.identity.cdata else self.saved.begin
+
     def original(self) -> torch.UntypedStorage | None:
         """The storage that was saved, if the program still holds it, and its bytes are there.
 
         Plain PyTorch holds a reference, and backward reads the contents of that moment. So a copy may replace a storage
         only after it has died and nothing can fill it again.
         """
-        identity = self.identity
-        if identity is None or expired(identity.cdata):  # `gone`, for each tensor that backward takes
+        identity = self.saved.identity
+        if expired(identity.cdata):  # `gone`, for each tensor that backward takes
             return None
         if self.data is not None and self.data._cdata == identity.cdata:
             return None
         storage = identity.lock()
-        return storage if storage is not None and storage.nbytes() >= self.end else None
+        return storage if storage is not None and storage.nbytes() >= self.saved.begin + self.nbytes else None
 
     def held_elsewhere(self) -> bool:
         """Whether the program holds the original, so that moving it frees nothing. A handle is being unpacked."""
-        if self.identity is None or self.identity.gone():
+        if self.saved.identity.gone():
             return False
         ours = 1  # Python's objects for a storage count as one
-        if self.outgoing is not None:
-            copy = self.outgoing.copies.get(self)
+        if self.host is not None and self.host.outgoing is not None:
+            copy = self.host.outgoing.copies.get(self)
             if copy is None or self.data is None or copy[1].nbytes < self.data.nbytes():
                 return False  # copies of other parts may hold it, so the count proves nothing
             ours += 1  # the source of its copy
         if self.stays:
             ours += self.handles + 1  # the alias of each handle, and the alias that backward is about to get
-        return self.identity.held_by() > ours
+        return self.saved.identity.held_by() > ours
 
     def flat(self) -> Tensor:
         """Return the record's bytes on the device as a flat uint8 tensor."""
         assert self.data is not None, "flat() of a record that is not on the device"
-        empty = _EMPTY.get(self.device)
+        device = self.saved.device
+        empty = _EMPTY.get(device)
         if empty is None:
-            empty = _EMPTY[self.device] = torch.empty(0, dtype=torch.uint8, device=self.device)
-        return empty.detach().set_(self.data, self.begin - self.data_begin, (self.nbytes,), (1,))
+            empty = _EMPTY[device] = torch.empty(0, dtype=torch.uint8, device=device)
+        return empty.detach().set_(self.data, self.saved.begin - self.begin_in(self.data), (self.nbytes,), (1,))

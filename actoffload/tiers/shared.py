@@ -19,14 +19,19 @@ _logger = logging.getLogger("actoffload")
 
 
 class DeviceBudget:
-    """The user's limit of saved bytes on the device, and the bytes that must fit beside early fetches.
+    """The user's limit of saved bytes on the device, the bytes that must fit beside early fetches, and spare memory.
 
     Attributes:
         limit_bytes: the limit; None when there is none, or where it is a share of a peak that no step has shown yet.
             Without a limit of the user's it is the room of the device, if a plan would need more.
         largest_bytes: the largest record so far; the next one may be as large.
+        following_bytes: the size of the storage that the forward saves next, where a plan knows it.
         recompute_bytes: the bytes that backward needs at once if it runs a checkpointed region again.
         floor_bytes: the lowest limit that a step keeps, where that is known; a share is never less.
+        spare_bytes: without a plan, how much device memory copies out may hold, and fetches ahead as much again: a part
+            of the device memory that was free as the forward began; None: no limit is known.
+        no_memory_ahead: the device had no memory for a fetch ahead. The allocator has given its cache back,
+            to no avail, so that nothing more is fetched ahead before the next forward.
     """
 
     def __init__(self, config: OffloadConfig, accounts: Accounts) -> None:
@@ -35,7 +40,10 @@ class DeviceBudget:
         limited = config.device_budget is not None and self._share is None
         self.limit_bytes = config.size("device_budget", 0) if limited else None
         self.largest_bytes = 0
+        self.following_bytes: int | None = None
         self.recompute_bytes = 0
+        self.spare_bytes: int | None = None
+        self.no_memory_ahead = False
         self._accounts = accounts
 
     def begin_forward(self, *, first: bool) -> None:
@@ -84,10 +92,10 @@ class Reporter:
         """Report to the sink, if there is one. An error of the sink is advised once and harms nothing."""
         if self.sink is None or kind in self.unwanted:
             return
-        time_s = now()
+        time_s, saved = now(), record.saved
         begin_s = time_s if since_s is None else since_s
-        thread, module = threading.get_ident(), record.module or ""
-        self._tell(TraceEvent(kind, begin_s, record.number, record.nbytes, time_s - begin_s, detail, thread, module))
+        thread, module = threading.get_ident(), saved.module or ""
+        self._tell(TraceEvent(kind, begin_s, saved.number, record.nbytes, time_s - begin_s, detail, thread, module))
 
     def planned(self, told: str) -> None:
         """Report another plan to the sink, if there is one, and have `warn` log it."""
@@ -142,11 +150,7 @@ class Shared:
         pending_bytes: bytes of writes that were begun and have not ended.
         events: how many storages with a place on a tape were saved, or used in backward for the first time. A plan
             counts in events when device memory is released, not in seconds: the host may be far ahead of the device.
-        spare_bytes: without a plan, how much device memory copies out may hold, and fetches ahead as much again: a part
-            of the device memory that was free as the forward began; None: no limit is known.
         largest_moved_bytes: the largest record that moved; prefetch looks at least twice as far.
-        no_memory_ahead: the device had no memory for a fetch ahead. The allocator has given its cache back,
-            to no avail, so that nothing more is fetched ahead before the next forward.
         late_s: seconds that compute streams waited for records that were fetched ahead, since a forward began.
         watches_host: this step measures whether an accelerator idles while hooks move records.
         stopped: nothing may be started any more: the store was aborted or shut, or this is a forked child.
@@ -162,9 +166,7 @@ class Shared:
         self.reporter = Reporter(sink, self.accounts)
         self.pending_bytes = 0
         self.events = 0
-        self.spare_bytes: int | None = None
         self.largest_moved_bytes = 0
-        self.no_memory_ahead = False
         self.late_s = 0.0
         self.watches_host = False
         self.stopped = False

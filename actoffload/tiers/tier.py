@@ -24,7 +24,7 @@ from ..storage.engines.base import IoKind
 from ..storage.spool import Spool
 from ..storage.transfers import Transfer
 from .copy_streams import CopyStreams
-from .record import MOVING, Record, State
+from .record import MOVING, DiskCopy, Record, State
 from .shared import Shared
 from .storage_ref import StorageRef
 
@@ -74,9 +74,7 @@ class Tier(ABC):
             urgent: backward waits for it, so make room at any cost.
         """
         if record.state is State.SPILLING:
-            if not record.wanted:
-                self.forwarded(record)
-            record.wanted = True
+            self.forwarded(record)
             self.give_up_write(record)
             record.to(State.RESIDENT)
         elif record.state is State.RESIDENT:
@@ -85,8 +83,8 @@ class Tier(ABC):
             return False
         elif record.state is State.SPILLED and not self.recover(record):
             return self._read(record, urgent)
-        elif record.state is State.FETCHING and urgent and record.transfer is not None:
-            record.transfer.promote()
+        elif record.state is State.FETCHING and urgent and record.disk is not None and record.disk.transfer is not None:
+            record.disk.transfer.promote()
         return True
 
     @abstractmethod
@@ -100,20 +98,23 @@ class Tier(ABC):
     def saved_again(self, record: Record, tensor: torch.Tensor) -> None:
         """A record's bytes were saved once more, as a part of ``tensor``."""
         if self.copies is not None and not record.stays:
-            self.copies.saved_again(tensor, record.saved_on)
+            self.copies.saved_again(tensor, None if record.host is None else record.host.saved_on)
 
     def begun(self, transfer: Transfer) -> None:
         """Note the transfer of its records. The lock is held since before it was enqueued, so it has not ended yet."""
         for record in transfer.records:
-            record.transfer = transfer
+            record.disk.transfer, record.disk.error = transfer, None  # of an earlier read
 
     def cancel(self, record: Record) -> None:
         """Take the record out of its transfer, which is cancelled if no other record needs it.
 
         Else the write goes on. It holds the memory of the record until it ends, so until then that counts as pending.
         """
-        transfer, record.transfer = record.transfer, None
-        if transfer is not None and transfer.leave(record) and transfer.kind is IoKind.WRITE:
+        disk = record.disk
+        if disk is None or disk.transfer is None:
+            return
+        transfer, disk.transfer = disk.transfer, None
+        if transfer.leave(record) and transfer.kind is IoKind.WRITE:
             for left in transfer.records:
                 self.write_cancelled(left)
 
@@ -121,9 +122,10 @@ class Tier(ABC):
         """Return the records that still need a transfer which has ended; none after an interrupt. The lock is held."""
         if self.shared.interrupted:
             return []
-        records: list[Record] = list(transfer.needed_by)
+        records = [record for record, needs_it in transfer.records.items() if needs_it]
         for record in records:
-            record.transfer = None
+            record.disk.transfer, record.disk.error = None, transfer.error
+            record.disk.complete |= transfer.error is None
         if transfer.kind is IoKind.WRITE:
             self.shared.pending_bytes -= sum(record.nbytes for record in transfer.records)
         self.shared.changed.notify_all()  # now is as good as later: no thread wakes before the lock is free
@@ -139,10 +141,9 @@ class Tier(ABC):
 
     def free_extent(self, record: Record) -> None:
         """Free the record's room on disk; the spool reuses it once nothing is in flight on it."""
-        extent, record.extent = record.extent, None
-        record.on_disk = False
-        if extent is not None and self.spool is not None:
-            self.spool.free(extent)
+        disk, record.disk = record.disk, None
+        if disk is not None and self.spool is not None:
+            self.spool.free(disk.extent)
 
     def order_reuse(self, record: Record) -> None:  # noqa: B027 - the spool's transfers hold the memory that they use
         """Order the reuse of a record's device memory after every copy that touches it, and forget the copies."""
@@ -262,11 +263,12 @@ class Tier(ABC):
 
     def evict(self, record: Record) -> None:
         """Hold the device copy weakly, if a complete copy is elsewhere: no handle waits for the record."""
-        if record.state is not State.RESIDENT or record.data is None or (record.slot is None and not record.on_disk):
+        on_host = record.host is not None and record.host.slot is not None
+        if record.state is not State.RESIDENT or record.data is None or not (on_host or record.on_disk):
             return
         self.order_reuse(record)
         record.weak_data = StorageRef(record.data)
-        record.to(State.HOSTED if record.slot is not None else State.SPILLED)
+        record.to(State.HOSTED if on_host else State.SPILLED)
         self.remove_resident(record)
 
     def recover(self, record: Record) -> bool:
@@ -275,19 +277,18 @@ class Tier(ABC):
         record.weak_data = None
         if storage is None:
             return False
-        self.add_resident(record, storage, record.data_begin)
+        self.add_resident(record, storage)
         record.to(State.RESIDENT)
         return True
 
     def release(self, record: Record) -> None:
         """Release everything, as the last handle died. I/O in flight keeps its memory and extent until it ends."""
-        if record.data is not None or record.incoming is not None:
+        if record.data is not None or record.host is not None:
             self.order_reuse(record)
-        if record.transfer is not None or record.state is State.SPILLING:  # else no write has it, begun or not
-            self.cancel(record)
-        if record.extent is not None:
-            self.free_extent(record)
-        record.slot = None
+        if record.disk is not None or record.state is State.SPILLING:  # else no write has it, begun or not
+            self.give_up_write(record)
+        if record.host is not None:
+            record.host.slot = None
         record.weak_data = None
         if record.data is not None or record.counted:
             self.remove_resident(record)
@@ -298,7 +299,7 @@ class Tier(ABC):
     def let_go(self, record: Record) -> None:
         """Drop our reference to the original, as it has moved away."""
         # All Python objects for a storage count as one holder, which is us: more means that a tensor holds it.
-        if record.identity is not None and record.identity.held_by() > 1:
+        if record.saved.identity.held_by() > 1:
             self._left_behind.append(record)
         self.remove_resident(record)
 
@@ -306,8 +307,8 @@ class Tier(ABC):
         """Note that backward takes the original of a record that has moved, or is being written."""
         if record.on_device and record.state in MOVING:
             self.fetch(record, urgent=True)
-        elif not record.alive and record.held_elsewhere():
-            record.alive = True
+        elif not record.saved.alive and record.held_elsewhere():
+            record.saved.alive = True
             self.shared.accounts.stays_after_all(record.nbytes, KeepReason.ALIVE.value)
 
     def count_alive(self) -> None:
@@ -327,10 +328,9 @@ class Tier(ABC):
 
     # -- steps that they share ----------------------------------------------------------------------------------------
 
-    def add_resident(self, record: Record, storage: torch.UntypedStorage, begin: int) -> None:
-        """Note that ``storage`` on the device has the bytes; ``begin``: the original's byte that is its first."""
+    def add_resident(self, record: Record, storage: torch.UntypedStorage) -> None:
+        """Note that ``storage`` on the device has the bytes."""
         record.data = storage
-        record.data_begin = begin
         self.count_resident(record)
 
     def count_resident(self, record: Record) -> None:
@@ -340,7 +340,7 @@ class Tier(ABC):
             accounts = self.shared.accounts
             accounts.add_resident(record.nbytes)
             if accounts.resident_by_module is not None:
-                accounts.resident_by_module[record.module] += record.nbytes
+                accounts.resident_by_module[record.saved.module] += record.nbytes
 
     def remove_resident(self, record: Record) -> None:
         """Drop our reference to the device copy."""
@@ -350,7 +350,7 @@ class Tier(ABC):
             accounts = self.shared.accounts
             accounts.remove_resident(record.nbytes)
             if accounts.resident_by_module is not None:
-                accounts.resident_by_module[record.module] -= record.nbytes
+                accounts.resident_by_module[record.saved.module] -= record.nbytes
 
     def forwarded(self, record: Record) -> None:
         """Count that backward takes the record from a copy nearer than the tier it was heading for."""
@@ -372,9 +372,7 @@ class Tier(ABC):
         if transfer.error is not None:
             self.free_extent(record)
             self.shared.reporter.degrade("write failed", record, transfer.error)
-            return False
-        record.on_disk = True
-        return True
+        return transfer.error is None
 
     def leaves_memory(self, record: Record, since_s: float, transfer: Transfer) -> None:
         """End the write of a record from where its owner holds it; the transfer holds the memory a little longer."""
@@ -399,14 +397,16 @@ class Tier(ABC):
             transfer.fail(error)
 
     def allocate(self, record: Record, nbytes: int) -> Extent | None:
-        """Return room on disk for a record; None, and degraded, when there is none."""
+        """Take and return room on disk for a record; None, and degraded, when there is none."""
         if self.spool is None:
             raise StateError("a tier without a spool was asked to write to disk")
         try:
-            return self.spool.allocate(nbytes)
+            extent = self.spool.allocate(nbytes)
         except StorageError as error:
             self.shared.reporter.degrade("no room on disk", record, error)
             return None
+        record.disk = DiskCopy(extent)
+        return extent
 
     # -- storages that their owner frees or resizes while they are copied ---------------------------------------------
 
@@ -418,7 +418,7 @@ class Tier(ABC):
         data = record.data
         if data is None or record.state not in MOVING:
             return False
-        return record.was_resized or data.data_ptr() != record.address  # freed, it lies nowhere
+        return record.saved.was_resized or data.data_ptr() != record.saved.address  # freed, it lies nowhere
 
     def notice_resized(self) -> None:
         """Look for such storages often: one that is filled again at its old address shows no trace later."""
@@ -431,13 +431,14 @@ class Tier(ABC):
             if data is None or record.state not in MOVING:
                 turn.remove(record)  # among the first few
                 left -= 1
-            elif data.data_ptr() != record.address:
-                record.was_resized = True
+            elif data.data_ptr() != record.saved.address:
+                record.saved.was_resized = True
         turn.rotate(-left)  # so that with many under way each is seen every few saves, and none is passed over
 
     def stay(self, record: Record) -> None:
         """End the move of a storage that was `resized`: backward gets the storage itself, as without offloading."""
-        record.slot = None
+        if record.host is not None:
+            record.host.slot = None
         self.give_up_write(record)
         record.to(State.RESIDENT)
         self.shared.accounts.stays_after_all(record.nbytes, KeepReason.RESIZED.value)

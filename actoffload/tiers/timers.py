@@ -372,6 +372,6 @@ class StreamWaits:
 
 
 def traced(owner: object, nbytes: int) -> Traced:
-    """Return a tensor for a trace. ``owner``: its record, a part of a record, or an object of another library."""
-    record: Any = getattr(owner, "record", owner)
-    return getattr(record, "module", None), nbytes, getattr(record, "number", 0), tuple(getattr(record, "shape", ()))
+    """Return a tensor for a trace. ``owner``: its record, a record and the first byte, or another library's object."""
+    saved = getattr(owner[0] if isinstance(owner, tuple) else owner, "saved", None)
+    return (None, nbytes, 0, ()) if saved is None else (saved.module, nbytes, saved.number, tuple(saved.shape))

@@ -25,6 +25,8 @@ from actoffload.testing.faults import FailingEngine, FullEngine, GateEngine
 from actoffload.testing.simulated_device import NAME
 from actoffload.tiers.coalescing import Sources
 from actoffload.tiers.record import Record
+from actoffload.tiers.record import Saved as SavedStorage
+from actoffload.tiers.storage_ref import StorageRef
 from tests.harness import (
     WAIT_S,
     MakeOffloader,
@@ -408,14 +410,14 @@ def test_a_storage_freed_by_its_owner_during_the_write_stays(
 
 def test_a_storage_freed_once_counts_as_freed_though_refilled_at_its_old_address() -> None:
     storage, moved = torch.arange(16).untyped_storage(), Mock()
-    record = Record(storage, storage.data_ptr(), 0, 16, torch.device("cpu"))
+    record = Record(SavedStorage(StorageRef(storage), storage.data_ptr(), 0, torch.device("cpu")), storage, 16, "cpu")
     untouched = Sources([record], [])
     record.data = moved
     sources = Sources([record], [])
     moved.data_ptr.return_value = 0
     with pytest.raises(StateError, match="freed or resized"):
         sources.check()
-    moved.data_ptr.return_value = record.address
+    moved.data_ptr.return_value = record.saved.address
     assert sources.moved()
     assert not untouched.moved()
 

@@ -44,7 +44,7 @@ class Seen:
 
     def look(self) -> None:
         """Note the storages of living records, and wait until all transfers have ended."""
-        self.addresses |= {record.address for record in records_of(self.offloader)}
+        self.addresses |= {record.saved.address for record in records_of(self.offloader)}
         self.offloader.synchronize()
 
     def holds(self, tensor: Tensor) -> bool:

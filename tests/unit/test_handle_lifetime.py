@@ -376,7 +376,7 @@ def test_regions_abort_their_store_and_do_not_keep_it_alive(tmp_path: Path) -> N
         regions, store = offloader.store.regions, weakref.ref(offloader.store)
         if interrupted:
             regions.abort_if_interrupted(KeyboardInterrupt())
-            assert offloader.store.interrupted
+            assert offloader.store.shared.interrupted
         offloader.abort()
         del offloader
         assert store() is None

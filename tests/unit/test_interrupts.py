@@ -144,7 +144,7 @@ def test_an_interrupt_aborts_the_step_and_the_next_context_starts_afresh(
         if where != "cpu":
             torch.accelerator.synchronize()
         store = weakref.ref(offloader.store)
-        aborted = offloader.store.interrupted
+        aborted = offloader.store.shared.interrupted
         assert aborted or not offloader.statistics().live_records, f"a record is left after {interrupt.kind} at {at}"
         assert _files_in(tmp_path) == (not aborted), f"disk is taken after an interrupt at {at}"
         if aborted and not raised:  # raised in a finalizer, as the last call: the next context raises it
@@ -329,7 +329,7 @@ def _at_random_places(failures: int, seed: int, folder: Path) -> int:
             assert not offloader.store.shared.lock.owned(), f"alarm {number}"
             run_in_threads(offloader.synchronize)
             live = offloader.statistics().live_records
-            assert offloader.store.interrupted or live == 0, f"alarm {number} left {live} records"
+            assert offloader.store.shared.interrupted or live == 0, f"alarm {number} left {live} records"
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

@@ -427,9 +427,9 @@ def _spill_at_once(patch: pytest.MonkeyPatch) -> None:
     plain = DeviceTier._spill
 
     def hasty(self: DeviceTier, record: Any) -> None:
-        events, record.slot.events[:] = list(record.slot.events), []
+        events, record.host.slot.events[:] = list(record.host.slot.events), []
         plain(self, record)
-        record.slot.events[:] = events
+        record.host.slot.events[:] = events
 
     patch.setattr(DeviceTier, "_spill", hasty)
 
@@ -449,7 +449,8 @@ def _forget_the_incoming_copy(patch: pytest.MonkeyPatch) -> None:
 
     def forgetful(self: DeviceTier, record: Any) -> None:
         plain(self, record)
-        record.incoming = None
+        if record.host is not None:
+            record.host.incoming = None
 
     patch.setattr(DeviceTier, "order_reuse", forgetful)
 
@@ -757,7 +758,7 @@ def test_a_read_that_ends_as_its_last_handle_dies_is_no_error(
         (record,) = [record for record in records_of(offloader) if record.state is State.SPILLED]
         with lock_of(offloader):
             tier_of(offloader).fetch(record, urgent=False)
-            wait_until(lambda: record.transfer.wait(0))
+            wait_until(lambda: record.disk.transfer.wait(0))
             del loss
             assert offloader.statistics().live_records == 0
         offloader.close()  # joins the engine's threads
@@ -777,7 +778,7 @@ def test_copies_under_way_are_checked_in_turn_although_some_records_have_died(de
         with lock_of(offloader):
             for _ in range(len(saved) // LOOK_AT):
                 tier_of(offloader).notice_resized()
-            assert [record.was_resized for record in records_of(offloader)] == [True] * len(graphs)
+            assert [record.saved.was_resized for record in records_of(offloader)] == [True] * len(graphs)
 
 
 def _freed_and_filled(context: Any, meanwhile: Callable[[], None], then: Callable[[], None] = lambda: None) -> Tensor:

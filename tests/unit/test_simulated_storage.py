@@ -271,7 +271,7 @@ def test_a_tensor_is_copied_to_the_device_while_the_rest_of_it_is_read(device: S
         backward = threading.Thread(target=lambda: found.extend(torch.autograd.grad(out.sum(), w)))
         backward.start()
         gates[0].release(2)
-        wait_until(lambda: record.filled_bytes == 2 * CHUNK, "two parts are on their way to the device")
+        wait_until(lambda: record.host.filled_bytes == 2 * CHUNK, "two parts are on their way to the device")
         assert record.state is State.FETCHING
         gates[0].open()
         backward.join()
@@ -287,7 +287,7 @@ def test_all_parts_of_a_tensor_may_come_to_the_device_before_its_read_is_seen_to
     def late(tier: DeviceTier, since_s: float, transfer: Any) -> None:
         (record,) = transfer.records
         tier._part_arrived()
-        wait_until(lambda: record.filled_bytes == RECORD_BYTES, "all parts are on their way to the device")
+        wait_until(lambda: record.host.filled_bytes == RECORD_BYTES, "all parts are on their way to the device")
         arrived(tier, since_s, transfer)
 
     monkeypatch.setattr(DeviceTier, "_arrived_on_host", late)
@@ -456,7 +456,7 @@ def test_an_interrupted_copy_keeps_no_memory_page_locked(
             offloader.store.obtain(
                 next(one for one in records_of(offloader) if not one.on_device and not one.original()), 0
             )
-        assert offloader.store.interrupted
+        assert offloader.store.shared.interrupted
         del loss
         monkeypatch.setattr(SimulatedAccelerator, "copy", plain)
         device.synchronize()

@@ -21,7 +21,8 @@ from actoffload.planning.simulator import simulate
 from actoffload.runtime.tape import GROWTH, GROWTH_LIMIT, LearnedOrders, Tape, Window
 from actoffload.storage.meters import ENOUGH_BYTES, RateMeter
 from actoffload.testing.faults import GateEngine
-from actoffload.tiers.record import TRANSITIONS, Record, State
+from actoffload.tiers.record import TRANSITIONS, Record, Saved, State
+from actoffload.tiers.storage_ref import StorageRef
 from tests.harness import (
     MakeOffloader,
     accounts_of,
@@ -218,7 +219,8 @@ def test_the_same_is_fetched_at_the_same_need(seed: int) -> None:
 
 def _record(state: State = State.RESIDENT) -> Record:
     storage = torch.arange(16, dtype=torch.uint8).untyped_storage()
-    record = Record(storage, storage.data_ptr(), 4, 12, torch.device("cpu"))
+    saved = Saved(StorageRef(storage), storage.data_ptr(), 4, torch.device("cpu"))
+    record = Record(saved, storage, 8, "cpu")
     record.state = state
     return record
 
@@ -236,7 +238,8 @@ def test_every_transition_is_legal_or_raises_and_changes_nothing(before: State, 
         record.to(after)
         assert record.state is after
     else:
-        with pytest.raises(StateError, match=f"record {record.number}: {before.value} -> {after.value} is not a legal"):
+        number = record.saved.number
+        with pytest.raises(StateError, match=f"record {number}: {before.value} -> {after.value} is not a legal"):
             record.to(after)
         assert record.state is before
 
@@ -254,9 +257,11 @@ def test_the_table_has_every_state_and_never_loses_bytes() -> None:
 def test_flat_is_the_span_and_shares_memory() -> None:
     record = _record()
     assert record.on_device
-    assert record.nbytes == 8
+    assert record.data is not None
+    assert record.begin_in(record.data) == 0
     assert record.flat().tolist() == list(range(4, 12))
-    record.data, record.data_begin = torch.arange(4, 12, dtype=torch.uint8).untyped_storage(), 4
+    record.data = torch.arange(4, 12, dtype=torch.uint8).untyped_storage()  # a copy of the span
+    assert record.begin_in(record.data) == 4
     assert record.flat().tolist() == list(range(4, 12))
     record.data = None
     assert not record.on_device
@@ -456,7 +461,7 @@ def test_the_window_near_a_forwards_end(make_offloader: MakeOffloader, first: in
             for _ in range(count):
                 h = h.sin()
                 if follows:
-                    near.append(sum(record.state.value != "spilled" or record.wanted for record in waiting))
+                    near.append(sum(record.state.value != "spilled" for record in waiting))
             return h, tape_records(offloader)
 
     for step in range(2):  # the first step teaches how much each forward saves
