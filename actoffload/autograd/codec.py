@@ -58,7 +58,7 @@ class Codec:
         """
         if not tensor.is_floating_point() or self._store.closed or self._store.shared.stopped:
             return None
-        exact_forms = self._codec == "exact" or (self._codec == "auto" and once)
+        exact_forms = self._applies(tensor) and (once or self._codec == "exact")
         if exact_forms:
             self._originals.begin_save(tape)
             # First: the cast of a product may be both, and to compute it again takes no memory.
@@ -76,10 +76,15 @@ class Codec:
         # First: the operands of a named product are mostly named as well, and rounded, so it is not computed again.
         if self._is_inexact(tensor, names) and (code_bytes := self._fp8.form.code_bytes(tensor)):
             return code_bytes
-        if self._codec == "none":
+        if not self._applies(tensor):
             return nbytes
         self._originals.begin_save(tape)
         return exact_bytes(self._originals.node_of(tensor), tensor, nbytes)
+
+    def _applies(self, tensor: Tensor) -> bool:
+        # On the CPU each product is computed a second time for the comparison, and a third time in backward. That takes
+        # longer than to write it, unless the disk is slow: so only where the user asks for it.
+        return self._codec == "exact" or (self._codec == "auto" and not tensor.is_cpu)
 
     def _is_inexact(self, tensor: Tensor, names: tuple[str | None, str | None]) -> bool:
         # Never the input of a checkpoint, whose second run has to begin with what the first one had. The program may

@@ -83,6 +83,7 @@ class Transfer:
 
     def leave(self, record: object) -> bool:
         """Note that a record no longer needs the transfer; return whether it is cancelled, as no other one does."""
+        assert self.records[record], "a record leaves once, else its bytes would no longer count as pending"
         self.records[record] = False
         return not any(self.records.values()) and self.cancel()
 

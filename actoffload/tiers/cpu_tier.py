@@ -82,10 +82,10 @@ class CpuTier(Tier):
             return self._offload_copy(record)
         saved = record.saved
         layout = Layout.around(saved.address + saved.begin, record.nbytes, self._alignment)
-        held = HeldBlock(saved.address, dense=not saved.has_gaps)
+        hold = partial(HeldBlock, saved.address, dense=not saved.has_gaps)
         if record.nbytes < SMALL_BYTES and self._batch_bytes:
             self._leave(record)
-            self._filling[record] = layout, held
+            self._filling[record] = layout, hold()
             self._copied_in_place.append(record)
             if sum(one.nbytes for one in self._filling) >= self._batch_bytes:
                 self.flush()
@@ -95,7 +95,7 @@ class CpuTier(Tier):
             return KeepReason.DEGRADED
         self._leave(record)
         self._copied_in_place.append(record)
-        self._write(extent, [held])
+        self._write(extent, [hold()])  # only now: to hold a block makes its pages huge
         return None
 
     def _offload_copy(self, record: Record) -> KeepReason | None:

@@ -42,7 +42,7 @@ USABLE_SHARE = 1 / 4
 
 
 def _host(record: Record) -> HostCopy:
-    assert record.host is not None, "it has left the device"
+    assert record.host is not None, "a copy of it to the host has begun"
     return record.host
 
 

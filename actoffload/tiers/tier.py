@@ -119,7 +119,7 @@ class Tier(ABC):
                 self.write_cancelled(left)
 
     def ended(self, transfer: Transfer) -> list[Record]:
-        """Return the records that still need a transfer which has ended; none after an interrupt. The lock is held."""
+        """Note a transfer's end; return the records that still need it, none after an interrupt. The lock is held."""
         if self.shared.interrupted:
             return []
         records = [record for record, needs_it in transfer.records.items() if needs_it]

@@ -360,13 +360,19 @@ def test_a_change_of_one_of_two_products_in_each_forward(where: str, codec: str,
             loss = checkpoint(block, x, use_reentrant=False).sum()
         offloader.synchronize()
         assert_same_bits(torch.autograd.grad(loss, (x, weight, other)), expected)
-    assert offloader.statistics().derived_bytes == NBYTES, "of the first one, before the second one was seen"
+    first = NBYTES if where != "cpu" or codec == "exact" else 0
+    assert offloader.statistics().derived_bytes == first, "of the first one, before the second one was seen"
+
+
+def _in_regions(where: str) -> str:
+    """The least `codec` with which regions that run once do not save their products."""
+    return "exact" if where == "cpu" else "auto"
 
 
 @ON_EACH_DEVICE
 def test_a_change_in_a_region_that_runs_once_later(where: str, make_offloader: Make) -> None:
     """The regions share a module's name, and the results of one were right in all forwards before."""
-    offloader = make_offloader(policy="all")
+    offloader = make_offloader(policy="all", codec=_in_regions(where))
     x, weight, other = (one.detach().nan_to_num(1.0, 1.0).requires_grad_() for one in inputs(where))
 
     def block(x: Tensor, change: bool) -> Tensor:
@@ -397,7 +403,7 @@ def test_a_product_that_is_saved_before_a_region_is_not_computed_again(
         product = (x @ weight) * (x @ other)
         loss = product.sin().sum() if before else 0.0
         loss = loss + checkpoint(torch.cos, product, use_reentrant=False).sum()
-    assert offloader.statistics().derived_bytes == (0 if before else NBYTES)
+    assert offloader.statistics().derived_bytes == (0 if before or where == "cpu" else NBYTES)
     loss.backward()
 
 
@@ -733,7 +739,7 @@ def test_regions_that_run_once_do_not_save_them(where: str, make_offloader: Make
         derived.append(statistics.derived_bytes)
     pilot = autopilot_of(offloader)
     assert any(once), "on a busy machine all may run again in the last steps"
-    products = 1 if where == "cpu" else 2  # and its activation
+    products = 0 if where == "cpu" else 2  # and its activation; on the CPU that is not the default
     assert derived[-1] == products * sum(once) * NBYTES, "where a region runs again, all is saved as it is"
     assert not [reason for reason in pilot.history if "other sizes" in reason]
     assert offloader.statistics().plan_peak_bytes <= 17 * NBYTES, "as without the codec, at these sizes"
@@ -744,7 +750,7 @@ def test_regions_that_run_once_do_not_save_them(where: str, make_offloader: Make
 def test_a_region_that_has_run_again_gives_its_room_to_a_result(where: str, make_offloader: Make) -> None:
     """The result is the first tensor that backward needs of the region before it. Later steps count no save."""
     model = Layers(where, 2)
-    offloader = make_offloader(policy=Keep())
+    offloader = make_offloader(policy=Keep(), codec=_in_regions(where))
     offloader.store.regions.follow(frozenset([0]))
     tier, held = tier_of(offloader), list[int]()
     make_room = tier.make_room
