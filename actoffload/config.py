@@ -286,8 +286,8 @@ class OffloadConfig:
     """Whether only the inputs of checkpointed blocks move. ``"only"`` moves these (PyTorch's checkpoint, DeepSpeed's,
     Megatron's) and nothing else; a checkpointed model saves nothing else of its blocks."""
     codec: str = field(default="auto", metadata={"kind": _CODEC})
-    """Which saved tensors take fewer bytes, with every bit back in backward ([tuning.md](tuning.md)). ``"auto"``: those of
-    checkpointed blocks that run once, on an accelerator. ``"exact"``: all, for some computing."""
+    """Which saved tensors take fewer bytes, with every bit back in backward ([tuning.md](tuning.md)). ``"auto"``: those
+    of checkpointed blocks that run once, on an accelerator. ``"exact"``: all, for some computing."""
     fp8: str | Sequence[str] | None = field(default=None, metadata={"kind": _GLOBS})
     """Glob patterns of the modules whose saved tensors are rounded to FP8: gradients are not exact then
     ([tuning.md](tuning.md)). Needs ``model=``."""
