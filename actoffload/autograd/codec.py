@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def exact_bytes(node: Any, tensor: Tensor, nbytes: int) -> int:
-    """Return how many of the bytes of a plain tensor a checkpointed region saves by default if it runs once.
+    """Return how many of the bytes of a plain tensor are saved in an exact form: none if backward computes it again.
 
     Args:
         node: that made the tensor, as `Originals.node_of` returns it.

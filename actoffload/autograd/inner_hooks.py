@@ -54,7 +54,7 @@ class _Running(NamedTuple):
 
 
 class InnerHooks(Hooking):
-    """Finds and reports saved tensors that the program's own hooks received inside our context, and such checkpoints.
+    """Finds and reports saved tensors that the program's own hooks received in our context, and reentrant checkpoints.
 
     It hooks the modules of a model for one forward. Compiled modules get no hooks, which would break their graph.
 

@@ -317,7 +317,7 @@ def pace_of(seen: Observed, recorded: Profile, *, limited: bool) -> float | None
     """
     if recorded.device == "cpu":
         changed = abs(seen.computed_s - recorded.step_s) > step_change(recorded) * recorded.step_s
-        return seen.computed_s if changed else None
+        return (seen.computed_s or None) if changed else None
     keep_s = seen.step_s - seen.idle_s
     if 0 < keep_s < (1 - STEP_CHANGE) * recorded.step_s:
         return keep_s
@@ -329,7 +329,8 @@ def at_pace(seen: Observed, profile: Profile) -> float:
 
     Other programs make a CPU slower or faster by more than a choice of regions does: only the waits are the plan's.
     """
-    return seen.step_s * (profile.step_s / seen.computed_s if profile.device == "cpu" else 1.0)
+    same = profile.device == "cpu" and seen.computed_s
+    return seen.step_s * profile.step_s / seen.computed_s if same else seen.step_s
 
 
 def _idled(seen: Observed, limited: bool) -> bool:
@@ -339,7 +340,7 @@ def _idled(seen: Observed, limited: bool) -> bool:
 def step_change(profile: Profile) -> float:
     """By which share steps have to be longer or shorter than predicted, so that the machine has changed.
 
-    Other programs use a CPU as well: medians of five steps differed by a fifth within two minutes.
+    Other programs use a CPU as well: medians of five steps differed by a fifth within two minutes (by hand).
     """
     return LINK_CHANGE if profile.device == "cpu" else STEP_CHANGE
 

@@ -32,5 +32,5 @@ class Observed:
 
     @property
     def computed_s(self) -> float:
-        """The step without its waits."""
-        return self.step_s - self.wait_s
+        """The step without its waits; 0 if several threads have waited at once for longer than it took."""
+        return max(0.0, self.step_s - self.wait_s)

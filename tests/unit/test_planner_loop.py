@@ -7,6 +7,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from actoffload.planning.constants import WARM_UP
 from actoffload.planning.profile import Profile
 from actoffload.planning.search import Limits
 from actoffload.planning.search import plan as make_plan
+from actoffload.runtime.profiler import Profiler
 from tests import planner_cases
 from tests.harness import autopilot_of
 from tests.planner_rig import MIB, MakeRig, Rig, rigs
@@ -301,18 +303,31 @@ def test_one_slow_step_is_no_new_pace(make_rig: MakeRig, slow: int) -> None:
     assert max(once) <= 5, "the disk takes no more"
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(("speed", "expected"), [(0.5, range(5, 8)), (2.0, range(1, 3))])
 def test_another_pace_of_the_machine_changes_the_blocks_that_run_once(
-    make_rig: MakeRig, speed: float, expected: range
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, speed: float, expected: range, device: str
 ) -> None:
+    recorded, steps = Profiler.profile, []
+
+    def profile(*given: Any, **options: Any) -> Profile | None:
+        found = recorded(*given, **options)
+        if found is not None:
+            found = replace(found, device=device)
+            steps.append(found)
+        return found
+
+    monkeypatch.setattr(Profiler, "profile", profile)  # an accelerator's rules differ
     rig = make_rig(bytes_per_s=SLOW * 4 / 3, recompute=True, announce="none")
     rig.steps(2 * SOON)
     assert _once(rig) in (3, 4), "the disk takes no more during a forward"
     rig.clock.speed = speed
     once = []
+    steps.clear()
     for _ in range(2 * SOON):
         rig.step()
         once.append(_once(rig))
+    assert len(steps) == 1 or device != "cpu", "only the first one under the new plan"
     assert set(once[SOON:]) <= set(expected)
     assert min(once) > 0, "no step tells how long the program's own checkpoints take now"
 

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from actoffload import Attachment, attach, no_offload, offload_activations
 from actoffload.autograd.hook_stack import Hooks, top
-from actoffload.autotune.observations import StepsUnderPlan, Watch, pace_of, surprise
+from actoffload.autotune.observations import StepsUnderPlan, Watch, at_pace, pace_of, surprise
 from actoffload.planning.constants import MOST_REST, REVIEW_STEPS
 from actoffload.planning.observed import Observed
 from actoffload.planning.plan import Plan
@@ -357,6 +357,14 @@ def test_on_the_cpu_the_compute_of_steps_is_their_pace_if_it_differs_by_more_tha
     assert pace_of(Observed(step_s=3.9), recorded, limited=False) == 3.9
     assert pace_of(Observed(step_s=3.9, backward_wait_s=0.5), recorded, limited=False) is None
     assert pace_of(Observed(step_s=2.9, backward_wait_s=0.9), recorded, limited=True) == 2.0
+    assert pace_of(Observed(step_s=2.0, backward_wait_s=2.5), recorded, limited=True) is None, "of several threads"
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", 6.0), ("cuda", 2.0)])
+def test_on_the_cpu_steps_compare_at_one_pace(device: str, expected: float) -> None:
+    recorded = Profile(storages=(), forward_s=1.0, backward_s=2.0, device=device)
+    assert at_pace(Observed(step_s=2.0, backward_wait_s=1.0), recorded) == expected
+    assert at_pace(Observed(step_s=2.0, backward_wait_s=2.5), recorded) == 2.0, "several threads waited at once"
 
 
 def test_idle_time_of_the_device_in_hooks_is_no_part_of_keeps_step() -> None:
