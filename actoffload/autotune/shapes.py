@@ -123,11 +123,10 @@ class NeedBeside:
     def take(self, profile: Profile, beside: Beside, *, once: frozenset[int], settled: bool) -> None:
         """Take over the memory that a recorded step had beside saved tensors; see the attributes.
 
-        Where a region runs once, memory of saved tensors that backward has used counts as memory beside them, so the
-        two together are no more than where it runs again. While any region runs again, reading ahead leaves the room of
-        a whole recomputation free. So the numbers of the step in which all regions ran again stay right.
+        Where a region runs once, a saved tensor that backward uses counts as memory beside saved tensors. Reading ahead
+        leaves room for it, so the numbers of the step in which all regions ran again stay right.
         """
-        if not once or self.beside is None or not profile.recompute_bytes:
+        if not once or self.beside is None:
             self.beside, self.of, self.settled = beside, once, settled
             sizes = [storage.nbytes for storage in profile.storages]
             sizes += [save.nbytes for region in profile.regions for save in region.saves]

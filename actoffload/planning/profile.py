@@ -200,11 +200,15 @@ class Profile:
 
     @property
     def recompute_bytes(self) -> int:
-        """The most bytes that backward makes at once: in the recomputation of one region, or from other storages."""
+        """The most bytes that the recomputation of one region holds."""
+        return max((s.nbytes for s in self.storages if s.kept == RECOMPUTED), default=0)
+
+    @property
+    def derived_bytes(self) -> int:
+        """The most bytes that backward computes again at once from other saved storages."""
         derived = [s for s in self.storages if s.kept == DERIVED]
         changes = sorted(change for s in derived for change in ((s.birth_s, s.nbytes), (s.last_need_s, -s.nbytes)))
-        region = max((s.nbytes for s in self.storages if s.kept == RECOMPUTED), default=0)
-        return max(region, *accumulate((nbytes for _, nbytes in changes), initial=0))
+        return max(accumulate((nbytes for _, nbytes in changes), initial=0))
 
     @property
     def forwards(self) -> int:

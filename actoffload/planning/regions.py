@@ -35,15 +35,10 @@ def choosable(base: Profile) -> list[int]:
 def more_beside(base: Profile, once: Collection[int]) -> int:
     """The bytes that a step with these regions run once may have beside saved tensors more than ``base`` has.
 
-    Inputs that the program holds are resident in ``base``, and nothing saves them where their region runs once. Memory
-    of saved tensors that backward has used lies beside them as well. It fits the room of a recomputation, which reading
-    ahead leaves free, unless all regions run once: then the largest region's is missing.
+    Inputs that the program holds are resident in ``base``, and nothing saves them where their region runs once.
     """
     held = (storage for storage in base.storages if storage.kept == KeepReason.ALIVE.value)
-    more = sum(storage.nbytes for storage in held if storage.input_of in once)
-    if once and {region.place for region in base.regions} <= set(once):
-        more += max(sum(save.nbytes for save in region.saves) for region in base.regions)
-    return more
+    return sum(storage.nbytes for storage in held if storage.input_of in once)
 
 
 def with_regions(base: Profile, once: Collection[int]) -> Profile:

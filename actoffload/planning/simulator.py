@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from ..errors import StateError
 from .plan import Plan
-from .profile import Profile
+from .profile import RECOMPUTED, Profile
 from .transfers import (
     BACKWARD,
     COPIED,
@@ -170,9 +170,10 @@ class _ReadAhead:
         """The next place to fetch, and the next place that backward needs."""
         self.ahead = 0
         self.is_ahead = [False] * len(modes)
-        self.most_held = workload.profile.recompute_bytes
-        self.held_bytes = 0
-        """Bytes that recomputations hold at this moment."""
+        # Where regions run once, a node uses a storage that has left until its end, but it counts only until its use.
+        self.in_use = self.largest if workload.any_once else 0
+        self.held_bytes = self.begun = 0
+        """Bytes that recomputations hold at this moment, and the number of those that have begun."""
         transfers.device.has_room_early = self._has_room
 
     def arrive(self, p: int, now: float, place: int) -> None:
@@ -206,7 +207,7 @@ class _ReadAhead:
                 # Kept storages fill the window as well: the offloader's window counts bytes from backward's position.
                 if reach[self.place] - reach[self.cursor] >= self.window:
                     return
-                if not self._has_room(nbytes):
+                if not self._has_room(p):
                     return
                 # A read from disk passes through host memory, which must have room for it.
                 if where == ON_DISK and self.transfers.has_host and not host.has_room(nbytes):
@@ -214,16 +215,21 @@ class _ReadAhead:
                 self.is_ahead[p] = True
                 self.ahead += self.transfers.fetch(p, now)
             elif WRITE_QUEUED <= where <= COPIED:
-                if not self._has_room(0):
+                if not self._has_room(p, 0):
                     return  # the next storages may need the room that this one's write frees
                 self.transfers.fetch(p, now)
             self.place += 1
 
-    def _has_room(self, nbytes: int) -> bool:
-        """Whether the bytes fit beside the bytes that backward may need at once, as `DeviceBudget.has_room_early`."""
-        device = self.transfers.device
-        at_once = max(self.largest, self.most_held - self.held_bytes)
-        return device.used + nbytes + at_once <= device.limit
+    def _has_room(self, p: int, nbytes: int | None = None) -> bool:
+        """Whether ``p``, or ``nbytes`` more, fit beside all that may be there before backward needs ``p``.
+
+        As `DeviceBudget.has_room_early`.
+        """
+        device, workload = self.transfers.device, self.workload
+        before = workload.recomputed[self.begun : workload.begun[workload.place[p]]]
+        made = max(workload.derived, *before) if before else workload.derived
+        at_once = max(self.largest + self.in_use, made - self.held_bytes)
+        return device.used + (workload.nbytes[p] if nbytes is None else nbytes) + at_once <= device.limit
 
 
 class _Step:
@@ -395,6 +401,8 @@ class _Step:
         self.device.add(p, now)
         self.transfers.state[p] = ON_DEVICE
         self.ahead.held_bytes += nbytes
+        if self.workload.profile.storages[p].kept == RECOMPUTED:
+            self.ahead.begun += 1
 
     def _wait_for_room(self, nbytes: int, now: float, kind: int) -> float:
         """Wait until ``nbytes`` fit the budget, or nothing more is leaving; return the time."""

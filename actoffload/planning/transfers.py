@@ -82,8 +82,8 @@ class Device:
         """Whether the storage has left the device before."""
         self.used = self.peak = 0
         self.limit = NEVER if limit is None else limit
-        self.has_room_early: Callable[[int], bool] = lambda nbytes: True
-        """Whether bytes that backward does not need yet fit."""
+        self.has_room_early: Callable[[int], bool] = lambda p: True
+        """Whether a storage that backward does not need yet fits."""
         self.phase = self.peak_phase = "forward"
         self.peak_time = 0.0
         self.log: list[tuple[float, int]] | None = None
@@ -259,7 +259,7 @@ class Transfers:
         """Begin the copies to the device of storages that were read from disk early, as far as there is room."""
         while self._arrived:
             p = self._arrived[0]
-            if self.state[p] == ON_HOST and not self.device.has_room_early(self.nbytes[p]):
+            if self.state[p] == ON_HOST and not self.device.has_room_early(p):
                 return
             self._arrived.popleft()
             if self.state[p] == ON_HOST:

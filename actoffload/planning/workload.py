@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..policy import Decision
 from .plan import Plan, PlanEntry
-from .profile import ROUNDING, Profile, moment
+from .profile import RECOMPUTED, ROUNDING, Profile, moment
 
 KEEP, HOST, NVME = range(3)
 """Where a storage goes: it is kept, sent to host memory, or sent to disk."""
@@ -56,6 +56,9 @@ class Workload:
         recorded: whether a forward has a record of the storage; a storage without one is small, or stays for good.
         held: as `Storage.held`.
         reach: bytes of the records in ``order`` before each place of it.
+        recomputed: the bytes of each recomputation of a region, in the order in which they begin.
+        begun: the number of recomputations that begin before backward needs the storage at each place of ``order``.
+        derived: as `Profile.derived_bytes`; ``any_once``: a region ran once.
         items: the decisions, in the order of places.
     """
 
@@ -78,6 +81,14 @@ class Workload:
         for place, p in enumerate(self.order):
             self.place[p] = place
             self.reach.append(self.reach[-1] + (self.nbytes[p] if self.recorded[p] else 0))
+        self.derived, self.any_once = profile.derived_bytes, bool(profile.once)
+        self.recomputed: list[int] = []
+        self.begun = [0] * len(self.order)
+        for _, kind, p in self.events:  # in the order of events: at one moment an input comes before its recomputation
+            if kind == HOLD and storages[p].kept == RECOMPUTED:
+                self.recomputed.append(self.nbytes[p])
+            elif kind == NEED:
+                self.begun[self.place[p]] = len(self.recomputed)
 
     # -- decisions ----------------------------------------------------------------------------------------------------
 

@@ -175,7 +175,7 @@ class Prefetch:
         if record.state is State.FETCHING and not limited:
             return record.nbytes  # the read of another record brings it
         # A record on its way out takes no memory if it stays after all, but its room is not freed: hence 0 bytes.
-        if not shared.budget.has_room_early(0 if on_device else record.nbytes):
+        if not shared.budget.has_room_early(0 if on_device else record.nbytes, record):
             return None
         try:
             brought = self._tiers[record.kind].fetch(record, urgent=False)

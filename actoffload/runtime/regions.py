@@ -424,6 +424,10 @@ class Regions:
             self._shared.accounts.recomputed(nbytes)
 
     def _reserve(self) -> None:
-        """Leave prefetch no room that backward needs at once for what it makes."""
-        again = (nbytes for place, nbytes in self._counts.most.items() if place not in self.once)
-        self._shared.budget.recompute_bytes = max([self._counts.most_derived, *again])
+        """Leave prefetch no room that backward needs for the bytes that it makes."""
+        budget, most = self._shared.budget, self._counts.most
+        budget.any_once = bool(self.once)
+        budget.again = {place: nbytes for place, nbytes in most.items() if place >= 0 and place not in self.once}
+        # A nested checkpoint may lie in a region that runs once, and then runs while backward is in that region.
+        nested = (nbytes for place, nbytes in most.items() if place < 0)
+        budget.made_bytes = max([self._counts.most_derived, *nested])

@@ -196,6 +196,8 @@ class Tape(Generic[R]):
         decisions: the decision on each record, as the store appends it; outlives the records.
         planned: by index, the bytes of a storage that the plan keeps without a record, or -1.
         walk: backward's way along the records.
+        began_before_reached: the number of regions that had begun before the save of the record that backward has
+            reached last; 0 before it has reached any.
     """
 
     def __init__(self) -> None:
@@ -212,7 +214,9 @@ class Tape(Generic[R]):
         self.decisions: list[Any] = []
         self.planned: tuple[int, ...] = ()
         self.walk: Walk[R] = Walk()
+        self.began_before_reached = 0
         self._sizes: list[int] = []
+        self._began_before: list[int] = []
         self._idle = (-1, 0)
 
     def __len__(self) -> int:
@@ -221,6 +225,7 @@ class Tape(Generic[R]):
     def append(self, record: R | None, nbytes: int) -> int:
         """Append a record of ``nbytes``, or None for a storage that stays without a record; return its index."""
         self._sizes.append(nbytes)
+        self._began_before.append(len(self.regions))
         self.records.append(record)
         self.live += 1
         self.total_bytes += nbytes
@@ -256,7 +261,12 @@ class Tape(Generic[R]):
     def advance(self, index: int, orders: LearnedOrders) -> bool:
         """Note that backward has reached the record at ``index``; return whether for the first time."""
         self.prepare(orders)  # first: the way is along the order that it chooses
+        self.began_before_reached = self._began_before[index]
         return self.walk.reach(index)
+
+    def began_before(self, index: int) -> int:
+        """Return the number of regions that had begun before the save of the record at ``index``."""
+        return self._began_before[index]
 
     def prepare(self, orders: LearnedOrders) -> None:
         """Choose the order in which backward will need the records, unless no save came since the last choice."""

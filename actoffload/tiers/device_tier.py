@@ -371,17 +371,18 @@ class DeviceTier(Tier):
         if not (self._arrived or self._unused) or self.copies.capturing():
             return
         self._drop_unused()
+        budget = self.shared.budget
         while self._arrived and not self.shared.stopped:
             record = self._arrived[0]
             early = record.state is State.HOSTED
-            if early and (self.shared.budget.no_memory_ahead or not self.shared.budget.has_room_early(record.nbytes)):
+            if early and (budget.no_memory_ahead or not budget.has_room_early(record.nbytes, record)):
                 break
             self._arrived.popleft()
             try:
                 if early:
                     self._reload(record)
             except torch.OutOfMemoryError:  # backward fetches it again
-                self.shared.budget.no_memory_ahead = True
+                budget.no_memory_ahead = True
         self._begin_reloads()
 
     def _reload_now(self, record: Record) -> None:

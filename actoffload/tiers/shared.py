@@ -26,7 +26,9 @@ class DeviceBudget:
             Without a limit of the user's it is the room of the device, if a plan would need more.
         largest_bytes: the largest record so far; the next one may be as large.
         following_bytes: the size of the storage that the forward saves next, where a plan knows it.
-        recompute_bytes: the bytes that backward needs at once if it runs a checkpointed region again.
+        again: the bytes that each region of a forward holds when backward runs it again, by its place; regions that
+            run once are not among them. ``any_once``: a plan has regions run once.
+        made_bytes: the bytes that backward may make at any time: in nested checkpoints, or from other saved tensors.
         floor_bytes: the lowest limit that a step keeps, where that is known; a share is never less.
         spare_bytes: without a plan, how much device memory copies out may hold, and fetches ahead as much again: a part
             of the device memory that was free as the forward began; None: no limit is known.
@@ -41,7 +43,9 @@ class DeviceBudget:
         self.limit_bytes = config.size("device_budget", 0) if limited else None
         self.largest_bytes = 0
         self.following_bytes: int | None = None
-        self.recompute_bytes = 0
+        self.again: dict[int, int] = {}
+        self.any_once = False
+        self.made_bytes = 0
         self.spare_bytes: int | None = None
         self.no_memory_ahead = False
         self._accounts = accounts
@@ -62,12 +66,30 @@ class DeviceBudget:
         """Whether ``nbytes`` more would pass the limit."""
         return self.limit_bytes is not None and self._accounts.resident_bytes + nbytes > self.limit_bytes
 
-    def has_room_early(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` that backward does not need yet fit, beside the bytes that it may need at once."""
+    def has_room_early(self, nbytes: int, record: Record | None = None) -> bool:
+        """Whether ``nbytes`` that backward does not need yet fit, beside all that may be there before it does.
+
+        Args:
+            nbytes: of device memory.
+            record: that backward will need; None for one that is not saved yet.
+        """
         if self.limit_bytes is None:
             return True
-        at_once = max(self.largest_bytes, self.recompute_bytes - self._accounts.recomputed_bytes)
+        # Reading ahead follows the order of need, so a tensor that backward needs at once is an exception: one of them.
+        # Where regions run once, a node uses a moved tensor until its end, but it counts only until its use.
+        used = 2 * self.largest_bytes if self.any_once else self.largest_bytes
+        at_once = max(used, self._made_before(record) - self._accounts.recomputed_bytes)
         return self._accounts.resident_bytes + nbytes + at_once <= self.limit_bytes
+
+    def _made_before(self, record: Record | None) -> int:
+        """The most bytes that backward makes at once before it needs the record."""
+        if record is None or not record.tape.in_backward:
+            return max(self.made_bytes, *self.again.values(), 0)
+        # Backward takes the regions of a forward in reverse order: the regions that began after the record's save run
+        # again before backward needs it, except for those that backward has passed.
+        again, tape = self.again, record.tape
+        between = range(tape.began_before(record.index), tape.began_before_reached)
+        return max([self.made_bytes, *(again[place] for place in between if place in again)])
 
 
 class Reporter:

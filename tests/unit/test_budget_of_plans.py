@@ -248,7 +248,7 @@ def test_a_write_goes_on_where_its_room_is_needed(
     with offloader:
         tape = offloader._forwards.tape
         loss: Any = ((x * 1.0).sin() * 1.0).sin().cos()
-    offloader.store.shared.budget.recompute_bytes = reserved
+    offloader.store.shared.budget.made_bytes = reserved
     _needed = loss.grad_fn._saved_self
     *others, last = [record for record in tape.records if record is not None]
     assert last.state is State.RESIDENT
