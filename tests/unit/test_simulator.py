@@ -228,6 +228,26 @@ def test_a_recomputation_waits_for_room_and_reading_ahead_leaves_it() -> None:
     assert waits.backward_wait_s == pytest.approx(0.2 + 1.0), "for the write to make room, and then for the read"
 
 
+@pytest.mark.parametrize(
+    ("begin_s", "wait_s"), [(5.0, 0.0), (3.5, 1.0), (2.6, 0.0)], ids=["after the need", "before it", "before the read"]
+)
+def test_reading_ahead_leaves_room_for_the_regions_that_run_again_before_the_need(
+    begin_s: float, wait_s: float
+) -> None:
+    kept, first = _storage(0, 1.0, 3.2, nbytes=50), _storage(1, 1.5, 4.5)
+    held = _storage(None, begin_s, None, nbytes=300, last_s=begin_s + 0.5, kept=RECOMPUTED)
+    seen = _seen(_profile(kept, first, held), "kd", Conditions(device_budget=350))
+    assert (seen.peak_bytes <= 350, seen.backward_wait_s) == (True, wait_s)
+
+
+@pytest.mark.parametrize(("region", "wait_s"), [(None, 0.0), (0, 1.0)])
+def test_reading_ahead_leaves_room_for_a_storage_of_a_region_that_runs_once(region: int | None, wait_s: float) -> None:
+    """A node uses a storage that has left until its end; as a moved storage it counts only until its use."""
+    kept = _storage(0, 0.0, 2.0, nbytes=50, last_s=3.0, region=region)
+    seen = _seen(_profile(kept, _storage(1, 1.0, 3.5)), "kd", Conditions(device_budget=250))
+    assert (seen.peak_bytes, seen.backward_wait_s) == (150, wait_s)
+
+
 @pytest.mark.parametrize(("let_go", "wait_s"), [(False, 2.0), (True, 1.0)])
 def test_a_storage_that_backward_has_taken_leaves_its_room_to_the_next_read(let_go: bool, wait_s: float) -> None:
     first, second = _storage(0, 0.0, 5.0, last_s=6.0), _storage(1, 1.0, 3.0, last_s=6.0, let_go=let_go)
