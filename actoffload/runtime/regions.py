@@ -21,6 +21,8 @@ from .tape import Tape
 
 MOST_COUNTS = 1024
 """The counts of so many recomputations are remembered: a run may have new shapes of inputs in each step."""
+MOST_CHOICES = 64
+"""So many choices of regions are remembered."""
 ONE_IN = 16
 """One region of so many is counted in each step all the same, another one each time. Routing, or a frozen weight, may
 have changed what all of them save."""
@@ -191,6 +193,7 @@ class Regions:
         held: what backward has made and still held at the last count; ``running``: recomputations that have not ended.
         taken: the bytes beside saved tensors that count as resident.
         most: the most regions that a forward had.
+        ends: by place, how many storages a forward with these regions run ``once`` had saved as the region ended.
     """
 
     any_once: ClassVar[bool] = False
@@ -214,10 +217,15 @@ class Regions:
         self.running: list[Recomputation] = []
         self.taken = TakenBytes(tiers, beside)
         self.most = 0
+        self.ends: dict[int, int] = {}
+        self._known_ends = {self.once: self.ends}
 
     def follow(self, once: frozenset[int]) -> None:
         """Run these regions once from the next forward on."""
         self.once = once
+        if len(self._known_ends) >= MOST_CHOICES:
+            self._known_ends.clear()
+        self.ends = self._known_ends.setdefault(once, {})  # for each choice: shapes with their plans may take turns
         self._reserve()
 
     @property
@@ -268,6 +276,7 @@ class Regions:
     @aborts_when_interrupted
     def end(self, region: Region) -> None:
         """Note that the forward of a region has ended, after `over`."""
+        self.ends[region.place] = len(region.tape)
         taken, is_last = self.taken, region.place + 1 == self.taken.count
         if region.recorded is None and not (is_last and taken.in_forward.get(taken.count)):
             return
@@ -279,6 +288,11 @@ class Regions:
             taken.turn = region.tape, len(region.tape.records), nbytes
             self.look_at_memory(region.place)
             self._beside.parts.turn_begins(region.place + 1)
+
+    def given_back_after(self, tape: Tape[Record], index: int) -> int:
+        """Return the bytes that the running region gives back before the save that follows the one at ``index``."""
+        place = len(tape.regions) - 1
+        return self.taken.in_forward.get(place, 0) if self.ends.get(place) == index + 1 else 0
 
     def reach(self, record: Record | KeptPlace) -> None:
         """Note that backward has reached a storage: the turn is over if a region or what precedes it has saved it."""

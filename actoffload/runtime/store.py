@@ -227,8 +227,7 @@ class ActivationStore:
             reason = self.decision.why_keep(record, tensor, tape)
             full = reason is KeepReason.LAST and not budget.has_room_early(0)
             if reason is KeepReason.FITS and self.decision.could_move(record):  # a plan may be wrong about the room
-                following = budget.next_bytes(self.decision.following_bytes(record))
-                full = budget.exceeded_by(following - tier.leaving_bytes)
+                full = budget.exceeded_by(self._following_bytes(record) - tier.leaving_bytes)
             # Staying saves time only, and this room is for bytes that the step needs at once.
             reason = None if full else reason
         if reason is None:
@@ -236,7 +235,7 @@ class ActivationStore:
         budget.largest_bytes = max(budget.largest_bytes, record.nbytes)
         if budget.limit_bytes is not None:
             # Room for the next storage now, whether this one stays or not: it is allocated before its save.
-            budget.following_bytes = self.decision.following_bytes(record)
+            budget.following_bytes = self._following_bytes(record)
             if (waited_s := self._make_room(tier)) > SHORT_WAIT_S:
                 shared.reporter.event(EventKind.PACK_WAIT, record, since_s=now() - waited_s)
         if reason is None:
@@ -256,6 +255,12 @@ class ActivationStore:
         self.decision.last = tape.decisions
         if not tape.built:
             self.regions.last = tape.regions
+
+    def _following_bytes(self, record: Record) -> int:
+        """Return the room that the storage saved after this one needs."""
+        nbytes = self.shared.budget.next_bytes(self.decision.following_bytes(record))
+        # A region that ends before that save has computed the storage in the room that it gives back as it ends.
+        return max(0, nbytes - self.regions.given_back_after(record.tape, record.index))
 
     def _make_room(self, tier: Tier) -> float:
         """Make room in the budget for the next storage; return the seconds that this thread waited."""
