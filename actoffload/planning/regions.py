@@ -233,7 +233,8 @@ def _saved_once(region: Region, shift: _Shift) -> list[tuple[int | None, Storage
                 nbytes=save.nbytes,
                 birth_s=need_s if save.kept == DERIVED else begin_s + share * forward_s,
                 need_s=None if save.kept == DERIVED else need_s,
-                last_need_s=until_s - share * backward_s,
+                # A storage that backward makes counts until backward has left the region, as all bytes of a second run.
+                last_need_s=until_s if save.kept == DERIVED else until_s - share * backward_s,
                 module=region.name,
                 tape=region.tape,
                 kept=save.kept,

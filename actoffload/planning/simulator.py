@@ -170,11 +170,21 @@ class _ReadAhead:
         """The next place to fetch, and the next place that backward needs."""
         self.ahead = 0
         self.is_ahead = [False] * len(modes)
-        # Where regions run once, a node uses a storage that has left until its end, but it counts only until its use.
-        self.in_use = self.largest if workload.any_once else 0
         self.held_bytes = self.begun = 0
         """Bytes that recomputations hold at this moment, and the number of those that have begun."""
+        self.used_bytes = 0
+        """Bytes that backward has used of the region, run once, that it is in."""
+        self._region: tuple[int, int] | None = None
         transfers.device.has_room_early = self._has_room
+
+    def use(self, p: int) -> None:
+        """Backward needs ``p``. See `DeviceBudget.used_bytes`."""
+        storage = self.workload.profile.storages[p]
+        region = None if storage.region is None else (storage.tape, storage.region)
+        if region != self._region:
+            self._region, self.used_bytes = region, 0
+        if region is not None:
+            self.used_bytes += storage.nbytes
 
     def arrive(self, p: int, now: float, place: int) -> None:
         """Backward has reached ``place`` and has ``p``: fetch beyond it."""
@@ -228,7 +238,7 @@ class _ReadAhead:
         device, workload = self.transfers.device, self.workload
         before = workload.recomputed[self.begun : workload.begun[workload.place[p]]]
         made = max(workload.derived, *before) if before else workload.derived
-        at_once = max(self.largest + self.in_use, made - self.held_bytes)
+        at_once = max(self.largest, self.used_bytes, made - self.held_bytes)
         return device.used + (workload.nbytes[p] if nbytes is None else nbytes) + at_once <= device.limit
 
 
@@ -365,6 +375,7 @@ class _Step:
 
     def _need(self, p: int, now: float, place: int) -> None:
         self.device.phase = "backward"
+        self.ahead.use(p)
         transfers = self.transfers
         state, device = transfers.state, self.device
         if state[p] != ON_DEVICE:
@@ -403,6 +414,7 @@ class _Step:
         self.ahead.held_bytes += nbytes
         if self.workload.profile.storages[p].kept == RECOMPUTED:
             self.ahead.begun += 1
+            self.ahead.used_bytes = 0  # backward has left the region before
 
     def _wait_for_room(self, nbytes: int, now: float, kind: int) -> float:
         """Wait until ``nbytes`` fit the budget, or nothing more is leaving; return the time."""

@@ -58,7 +58,7 @@ class Workload:
         reach: bytes of the records in ``order`` before each place of it.
         recomputed: the bytes of each recomputation of a region, in the order in which they begin.
         begun: the number of recomputations that begin before backward needs the storage at each place of ``order``.
-        derived: as `Profile.derived_bytes`; ``any_once``: a region ran once.
+        derived: as `Profile.derived_bytes`.
         items: the decisions, in the order of places.
     """
 
@@ -81,7 +81,7 @@ class Workload:
         for place, p in enumerate(self.order):
             self.place[p] = place
             self.reach.append(self.reach[-1] + (self.nbytes[p] if self.recorded[p] else 0))
-        self.derived, self.any_once = profile.derived_bytes, bool(profile.once)
+        self.derived = profile.derived_bytes
         self.recomputed: list[int] = []
         self.begun = [0] * len(self.order)
         for _, kind, p in self.events:  # in the order of events: at one moment an input comes before its recomputation

@@ -89,17 +89,20 @@ class Derived:
 
     Attributes:
         held: as in `Recomputation`.
+        left: backward is not in a region, run once, for which it made the storage. Until it has left the region, the
+            storage counts as the bytes of a second run do: the memory that backward needs beside them is known only so.
     """
 
-    __slots__ = ("_nbytes", "_storage", "held")
+    __slots__ = ("_nbytes", "_storage", "held", "left")
 
-    def __init__(self, storage: torch.UntypedStorage, held: SavedStorage | None) -> None:
+    def __init__(self, storage: torch.UntypedStorage, held: SavedStorage | None, *, left: bool) -> None:
         self._storage, self._nbytes = StorageRef(storage), storage.nbytes()
         self.held = held
+        self.left = left
 
     def alive_bytes(self) -> int:
-        """Return its bytes while it is alive, else 0."""
-        return 0 if self._storage.gone() else self._nbytes
+        """Return its bytes while backward is in the region or the storage is alive, else 0."""
+        return 0 if self.left and self._storage.gone() else self._nbytes
 
 
 class Counts:
@@ -219,6 +222,8 @@ class Regions:
         self.most = 0
         self.ends: dict[int, int] = {}
         self._known_ends = {self.once: self.ends}
+        self._reached: tuple[Tape[Record], int] | None = None
+        """Where backward is: the tape, and the number of regions that had begun before the last save it has reached."""
 
     def follow(self, once: frozenset[int]) -> None:
         """Run these regions once from the next forward on."""
@@ -296,6 +301,11 @@ class Regions:
 
     def reach(self, record: Record | KeptPlace) -> None:
         """Note that backward has reached a storage: the turn is over if a region or what precedes it has saved it."""
+        region = record.tape, record.tape.began_before(record.index)
+        if region != self._reached:
+            self._reached = region
+            self._shared.budget.used_bytes = 0
+            self._left()
         if self.held:
             self.leave()
         turn = self.taken.turn
@@ -305,6 +315,8 @@ class Regions:
 
     def backward_ended(self) -> None:
         """Note that a backward has ended. The lock is held."""
+        self._shared.budget.used_bytes, self._reached = 0, None
+        self._left()
         self.leave()
         self.taken.turn_ends()
 
@@ -388,7 +400,8 @@ class Regions:
         """Note that backward has computed a storage again. It counts as a recomputation does, until it dies."""
         with self._shared.lock:
             held = self._profiler.computed(storage.nbytes()) if self._profiler.running else None
-            self.held.append(Derived(storage, held))
+            in_region = self._reached is not None and self._reached[0].in_region_run_once
+            self.held.append(Derived(storage, held, left=not in_region))
             self.passed()
             self.will_compute(sum(one.alive_bytes() for one in self.held if isinstance(one, Derived)))
             self.look_at_memory()
@@ -423,6 +436,12 @@ class Regions:
                 one.known_bytes = 0
         self.passed()
 
+    def _left(self) -> None:
+        """Note that backward has left the region, run once, that it was in."""
+        for one in self.held:
+            if isinstance(one, Derived):
+                one.left = True
+
     def passed(self) -> None:
         """Count the bytes that backward has made and still holds. The lock is held."""
         nbytes, held = 0, list[Recomputation | Derived]()
@@ -440,7 +459,6 @@ class Regions:
     def _reserve(self) -> None:
         """Leave prefetch no room that backward needs for the bytes that it makes."""
         budget, most = self._shared.budget, self._counts.most
-        budget.any_once = bool(self.once)
         budget.again = {place: nbytes for place, nbytes in most.items() if place >= 0 and place not in self.once}
         # A nested checkpoint may lie in a region that runs once, and then runs while backward is in that region.
         nested = (nbytes for place, nbytes in most.items() if place < 0)

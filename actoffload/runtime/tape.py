@@ -264,6 +264,11 @@ class Tape(Generic[R]):
         self.began_before_reached = self._began_before[index]
         return self.walk.reach(index)
 
+    @property
+    def in_region_run_once(self) -> bool:
+        """Whether the last region that began before that save runs once: backward is in it, or comes to it next."""
+        return self.began_before_reached > 0 and self.regions[self.began_before_reached - 1]
+
     def began_before(self, index: int) -> int:
         """Return the number of regions that had begun before the save of the record at ``index``."""
         return self._began_before[index]

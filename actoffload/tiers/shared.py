@@ -27,8 +27,10 @@ class DeviceBudget:
         largest_bytes: the largest record so far; the next one may be as large.
         following_bytes: the size of the storage that the forward saves next, where a plan knows it.
         again: the bytes that each region of a forward holds when backward runs it again, by its place; regions that
-            run once are not among them. ``any_once``: a plan has regions run once.
+            run once are not among them.
         made_bytes: the bytes that backward may make at any time: in nested checkpoints, or from other saved tensors.
+        used_bytes: the bytes that backward has used of the region, run once, that it is in. A region that runs again
+            counts with all its bytes until backward has left it, and what it needs beside them is measured so.
         floor_bytes: the lowest limit that a step keeps, where that is known; a share is never less.
         spare_bytes: without a plan, how much device memory copies out may hold, and fetches ahead as much again: a part
             of the device memory that was free as the forward began; None: no limit is known.
@@ -44,8 +46,7 @@ class DeviceBudget:
         self.largest_bytes = 0
         self.following_bytes: int | None = None
         self.again: dict[int, int] = {}
-        self.any_once = False
-        self.made_bytes = 0
+        self.made_bytes = self.used_bytes = 0
         self.spare_bytes: int | None = None
         self.no_memory_ahead = False
         self._accounts = accounts
@@ -76,9 +77,8 @@ class DeviceBudget:
         if self.limit_bytes is None:
             return True
         # Reading ahead follows the order of need, so a tensor that backward needs at once is an exception: one of them.
-        # Where regions run once, a node uses a moved tensor until its end, but it counts only until its use.
-        used = 2 * self.largest_bytes if self.any_once else self.largest_bytes
-        at_once = max(used, self._made_before(record) - self._accounts.recomputed_bytes)
+        made = self._made_before(record) - self._accounts.recomputed_bytes
+        at_once = max(self.largest_bytes, self.used_bytes, made)
         return self._accounts.resident_bytes + nbytes + at_once <= self.limit_bytes
 
     def _made_before(self, record: Record | None) -> int:

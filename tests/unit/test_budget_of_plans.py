@@ -289,17 +289,17 @@ def test_tensors_of_a_recomputation_count_as_resident(make_offloader: MakeOffloa
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "once", "ahead"),
-    [(0, 8, set(), 6), (4, 4, set(), 4), (8, 0, set(), 6), (8, 0, {0}, 5)],
+    ("before", "after", "once", "place", "ahead"),
+    [(0, 8, set(), 7, 6), (4, 4, set(), 7, 4), (8, 0, set(), 6, 6), (8, 0, {0}, 7, 3)],
     ids=["first", "in the middle", "last", "none"],
 )
 def test_reading_ahead_leaves_room_for_the_regions_that_run_again_before_the_need(
-    make_offloader: MakeOffloader, before: int, after: int, once: set[int], ahead: int
+    make_offloader: MakeOffloader, before: int, after: int, once: set[int], place: int, ahead: int
 ) -> None:
     """The region holds four tensors of a budget of eight, of which one is for a tensor that is needed at once.
 
-    Where a region runs once, another one is for a tensor that a node uses. ``ahead``: the tensors that are here once
-    backward has used its first one outside of the region.
+    A region that runs once keeps the room of its four tensors until backward has left it. ``ahead``: the tensors that
+    are here when backward comes to this ``place``.
     """
     offloader = make_offloader(policy="all", device_budget=8 * RECORD_BYTES, min_bytes=0, prefetch_bytes=1 << 20)
     accounts = accounts_of(offloader)
@@ -311,23 +311,22 @@ def test_reading_ahead_leaves_room_for_the_regions_that_run_again_before_the_nee
             h = (h * 1.0001).sin()
         return h
 
-    def note(place: int) -> None:
-        resident[place] = accounts.resident_bytes // RECORD_BYTES
+    def note(number: int) -> None:
+        resident[number] = accounts.resident_bytes // RECORD_BYTES
 
     offloader.store.regions.follow(frozenset(once))
     for _ in range(2):  # the first step shows the bytes that the region holds
         accounts.resident_peak_bytes = 0
         with offloader:
             h: Any = x
-            for place in range(before + 1 + after):
-                h = checkpoint(region, h, use_reentrant=False) if place == before else (h * 1.0001).sin()
-                h.register_hook(lambda _, place=place: note(place))
+            for number in range(before + 1 + after):
+                h = checkpoint(region, h, use_reentrant=False) if number == before else (h * 1.0001).sin()
+                h.register_hook(lambda _, number=number: note(number))
             loss = h.sum()
         del h
         offloader.synchronize()  # all have left
         loss.backward()
-    first = before + after - 1 if after else before - 2
-    assert resident[first] == ahead
+    assert resident[place] == ahead
     assert accounts.resident_peak_bytes <= 8 * RECORD_BYTES
 
 

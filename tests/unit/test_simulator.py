@@ -241,11 +241,11 @@ def test_reading_ahead_leaves_room_for_the_regions_that_run_again_before_the_nee
 
 
 @pytest.mark.parametrize(("region", "wait_s"), [(None, 0.0), (0, 1.0)])
-def test_reading_ahead_leaves_room_for_a_storage_of_a_region_that_runs_once(region: int | None, wait_s: float) -> None:
-    """A node uses a storage that has left until its end; as a moved storage it counts only until its use."""
-    kept = _storage(0, 0.0, 2.0, nbytes=50, last_s=3.0, region=region)
-    seen = _seen(_profile(kept, _storage(1, 1.0, 3.5)), "kd", Conditions(device_budget=250))
-    assert (seen.peak_bytes, seen.backward_wait_s) == (150, wait_s)
+def test_reading_ahead_leaves_the_room_of_the_region_that_backward_is_in(region: int | None, wait_s: float) -> None:
+    """A region that runs again counts as a whole until backward has left it, and so does one that runs once."""
+    first, *used = _storage(0, 0.0, 4.0), _storage(1, 1.0, 2.5, region=region), _storage(2, 1.1, 2.3, region=region)
+    seen = _seen(_profile(first, *used), "dkk", Conditions(device_budget=350))
+    assert (seen.peak_bytes, seen.backward_wait_s) == (200, wait_s)
 
 
 @pytest.mark.parametrize(("let_go", "wait_s"), [(False, 2.0), (True, 1.0)])
