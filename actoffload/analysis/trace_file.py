@@ -166,7 +166,10 @@ def load(path: str | os.PathLike[str], *, truncated_ok: bool = False) -> TraceFi
     except OSError as error:
         raise TraceFileError(f"{name}: cannot be read ({error.strerror}): give the file of a run's trace=") from error
     truncated = content.startswith(b"[")  # a run writes a list of events, and makes it an object only at its end
-    data = _incomplete(content) if truncated else _complete(name, content)
+    try:
+        data = _incomplete(content) if truncated else parse(content, _Whole, most_bytes=MOST_BYTES)
+    except ValueError as error:
+        raise TraceFileError(f"{name}: no trace ({printable(str(error))}): give the file of a run's trace=") from error
     events = data.traceEvents
     about = next((e.args for e in events if e.ph == "M" and e.name == "actoffload"), None)
     if about is None:
@@ -220,13 +223,6 @@ class _Whole:
     # The names of Chrome's trace format.
     traceEvents: tuple[_Event, ...]
     otherData: dict[str, Any] = field(default_factory=dict)
-
-
-def _complete(name: str, content: bytes) -> _Whole:
-    try:
-        return parse(content, _Whole, most_bytes=MOST_BYTES)
-    except ValueError as error:
-        raise TraceFileError(f"{name}: no trace ({printable(str(error))}): give the file of a run's trace=") from error
 
 
 def _incomplete(content: bytes) -> _Whole:
