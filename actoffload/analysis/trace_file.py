@@ -112,7 +112,8 @@ class TraceFile:
     """A trace that passed all checks. Its events are sorted by their begin.
 
     Attributes:
-        truncated: whether the process was killed or still runs. Facts that a run stores at its end are then missing.
+        truncated: whether the process was killed, its disk was full, or it still runs. Facts that a run stores at its
+            end are then missing.
         metadata: the facts of the run by name: ``machine``, ``config``, ``statistics``, ``plan``, ...
         phases: forwards, backwards and optimizers' steps.
         counters: by name. ``memory``: bytes by kind; ``memory total``: their measured sum; ``memory with nothing
@@ -177,8 +178,8 @@ def load(path: str | os.PathLike[str], *, truncated_ok: bool = False) -> TraceFi
         raise TraceFileError(f"{name}: {remedy}")
     if truncated and not truncated_ok:
         raise TraceFileError(
-            f"{name}: truncated after {len(events)} events: the process was killed before it ended the file, or still "
-            "runs. `actoffload top`, load(..., truncated_ok=True) and Perfetto show what is there"
+            f"{name}: truncated after {len(events)} events: the process was killed before it ended the file, its disk "
+            "was full, or it still runs. `actoffload top`, load(..., truncated_ok=True) and Perfetto show what is there"
         )
     try:
         found = _sorted(events)

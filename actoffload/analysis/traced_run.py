@@ -300,10 +300,6 @@ class Run:
             parts.append(f"rank {data['rank']} of {data['ranks']}")
         if data.get("offloaders", 1) > 1:
             parts.append(f"{data['offloaders']} offloaders: what is counted is the last one's")
-        if data.get("dropped_events"):
-            parts.append(f"{data['dropped_events']} events came too fast and are missing")
-        if data.get("ended_early"):
-            parts.append(f"not all of it: the trace ended early ({data['ended_early']})")
         return ", ".join(parts)
 
     def as_dict(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from .trace_format import Events, Row, to_json
 FLUSH_S = 0.25
 """The time between two writes, whose events a killed run loses."""
 MOST_ROWS = 200_000
-"""At most this many events wait to be written, about 60 MB; further events are counted and dropped."""
+"""At most this many events wait to be written, about 60 MB; of more, the oldest are dropped."""
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
 _ARRAY, _OBJECT = b"[               ", b'{"traceEvents":['
@@ -33,7 +33,6 @@ class TraceWriter:
         about: the facts of the run at its beginning, ready for JSON.
 
     Attributes:
-        dropped: events that came faster than the thread could write them.
         failed: why nothing is written any more, or "".
         running: the phases of each thread, for all users of the file: spans of one thread must nest.
         forwards: how many have begun.
@@ -42,13 +41,12 @@ class TraceWriter:
     """
 
     def __init__(self, path: str, about: Mapping[str, Any]) -> None:
-        self.dropped = 0
         self.failed = ""
         self.users = self.opened = self.forwards = self._steps = 0
         self.stepped_s: float | None = None
         self._step_begin_s: float | None = None
         self.running = threading.local()
-        self._rows: deque[Row] = deque()
+        self._rows: deque[Row] = deque(maxlen=MOST_ROWS)
         self._writing = threading.Lock()  # guards the events and the file
         self._stopped = threading.Event()
         self._events = Events()
@@ -63,7 +61,7 @@ class TraceWriter:
 
     def span(self, track: str, name: str, begin_s: float, end_s: float, args: Mapping[str, Any] | None = None) -> None:
         """Add an event with a duration. Two spans of a track must be apart, or nest."""
-        self._add(("X", track, name, begin_s, max(0.0, end_s - begin_s), args))
+        self._rows.append(("X", track, name, begin_s, max(0.0, end_s - begin_s), args))
 
     def forward_begins(self, begin_s: float) -> None:
         """Count a forward. The first one after an optimizer's step ends the span of a step, and begins the next."""
@@ -80,17 +78,11 @@ class TraceWriter:
 
     def instant(self, track: str, name: str, time_s: float, args: Mapping[str, Any] | None = None) -> None:
         """Add an event without a duration."""
-        self._add(("i", track, name, time_s, 0.0, args))
+        self._rows.append(("i", track, name, time_s, 0.0, args))
 
     def counter(self, name: str, time_s: float, values: Mapping[str, float]) -> None:
         """Add the values of a counter from now on. A series that is left out keeps its value."""
-        self._add(("C", "", name, time_s, 0.0, values))
-
-    def _add(self, row: Row) -> None:
-        if len(self._rows) < MOST_ROWS:
-            self._rows.append(row)
-        else:
-            self.dropped += 1
+        self._rows.append(("C", "", name, time_s, 0.0, values))
 
     # -- the file -----------------------------------------------------------------------------------------------------
 
@@ -111,12 +103,11 @@ class TraceWriter:
     def close(self, known: Mapping[str, Any]) -> None:
         """Undo one `open`; the last call ends the file, with the facts at the end of the run.
 
-        On an error of the system the file stays an array.
+        After an error of the system the file stays without an end, as that of a killed run.
         """
         self._end_step(None)
         self.flush()  # before the lock, which it takes
-        missing = {"dropped_events": self.dropped, "ended_early": self.failed}
-        other = {**self._about, **known, **missing, "offloaders": self.opened}
+        other = {**self._about, **known, "offloaders": self.opened}
         end = {"displayTimeUnit": "ms", "baseTimeNanoseconds": self._events.base_ns, "otherData": other}
         with self._writing:
             self.users -= 1
@@ -124,9 +115,9 @@ class TraceWriter:
                 return
             self._stopped.set()
             with suppress(OSError):
-                os.truncate(self._file, self._length)  # cut off the part of a write that failed
-                _write(self._file, b"\n]," + to_json(end)[1:] + b"\n", self._length)
-                _write(self._file, _OBJECT, 0)
+                if not self.failed:  # else part of an event may be the last of the file
+                    _write(self._file, b"\n]," + to_json(end)[1:] + b"\n", self._length)
+                    _write(self._file, _OBJECT, 0)
             os.close(self._file)
             self._file = None
 

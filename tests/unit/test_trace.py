@@ -301,10 +301,8 @@ def test_a_disk_that_is_full_leaves_a_trace_that_can_be_read(
     writer.close({"statistics": {}, "report": "x" * 200})
     monkeypatch.undo()
     trace = load(file, truncated_ok=True)
-    assert len(trace.phases) == 20
-    assert trace.truncated == (until == "the end")
-    if not trace.truncated:
-        assert "ended early" in look_at(trace).about()
+    assert 20 <= len(trace.phases) < 40
+    assert trace.truncated
 
 
 @pytest.mark.parametrize(
