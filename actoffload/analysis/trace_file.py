@@ -112,7 +112,8 @@ class TraceFile:
     """A trace that passed all checks. Its events are sorted by their begin.
 
     Attributes:
-        truncated: whether the process was killed or still runs. Facts that a run stores at its end are then missing.
+        truncated: whether the process was killed, its disk was full, or it still runs. Facts that a run stores at its
+            end are then missing.
         metadata: the facts of the run by name: ``machine``, ``config``, ``statistics``, ``plan``, ...
         phases: forwards, backwards and optimizers' steps.
         counters: by name. ``memory``: bytes by kind; ``memory total``: their measured sum; ``memory with nothing
@@ -166,7 +167,10 @@ def load(path: str | os.PathLike[str], *, truncated_ok: bool = False) -> TraceFi
     except OSError as error:
         raise TraceFileError(f"{name}: cannot be read ({error.strerror}): give the file of a run's trace=") from error
     truncated = content.startswith(b"[")  # a run writes a list of events, and makes it an object only at its end
-    data = _incomplete(content) if truncated else _complete(name, content)
+    try:
+        data = _incomplete(content) if truncated else parse(content, _Whole, most_bytes=MOST_BYTES)
+    except ValueError as error:
+        raise TraceFileError(f"{name}: no trace ({printable(str(error))}): give the file of a run's trace=") from error
     events = data.traceEvents
     about = next((e.args for e in events if e.ph == "M" and e.name == "actoffload"), None)
     if about is None:
@@ -174,8 +178,8 @@ def load(path: str | os.PathLike[str], *, truncated_ok: bool = False) -> TraceFi
         raise TraceFileError(f"{name}: {remedy}")
     if truncated and not truncated_ok:
         raise TraceFileError(
-            f"{name}: truncated after {len(events)} events: the process was killed before it ended the file, or still "
-            "runs. `actoffload top`, load(..., truncated_ok=True) and Perfetto show what is there"
+            f"{name}: truncated after {len(events)} events: the process was killed before it ended the file, its disk "
+            "was full, or it still runs. `actoffload top`, load(..., truncated_ok=True) and Perfetto show what is there"
         )
     try:
         found = _sorted(events)
@@ -220,13 +224,6 @@ class _Whole:
     # The names of Chrome's trace format.
     traceEvents: tuple[_Event, ...]
     otherData: dict[str, Any] = field(default_factory=dict)
-
-
-def _complete(name: str, content: bytes) -> _Whole:
-    try:
-        return parse(content, _Whole, most_bytes=MOST_BYTES)
-    except ValueError as error:
-        raise TraceFileError(f"{name}: no trace ({printable(str(error))}): give the file of a run's trace=") from error
 
 
 def _incomplete(content: bytes) -> _Whole:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from statistics import median_low
 from typing import Any
@@ -22,7 +22,6 @@ KINDS = (BEFORE, "parameters", "optimizer state", "kept free", "temporaries", "g
 """The uses of memory, in the order in which a chart stacks them: activations lie as a mountain on the gradients, and
 those that are away above them. Before training: on the CPU the process as it was before the first forward, without
 parameters. Kept free: memory that the allocator keeps, beside what is in use."""
-SPANS = ("phases", "transfers", "waits")
 MOST_WAITS = 10
 MOST_MOMENTS = 400
 """The most moments of the step that is shown; of several that lie together, the one with the most memory."""
@@ -37,6 +36,8 @@ LABELS = {
     "wait_s": "waits in a step (mean)",
 }
 """Labels for the names in `Run.numbers`."""
+Row = dict[str, Any]
+"""The figures of a link, a kind of phase or a wait, ready for JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,50 +48,6 @@ class Moment:
     by_kind: dict[str, float]
     total: float
     without: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkUse:
-    """One direction of a link: its bytes in the run, and bytes per second over the time with a transfer (``can_do``).
-
-    ``used``: the part of the step that is shown in which a transfer was under way. ``can_do`` is 0 if there was none.
-    """
-
-    name: str
-    used: float
-    can_do: float
-    nbytes: int
-    others_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseUse:
-    """What a kind of phase, or all of the step that is shown, used.
-
-    Attributes:
-        length_s: of all its micro-batches. On a device it is the device's time, but of an optimizer on the host.
-        processor_s: of all threads of this process.
-        idle_s: in which the device computed nothing; on the CPU, what PyTorch's threads left of their processors.
-        moved: bytes of this library by link and way; ``by_others``: bytes of others.
-    """
-
-    name: str
-    length_s: float
-    processor_s: float
-    idle_s: float
-    moved: dict[str, float]
-    by_others: dict[str, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WaitsFor:
-    """All waits of a run for the tensors of one module, for one `Span.reason`."""
-
-    module: str
-    reason: str
-    total_s: float
-    count: int
-    nbytes: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -127,7 +84,8 @@ class Run:
         memory, statistics = self.memory(), self.known("statistics")
         saved = [moment.by_kind[SAVED] for moment in memory]
         unmoved = [moment.by_kind[SAVED] + moment.by_kind[AWAY] for moment in memory]
-        by_link = {link: sum(m.nbytes for m in self._left(link)) for link in ("host", "disk")}
+        ours = [moved for moved in self.trace.transfers if moved.ours]
+        left = [sum(moved.nbytes for moved in ours if moved.link == f"{link} write") for link in ("host", "disk")]
         return {
             "steps": self.count,
             "step_s": self.step_s,
@@ -137,12 +95,9 @@ class Run:
             "saved_peak_bytes": statistics.get("plan_peak_bytes", max(saved)),
             "saved_peak_without_bytes": statistics.get("baseline_peak_bytes", max(unmoved)),
             # The larger one: a tensor goes to disk through host memory, and the sum would count it twice.
-            "moved_bytes": max(by_link.values()) / self.count,
+            "moved_bytes": max(left) / self.count,
             "wait_s": sum(wait.duration_s for wait in self.trace.waits) / self.count,
         }
-
-    def _left(self, link: str) -> list[Span]:
-        return [moved for moved in self.trace.transfers if moved.ours and moved.link == f"{link} write"]
 
     def memory(self) -> list[Moment]:
         """Return the memory over the step that is shown."""
@@ -184,9 +139,13 @@ class Run:
         by_kind = {kind: known[kind] for kind in KINDS}
         return Moment(time_s=time_s - self.begin_s, by_kind=by_kind, total=total, without=without)
 
-    def links(self) -> list[LinkUse]:
-        """Return the directions of links that moved bytes in the run."""
-        found = []
+    def links(self) -> list[Row]:
+        """Return a row for each direction of a link that moved bytes in the run.
+
+        ``nbytes`` of this library and ``others_bytes``: in the run. ``can_do``: bytes per second over the time with a
+        transfer, 0 if there was none. ``used``: the part of the step that is shown in which one was under way.
+        """
+        found: list[Row] = []
         for name in LINKS:
             moved = [one for one in self.trace.transfers if one.link == name]
             nbytes, busy_s = sum(one.nbytes for one in moved), _busy_s(moved, 0.0, math.inf)
@@ -195,7 +154,8 @@ class Run:
             if ours or others:
                 used = _busy_s(moved, self.begin_s, self.end_s) / (self.end_s - self.begin_s)
                 can_do = nbytes / busy_s if busy_s else 0.0
-                found.append(LinkUse(name=name, used=used, can_do=can_do, nbytes=ours, others_bytes=others))
+                row = {"name": name, "used": used, "can_do": can_do, "nbytes": ours, "others_bytes": others}
+                found.append(row)
         return found
 
     def moved(self, link: str, begin_s: float, end_s: float, count: int = 1, *, ours: bool) -> list[float]:
@@ -236,9 +196,15 @@ class Run:
         waits = [wait for wait in self.trace.waits if wait.on_device]
         return end_s - begin_s - _busy_s(on_device, begin_s, end_s) + _busy_s(waits, begin_s, end_s)
 
-    def uses(self) -> list[PhaseUse]:
-        """Return what each kind of phase of the step that is shown used, and at last the step."""
-        of_step: dict[str, Any] = {part: tuple(filter(self._is_in_step, getattr(self.trace, part))) for part in SPANS}
+    def uses(self) -> list[Row]:
+        """Return a row for each kind of phase of the step that is shown, and at last one for the step.
+
+        ``length_s``: of all its micro-batches. On a device it is the device's time, but of an optimizer on the host.
+        ``processor_s``: of all threads of this process. ``idle_s``: in which the device computed nothing; on the CPU,
+        what PyTorch's threads left of their processors. ``moved`` and ``by_others``: bytes by link and way.
+        """
+        parts = {"phases": self.trace.phases, "transfers": self.trace.transfers, "waits": self.trace.waits}
+        of_step: dict[str, Any] = {part: tuple(filter(self._is_in_step, spans)) for part, spans in parts.items()}
         step, times = replace(self, trace=replace(self.trace, **of_step)), {}
         for name in PHASES:
             spans = [one for one in step.trace.phases if one.name == name]
@@ -247,19 +213,19 @@ class Run:
         times["step"] = [(self.begin_s, self.end_s)]
         return [step._use(name, parts) for name, parts in times.items() if parts]
 
-    def _use(self, name: str, parts: Sequence[tuple[float, float]]) -> PhaseUse:
+    def _use(self, name: str, parts: Sequence[tuple[float, float]]) -> Row:
         moved, by_others = (
             {link: sum(self.moved(link, *part, ours=ours)[0] for part in parts) for link in LINKS}
             for ours in (True, False)
         )
-        return PhaseUse(
-            name=name,
-            length_s=sum(end_s - begin_s for begin_s, end_s in parts),
-            processor_s=sum(sum(self.processor_s(*part)) for part in parts),
-            idle_s=sum(self._idle_s(*part) for part in parts),
-            moved=moved,
-            by_others=by_others,
-        )
+        return {
+            "name": name,
+            "length_s": sum(end_s - begin_s for begin_s, end_s in parts),
+            "processor_s": sum(sum(self.processor_s(*part)) for part in parts),
+            "idle_s": sum(self._idle_s(*part) for part in parts),
+            "moved": moved,
+            "by_others": by_others,
+        }
 
     def _is_in_step(self, span: Span) -> bool:
         return bool(span.duration_s and span.begin_s < self.end_s and span.end_s > self.begin_s)
@@ -276,16 +242,17 @@ class Run:
             if self._is_in_step(span)
         ]
 
-    def dearest_waits(self) -> list[WaitsFor]:
-        """Return the `MOST_WAITS` modules with the longest waits, over the whole run."""
+    def dearest_waits(self) -> list[Row]:
+        """Return a row for each of the `MOST_WAITS` modules and `Span.reason` with the longest waits of the run."""
         groups: dict[tuple[str, str], list[Span]] = {}
         for wait in (wait for wait in self.trace.waits if wait.duration_s):
             groups.setdefault((wait.module or "(no module)", wait.reason), []).append(wait)
-        found = []
+        found: list[Row] = []
         for (module, reason), waits in groups.items():
             total_s, nbytes = sum(wait.duration_s for wait in waits), max(wait.nbytes for wait in waits)
-            found.append(WaitsFor(module=module, reason=reason, total_s=total_s, count=len(waits), nbytes=nbytes))
-        return sorted(found, key=lambda waits: -waits.total_s)[:MOST_WAITS]
+            row = {"module": module, "reason": reason, "total_s": total_s, "count": len(waits), "nbytes": nbytes}
+            found.append(row)
+        return sorted(found, key=lambda row: -row["total_s"])[:MOST_WAITS]
 
     @property
     def planned_for(self) -> str:
@@ -333,10 +300,6 @@ class Run:
             parts.append(f"rank {data['rank']} of {data['ranks']}")
         if data.get("offloaders", 1) > 1:
             parts.append(f"{data['offloaders']} offloaders: what is counted is the last one's")
-        if data.get("dropped_events"):
-            parts.append(f"{data['dropped_events']} events came too fast and are missing")
-        if data.get("ended_early"):
-            parts.append(f"not all of it: the trace ended early ({data['ended_early']})")
         return ", ".join(parts)
 
     def as_dict(self) -> dict[str, Any]:
@@ -346,9 +309,9 @@ class Run:
             "about": self.about(),
             "step_shown": self.shown + 1,
             **self.numbers(),
-            "links": [asdict(link) for link in self.links()],
-            "phases": [asdict(use) for use in self.uses()],
-            "dearest_waits": [asdict(wait) for wait in self.dearest_waits()],
+            "links": self.links(),
+            "phases": self.uses(),
+            "dearest_waits": self.dearest_waits(),
             "statistics": self.known("statistics"),
             "report": self.report,
             "predicted": {name: {"predicted": value, "seen": seen} for name, value, seen in self.predictions()},

@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..config import OffloadConfig, check_file
 from ..events import EventKind, TraceEvent, now
 from ..memory.process_memory import rss_bytes
-from ..policy import STATIC, part_of
+from ..policy import part_of
 from ..storage.spool_files import bytes_by_all
 from ..storage.transfers import Transfer
 from ..tiers.shared import Shared
@@ -542,7 +542,6 @@ def _about_the_run(config: OffloadConfig) -> dict[str, Any]:
         "rank": rank,
         "ranks": ranks,
         "virtual_device_time": device == "sim",
-        "static_reasons": sorted(STATIC),
         "config": {field.name: _plain(getattr(config, field.name)) for field in fields(config)},
     }
 

@@ -19,53 +19,10 @@ from .trace_format import Events, Row, to_json
 FLUSH_S = 0.25
 """The time between two writes, whose events a killed run loses."""
 MOST_ROWS = 200_000
-"""At most this many events wait to be written, about 60 MB; further events are counted and dropped."""
+"""At most this many events wait to be written, about 60 MB; of more, the oldest are dropped."""
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
 _ARRAY, _OBJECT = b"[               ", b'{"traceEvents":['
-
-
-class ArrayFile:
-    """A file of events in JSON, which has no end while it is open. One thread at a time.
-
-    Args:
-        path: the file; an old file is overwritten.
-        first: the first event.
-    """
-
-    def __init__(self, path: str, first: bytes) -> None:
-        self.path = path
-        self._file = os.open(path, _FLAGS | os.O_TRUNC, 0o666)
-        self._length = 0
-        self._append(_ARRAY + b"\n" + first)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it was not ended."""
-        return self._file >= 0
-
-    def append(self, events: bytes) -> None:
-        """Append events."""
-        self._append(b",\n" + events)
-
-    def open_again(self) -> None:
-        """Continue where `end` has ended the file."""
-        self._file = os.open(self.path, _FLAGS, 0o666)
-        os.pwrite(self._file, _ARRAY, 0)
-        os.truncate(self._file, self._length)
-
-    def end(self, facts: Mapping[str, Any]) -> None:
-        """End and close the file, with facts beside the events. On an error it stays an array."""
-        with suppress(OSError):
-            os.truncate(self._file, self._length)  # cut off the part of a write that failed
-            _write(self._file, b"\n]," + to_json(facts)[1:] + b"\n", self._length)
-            _write(self._file, _OBJECT, 0)
-        os.close(self._file)
-        self._file = -1
-
-    def _append(self, data: bytes) -> None:
-        _write(self._file, data, self._length)
-        self._length += len(data)
 
 
 class TraceWriter:
@@ -76,7 +33,6 @@ class TraceWriter:
         about: the facts of the run at its beginning, ready for JSON.
 
     Attributes:
-        dropped: events that came faster than the thread could write them.
         failed: why nothing is written any more, or "".
         running: the phases of each thread, for all users of the file: spans of one thread must nest.
         forwards: how many have begun.
@@ -85,26 +41,27 @@ class TraceWriter:
     """
 
     def __init__(self, path: str, about: Mapping[str, Any]) -> None:
-        self.dropped = 0
         self.failed = ""
         self.users = self.opened = self.forwards = self._steps = 0
         self.stepped_s: float | None = None
         self._step_begin_s: float | None = None
         self.running = threading.local()
-        self._rows: deque[Row] = deque()
+        self._rows: deque[Row] = deque(maxlen=MOST_ROWS)
         self._writing = threading.Lock()  # guards the events and the file
         self._stopped = threading.Event()
         self._events = Events()
         self._about = {**about, "base_ns": self._events.base_ns}
         name = {"name": f"actoffload, rank {about.get('rank', 0)}"}
-        self._file = ArrayFile(path, self._events.metadata("process_name", 0, name))
-        self._file.append(self._events.metadata("actoffload", 0, self._about))
+        first = [self._events.metadata("process_name", 0, name), self._events.metadata("actoffload", 0, self._about)]
+        self._path, self._length = path, 0  # the length is that of the events, without an end
+        self._file: int | None = os.open(path, _FLAGS | os.O_TRUNC, 0o666)  # None while it is closed
+        self._append(self._file, _ARRAY + b"\n" + b",\n".join(first))
 
     # -- any thread ---------------------------------------------------------------------------------------------------
 
     def span(self, track: str, name: str, begin_s: float, end_s: float, args: Mapping[str, Any] | None = None) -> None:
         """Add an event with a duration. Two spans of a track must be apart, or nest."""
-        self._add(("X", track, name, begin_s, max(0.0, end_s - begin_s), args))
+        self._rows.append(("X", track, name, begin_s, max(0.0, end_s - begin_s), args))
 
     def forward_begins(self, begin_s: float) -> None:
         """Count a forward. The first one after an optimizer's step ends the span of a step, and begins the next."""
@@ -121,17 +78,11 @@ class TraceWriter:
 
     def instant(self, track: str, name: str, time_s: float, args: Mapping[str, Any] | None = None) -> None:
         """Add an event without a duration."""
-        self._add(("i", track, name, time_s, 0.0, args))
+        self._rows.append(("i", track, name, time_s, 0.0, args))
 
     def counter(self, name: str, time_s: float, values: Mapping[str, float]) -> None:
         """Add the values of a counter from now on. A series that is left out keeps its value."""
-        self._add(("C", "", name, time_s, 0.0, values))
-
-    def _add(self, row: Row) -> None:
-        if len(self._rows) < MOST_ROWS:
-            self._rows.append(row)
-        else:
-            self.dropped += 1
+        self._rows.append(("C", "", name, time_s, 0.0, values))
 
     # -- the file -----------------------------------------------------------------------------------------------------
 
@@ -142,36 +93,49 @@ class TraceWriter:
             self.opened += 1
             if self.users > 1:
                 return
-            if not self._file.is_open:
-                self._file.open_again()
+            if self._file is None:
+                self._file = os.open(self._path, _FLAGS, 0o666)
+                os.pwrite(self._file, _ARRAY, 0)
+                os.truncate(self._file, self._length)
             self._stopped = threading.Event()  # a new one: the old thread may not have seen the old one set
         threading.Thread(target=self._run, args=(self._stopped,), name="actoffload-trace", daemon=True).start()
 
     def close(self, known: Mapping[str, Any]) -> None:
-        """Undo one `open`; the last call ends the file, with the facts at the end of the run."""
+        """Undo one `open`; the last call ends the file, with the facts at the end of the run.
+
+        After an error of the system the file stays without an end, as that of a killed run.
+        """
         self._end_step(None)
         self.flush()  # before the lock, which it takes
-        missing = {"dropped_events": self.dropped, "ended_early": self.failed}
-        other = {**self._about, **known, **missing, "offloaders": self.opened}
+        other = {**self._about, **known, "offloaders": self.opened}
         end = {"displayTimeUnit": "ms", "baseTimeNanoseconds": self._events.base_ns, "otherData": other}
         with self._writing:
             self.users -= 1
-            if self.users:
+            if self.users or self._file is None:
                 return
             self._stopped.set()
-            self._file.end(end)
+            with suppress(OSError):
+                if not self.failed:  # else part of an event may be the last of the file
+                    _write(self._file, b"\n]," + to_json(end)[1:] + b"\n", self._length)
+                    _write(self._file, _OBJECT, 0)
+            os.close(self._file)
+            self._file = None
 
     def flush(self) -> None:
         """Write the events so far. Events after the last `close` wait until the file is opened again."""
         with self._writing:
-            while self._rows and not self.failed and self._file.is_open:
+            while self._rows and not self.failed and self._file is not None:
                 lines = [self._events.line(self._rows.popleft()) for _ in range(min(1000, len(self._rows)))]
                 try:
-                    self._file.append(b",\n".join(lines))
+                    self._append(self._file, b",\n" + b",\n".join(lines))
                 except OSError as error:
-                    self.failed = f"{self._file.path}: {error}"
+                    self.failed = f"{self._path}: {error}"
             if self.failed:
                 self._rows.clear()
+
+    def _append(self, file: int, data: bytes) -> None:
+        _write(file, data, self._length)
+        self._length += len(data)
 
     def after_fork_in_child(self) -> None:
         """Write nothing more: the file is the parent's."""

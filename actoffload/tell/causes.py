@@ -253,10 +253,11 @@ def compiled_whole(f: Facts) -> Cause | None:
 
 def page_cache(f: Facts) -> Cause | None:
     """Bytes on disk stay in the machine's memory, because the engine writes through the page cache."""
-    nbytes = f.counts.nvme_peak_bytes if f.cached_by else 0
-    evidence = f"up to {format_size(nbytes)} on disk are in the machine's memory too: {f.cached_by} uses the page cache"
-    remedy = "give path= on a file system with direct I/O (ext4, XFS), and leave engine= out"
-    return Cause(nbytes, evidence, [remedy]) if nbytes else None
+    nbytes, engine = f.counts.nvme_peak_bytes, f.engine
+    if not nbytes or engine is None or engine.direct or not engine.needs_file:
+        return None
+    evidence = f"up to {format_size(nbytes)} on disk are in the machine's memory too: {engine.name} uses the page cache"
+    return Cause(nbytes, evidence, ["give path= on a file system with direct I/O (ext4, XFS), and leave engine= out"])
 
 
 def host_memory_full(f: Facts) -> Cause | None:

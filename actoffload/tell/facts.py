@@ -15,7 +15,7 @@ from ..planning.profile import Link, Profile
 from ..planning.search import Limits
 from ..sizes import format_size
 from ..statistics import Statistics
-from ..storage.engines.base import IoKind
+from ..storage.engines.base import EngineCapabilities, IoKind
 from ..tiers.accounts import Accounts
 from .parts import BudgetRow, budget_table
 
@@ -117,9 +117,7 @@ class Facts:
         step: a step under the plan, else the mean of all steps but the first; None if the first one alone was seen.
         first_wait_s: how long backward waits in a step for the first tensor that it needs.
         disk: the measured rates of the disk.
-        engine: how the disk is used, in a few words; empty without a disk.
-        alignment: of direct I/O, in bytes; 0 without a disk; ``direct``: whether I/O is direct.
-        cached_by: the engine that writes through the page cache; empty if none does.
+        engine: the storage engine; None without a disk.
         host_bytes: the most host memory; ``pageable``: some of it could not be page-locked.
         before_bytes: memory of the device or the process before the first forward; None if the peak was before that.
         held_bytes: tensors that autograd functions hold as attributes, by the function's name.
@@ -134,10 +132,7 @@ class Facts:
     step: Observed | None = None
     first_wait_s: float = 0.0
     disk: Link | None = None
-    engine: str = ""
-    direct: bool = True
-    alignment: int = 0
-    cached_by: str = ""
+    engine: EngineCapabilities | None = None
     host_bytes: int = 0
     pageable: bool = False
     before_bytes: int | None = None
@@ -231,7 +226,6 @@ def facts_of(store: ActivationStore, planned: Planned | None, held_bytes: Mappin
     if planned is not None:
         planned = replace(planned, unit=planned.profile.unit(counts.microbatches, counts.optimizer_steps))
     before, peak_before = store.run.memory_before
-    cached = spool is not None and not spool.capabilities.direct and spool.engines[0].capabilities.needs_file
     step, first_wait_s = _step(store)
     # Advice with a cause of the same meaning would tell the user twice, and once without this run's figures.
     advice = (text for key, text in store.shared.reporter.advice.items() if key not in CAUSES_TOO)
@@ -243,10 +237,7 @@ def facts_of(store: ActivationStore, planned: Planned | None, held_bytes: Mappin
         step=planned.seen if planned is not None and planned.seen is not None else step,
         first_wait_s=first_wait_s,
         disk=planned.profile.disk if planned is not None else _disk(spool),
-        engine="" if spool is None else spool.capabilities.name,
-        direct=spool is None or spool.capabilities.direct,
-        alignment=0 if spool is None else spool.capabilities.alignment,
-        cached_by=spool.capabilities.name if spool is not None and cached else "",
+        engine=None if spool is None else spool.capabilities,
         host_bytes=sum(pool.capacity_bytes for pool in pools),
         pageable=any(pool.pin_failed for pool in pools),
         before_bytes=before if peak_before < (counts.device_peak_bytes or counts.process_peak_bytes) else None,

@@ -126,8 +126,8 @@ def _with_budget(profile: Profile, limits: Limits, budget: int) -> BudgetRow:
         _, plan = best(profile, replace(limits, device_budget=budget))
     except BudgetError:
         return BudgetRow(device_budget=budget, step_s=None, peak_bytes=None)
-    seen = plan.predicted_step_s, plan.predicted_peak_bytes
-    return BudgetRow(device_budget=budget, step_s=seen[0], peak_bytes=seen[1], once=len(plan.once))
+    step_s, peak_bytes = plan.predicted_step_s, plan.predicted_peak_bytes
+    return BudgetRow(device_budget=budget, step_s=step_s, peak_bytes=peak_bytes, once=len(plan.once))
 
 
 class _Parts:

@@ -121,8 +121,8 @@ def announcement(facts: Facts) -> str:
     config, s = facts.config, facts.counts
     target = f"target {config.target}"
     if facts.engine:
-        directness = "direct" if facts.direct else "buffered"
-        target += f" ({', '.join(config.paths)}: {facts.engine} engine, {directness} I/O)"
+        directness = "direct" if facts.engine.direct else "buffered"
+        target += f" ({', '.join(config.paths)}: {facts.engine.name} engine, {directness} I/O)"
     moving_bytes = facts.accounts.moved_bytes
     static = sum(s.kept_bytes.get(reason, 0) for reason in STATIC)
     stays = [(reason.value, nbytes) for reason, nbytes in _stayed(s) if reason.value not in STATIC]
@@ -205,8 +205,8 @@ def _tiers(facts: Facts) -> list[str]:
             "cancelled before they began"
         )
     if facts.engine:
-        directness = "direct I/O" if facts.direct else "buffered I/O (through the page cache)"
-        lines.append(f"  storage engine {facts.engine}, {directness}, alignment {facts.alignment} B")
+        directness = "direct I/O" if facts.engine.direct else "buffered I/O (through the page cache)"
+        lines.append(f"  storage engine {facts.engine.name}, {directness}, alignment {facts.engine.alignment} B")
     return lines
 
 

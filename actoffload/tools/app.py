@@ -11,7 +11,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ..errors import ActOffloadError, ConfigError, SpoolPathError
 from ..version import __version__
-from .console import fail, option
+from .console import option
 from .environment import without_errno
 
 COMMANDS = ["demo", "doctor", "bench", "estimate", "plan", "report", "rok", "run", "top", "trace", "try"]
@@ -36,7 +36,8 @@ class _Command(TyperCommand):
         except BrokenPipeError:  # the reader has left, as `head` does
             raise
         except (ActOffloadError, OSError) as error:
-            fail(self._with_flags(error), error)
+            typer.echo(f"Error: {self._with_flags(error)}", err=True)
+            raise typer.Exit(1) from error
 
     def _with_flags(self, error: Exception) -> str:
         flags = {each.name: max(each.opts, key=len) for each in self.params}

@@ -26,7 +26,6 @@ from ..errors import ChecksumError, ConfigError, EngineUnavailableError, SpoolFu
 from ..memory.process_memory import map_private
 from ..sizes import format_size
 from ..storage.engines import ENGINES
-from ..storage.engines.base import EngineCapabilities
 from ..storage.spool import Spool, Transfer
 from .console import JsonOption, PathOption, option, print_json, print_rows, progress_bar
 
@@ -152,7 +151,7 @@ class Rig(AbstractContextManager["Rig"]):
         try:
             extents = [self.spool.allocate(block_bytes) for _ in range(region // block_bytes * len(paths))]
             # Twice as many slots as transfers that run, so that an engine always finds the next one waiting.
-            slots = min(2 * self.capabilities.threads * len(paths), len(extents))
+            slots = min(2 * self.spool.capabilities.threads, len(extents))
             self._random = np.frombuffer(os.urandom(block_bytes), np.uint8)
             memory = np.frombuffer(map_private(slots * block_bytes), np.uint8)  # as the host pool's
             self._memory = memory.reshape(slots, block_bytes)
@@ -166,16 +165,11 @@ class Rig(AbstractContextManager["Rig"]):
             self.close()
             raise
 
-    @property
-    def capabilities(self) -> EngineCapabilities:
-        """Of the engine."""
-        return self.spool.engines[0].capabilities
-
     def rates(self, seconds: float, rounds: int) -> Rates:
         """Take ``rounds`` samples of each direction, in turns, and return their medians."""
         samples = [{way: self.measure(way, seconds) for way in DIRECTIONS} for _ in range(rounds)]
         middle = {way: median(sample[way] for sample in samples) for way in DIRECTIONS}
-        return Rates(engine=self.capabilities.name, direct=self.capabilities.direct, **middle)
+        return Rates(engine=self.spool.capabilities.name, direct=self.spool.capabilities.direct, **middle)
 
     def measure(self, direction: Direction, seconds: float | None) -> float:
         """Return the bytes a second of one direction; reading and mixed go over the blocks written before.
@@ -184,7 +178,7 @@ class Rig(AbstractContextManager["Rig"]):
         forced to the disk within the time, and the blocks that it reads are dropped from the cache before.
         """
         # A second pass through the page cache would measure memory.
-        cached = self.capabilities.needs_file and not self.capabilities.direct
+        cached = self.spool.capabilities.needs_file and not self.spool.capabilities.direct
         files = [file.fd for file in self.spool.files] if cached else []
         for fd in files:
             os.fdatasync(fd)  # dirty pages cannot be dropped

@@ -1,4 +1,4 @@
-"""Shared by the commands: options, errors, tables, a progress bar and JSON."""
+"""Shared by the commands: options, tables, a progress bar and JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import is_dataclass
 from functools import wraps
-from typing import Annotated, Any, NoReturn, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -19,7 +19,7 @@ from rich.table import Table
 from ..config import OffloadConfig
 from ..errors import printable
 from ..storage.spool_files import check_directory
-from .environment import BUSY_SHARE, without_errno
+from .environment import BUSY_SHARE
 
 
 def option(help: str | None = None, *flags: str, panel: str | None = None, **more: Any) -> Any:
@@ -70,12 +70,6 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     flat.__annotations__ = {each.name: each.annotation for each in parameters}
     return flat
-
-
-def fail(message: str, cause: BaseException | None = None) -> NoReturn:
-    """Print an error and leave with exit status 1."""
-    typer.echo(f"Error: {without_errno(message)}", err=True)
-    raise typer.Exit(1) from cause
 
 
 def check_paths(paths: list[str] | None, target: str = "auto") -> None:

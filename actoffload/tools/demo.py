@@ -22,13 +22,12 @@ from rich.markup import escape
 from rich.progress import TextColumn
 
 from ..config import OffloadConfig
-from ..errors import ConfigError
+from ..errors import ActOffloadError, ConfigError
 from ..sizes import format_size
 from .console import (
     JsonOption,
     PathOption,
     check_paths,
-    fail,
     grouped,
     option,
     print_busy,
@@ -100,7 +99,7 @@ def run_demo(spec: dict[str, Any], target: str, *, quiet: bool) -> list[Mode]:
 
         def on_said(name: str, said: dict[str, Any]) -> None:
             if "error" in said:
-                fail(f"mode {name}: {said['error']}")
+                raise ActOffloadError(f"mode {name}: {said['error']}")
             if said.get("turn"):
                 progress.update(bars[name], advance=1, loss=f"loss {said['loss']:.3f}")
 

@@ -16,8 +16,6 @@ from rich.markup import escape
 
 from ..errors import BudgetError, ConfigError
 from ..planning.profile import Profile
-from ..planning.search import Limits, best
-from ..planning.simulator import simulate
 from ..sizes import format_size
 from ..storage.endurance import YEAR_S, format_decimal, format_duration, written_per_day
 from .console import JsonOption, grouped, option, print_json, print_rows
@@ -37,6 +35,7 @@ from .on_paper import (
     hardware_of,
     preset,
 )
+from .rok import predict_variant
 from .rok_points import is_own
 
 if TYPE_CHECKING:
@@ -96,7 +95,8 @@ def command(
         if as_json:
             print_json(rows)
         else:
-            print_rows(map(_cells, rows), *rows[0], title="GB that a step saves" if check else None)
+            cells = [[value if isinstance(value, str) else f"{value:.3g}" for value in row.values()] for row in rows]
+            print_rows(cells, *rows[0], title="GB that a step saves" if check else None)
         return
     found = Estimate(question, split, machine)
     if as_json:
@@ -175,15 +175,15 @@ class Estimate:
         self.notes = self._notes(f"Bytes by counting on meta tensors, with {attention}.")
 
     def _plans(self, step: Profile, micro_batch: int) -> tuple[dict[str, Fit], int]:
-        free, limits, floor = self.hardware.tensor_bytes - sum(self.states.values()), Limits(tiers=("nvme",)), None
+        free, floor = self.hardware.tensor_bytes - sum(self.states.values()), None
         try:
-            best(step, replace(limits, device_budget=1))
+            predict_variant(step, step, "hybrid", 1)
         except BudgetError as error:
             floor = error.floor_bytes
-        least = replace(limits, device_budget=floor)
-        hidden, lowest = (simulate(*best(step, each), each, detail=False) for each in (limits, least))
+        kept, hidden = (predict_variant(step, step, series, None) for series in ("keep", "hybrid"))
+        least = predict_variant(step, step, "hybrid", floor)
         fits = {}
-        for name, seen in {"kept": simulate(step, detail=False), "hidden": hidden, "least": lowest}.items():
+        for name, seen in {"kept": kept, "hidden": hidden, "least": least}.items():
             samples = int(max(0.0, free) * micro_batch / max(1, seen.peak_bytes))
             fits[name] = Fit(seen.peak_bytes, seen.step_s, samples)
         return fits, hidden.disk_written_bytes
@@ -358,7 +358,3 @@ def list_published() -> list[dict[str, Any]]:
         ours = sum(found.layers_bytes) / 1e9
         rows.append(row | {"ours": ours, "difference": f"{ours / row['value'] - 1:+.1%}"})
     return rows
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    return [value if isinstance(value, str) else f"{value:.3g}" for value in row.values()]

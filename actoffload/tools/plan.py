@@ -16,7 +16,6 @@ from ..errors import ConfigError
 from ..planning.plan import Plan
 from ..planning.profile import Profile
 from ..planning.search import Limits, best, bounded
-from ..sizes import parse_share, parse_size
 from ..tell.parts import Analysis, BudgetRow, analyse, budget_table
 from ..tell.plans import render_budgets, render_plan
 from .console import JsonOption, PathOption, grouped, option, print_json
@@ -25,7 +24,9 @@ from .rok_points import is_own
 
 RECORDED_STEPS = 3
 """The second is recorded; the profile is there in the third."""
-TARGETS = {"host": ("host",), "nvme": ("nvme",), "tiered": ("host", "nvme"), "auto": ("host", "nvme")}
+SIZES = ("device_budget", "host_budget", "nvme_budget")
+TIERS = {"host": ("host",), "nvme": ("nvme",)}
+"""Of the targets that have one."""
 Bytes = Annotated[str | None, option('Bytes, or text such as "8GiB".')]
 
 
@@ -42,15 +43,11 @@ class Budget:
 
     def of(self, profile: Profile) -> Limits:
         """Return the limits for a step."""
-        if self.target not in TARGETS:
-            raise ConfigError("target", self.target, f"choose one of {', '.join(map(repr, TARGETS))}")
-        sizes: dict[str, Any] = {}
-        for name in ("device_budget", "host_budget", "nvme_budget"):
-            text = getattr(self, name)
-            share = parse_share(name, text) if name == "device_budget" and text is not None else None
-            if text is not None:
-                sizes[name] = parse_size(name, text) if share is None else int(share * profile.baseline_peak_bytes)
-        return bounded(profile, Limits(**sizes, tiers=TARGETS[self.target]))
+        config = OffloadConfig(**asdict(self))  # checks the texts, and makes numbers of the sizes
+        share, sizes = config.device_share, {name: getattr(config, name) for name in SIZES}
+        if share is not None:
+            sizes["device_budget"] = int(share * profile.baseline_peak_bytes)
+        return bounded(profile, Limits(**sizes, tiers=TIERS.get(config.target, ("host", "nvme"))))
 
 
 @grouped

@@ -155,23 +155,24 @@ def sections(run: Run) -> list[Section]:
     """Return the tables of a run, on the page and in a terminal."""
     links: Rows = [("link", "moved", "by others", "can do", "in use")]
     for link in run.links():
-        rate = f"{link.can_do / 1e9:.3g} GB/s" if link.can_do else "-"
-        sizes = (format_size(nbytes) for nbytes in (link.nbytes, link.others_bytes))
-        links.append((link.name, *sizes, rate, f"{link.used:.0%}"))
+        rate = f"{link['can_do'] / 1e9:.3g} GB/s" if link["can_do"] else "-"
+        sizes = (format_size(link[name]) for name in ("nbytes", "others_bytes"))
+        links.append((link["name"], *sizes, rate, f"{link['used']:.0%}"))
     used_is = "Bytes of the whole run, and the part of the step shown with a transfer under way. By others: on a disk "
     used_is += "all programs', by the kernel's count; on a device's link DeepSpeed's."
     phases: Rows = [("phase", "time", "used", "idle", "links")]
     for use in run.uses():
-        moved = [f"{link} {format_size(nbytes)}" for link, nbytes in use.moved.items() if nbytes]
-        moved += [f"{link}, by others {format_size(nbytes)}" for link, nbytes in use.by_others.items() if nbytes]
-        used, idle = use.processor_s / use.length_s, use.idle_s / use.length_s
-        figures = (format_time(use.length_s), f"{used:.2f}", f"{idle:.0%}")
-        phases.append((use.name, *figures, "; ".join(moved)))
+        moved = [f"{link} {format_size(nbytes)}" for link, nbytes in use["moved"].items() if nbytes]
+        moved += [f"{link}, by others {format_size(nbytes)}" for link, nbytes in use["by_others"].items() if nbytes]
+        length_s = use["length_s"]
+        figures = (format_time(length_s), f"{use['processor_s'] / length_s:.2f}", f"{use['idle_s'] / length_s:.0%}")
+        phases.append((use["name"], *figures, "; ".join(moved)))
     uses_are = "Of the step shown. Used: processors, by all threads of this process. Idle: the share of the time in "
     uses_are += "which the device computes nothing."
     waits: Rows = [("module", "for", "waited", "times", "tensor")]
     for wait in run.dearest_waits():
-        waits.append((wait.module, wait.reason, format_time(wait.total_s), str(wait.count), format_size(wait.nbytes)))
+        figures = (format_time(wait["total_s"]), str(wait["count"]), format_size(wait["nbytes"]))
+        waits.append((wait["module"], wait["reason"], *figures))
     reasons = "Of the whole run. Data: backward waited for the tensor. Room: forward waited until memory had left."
     names = {"step_s": run.planned_for, "peak_bytes": "saved activations, peak"}
     planned: Rows = [("", "predicted", "seen")]
@@ -275,7 +276,8 @@ def _bands(run: Run, length_s: float) -> list[tuple[str, str, Bars]]:
     waits, transfers = run.of_step(run.trace.waits), run.of_step(run.trace.transfers)
     labels = {"wait": f"waits: {format_time(sum(wait.duration_s for wait in waits))} in this step"}
     for link in run.links():
-        labels[link.name] = f"{link.name}: {link.can_do / 1e9:.3g} GB/s, in use for {link.used:.0%} of the step"
+        rate, used = f"{link['can_do'] / 1e9:.3g} GB/s", f"in use for {link['used']:.0%} of the step"
+        labels[link["name"]] = f"{link['name']}: {rate}, {used}"
     bands: dict[str, Bars] = {name: [] for name in (*LINKS, "wait")}
     named = [(one.link, one.name, one) for one in transfers if one.ours]
     named += [("wait", f"for {one.reason}: {one.module or 'a tensor'}", one) for one in waits]

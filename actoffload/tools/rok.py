@@ -40,8 +40,6 @@ OWN, OWN_BATCHES = "own", (1, 2, 4)
 """The preset of a user's own model."""
 WORKER, VERSION, LIMIT_S = "actoffload.tools.rok_worker", 2, 3600.0
 """The longest time of a case."""
-INTERRUPTED = 130
-"""Exit status after Ctrl-C."""
 NO_BLOCKS = "there are no blocks to recompute: layers of one class in a ModuleList or Sequential"
 OFFLOAD_READS_AHEAD = 1 << 20
 """Bytes that the series ``offload`` reads ahead; the library makes that twice the largest tensor (SSDTrain reads one
@@ -334,13 +332,7 @@ def command(
     if redraw is not None:
         raise typer.Exit(finish(load_results(redraw), redraw, dark, as_json))
     rok = measured.run(out, path)
-    try:
-        take(rok, quiet=as_json)
-    except KeyboardInterrupt:
-        left = f"{len(rok.missing())} cases are left; the same command goes on"
-        drawn = f"; actoffload rok --redraw {rok.file} draws the others" if rok.payload["samples"] else ""
-        typer.echo(f"Interrupted. {left}{drawn}.", err=True)
-        raise typer.Exit(INTERRUPTED) from None
+    take(rok, quiet=as_json)
     raise typer.Exit(finish(rok.payload, rok.file, dark, as_json))
 
 
@@ -350,7 +342,8 @@ def take(run: RokRun, *, quiet: bool) -> None:
     with progress_bar(TimeElapsedColumn(), quiet=quiet) as progress:
         if not quiet:
             there = len(run.payload["samples"])
-            progress.console.print(f"{total} cases to measure, {there} samples there; results in {run.file}")
+            goes_on = "where the same command goes on if it was stopped"
+            progress.console.print(f"{total} cases to measure, {there} samples there; results in {run.file}, {goes_on}")
         bar = progress.add_task("cases", total=total)
         for case, samples in run.run():
             progress.update(bar, advance=1)

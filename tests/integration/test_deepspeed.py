@@ -157,7 +157,7 @@ def test_a_trace_shows_the_offloaded_optimizer(two: Found, directory: Path) -> N
         assert all(any(begin_s <= one.begin_s <= end_s for begin_s, end_s in between) for one in gradients)
         written = sum(one.nbytes for one in gradients) / STEPS
         assert written == pytest.approx(parameters / 2, rel=0.2)
-        links = {link.name: link.others_bytes for link in look_at(trace).links()}
+        links = {link["name"]: link["others_bytes"] for link in look_at(trace).links()}
         assert links["host write"] == sum(one.nbytes for one in gradients)
         memory = trace.counters["memory"].series
         assert memory["optimizer state"][-1] >= parameters  # each rank's half of weights and two moments

@@ -24,6 +24,7 @@ from actoffload.planning.profile import Profile
 from actoffload.planning.search import Limits
 from actoffload.sizes import format_size
 from actoffload.statistics import Statistics
+from actoffload.storage.engines.base import EngineCapabilities
 from actoffload.tell.causes import CHECKPOINT, MUCH_LATE
 from actoffload.tell.facts import Facts, Planned
 from actoffload.tell.report import MOST_CAUSES, diagnose
@@ -400,7 +401,7 @@ def test_a_report_names_three_causes_with_the_heaviest_of_each_list_first() -> N
     many = facts(
         {"degraded": {"no room on disk": 3}, "nvme_peak_bytes": 90 * MIB},
         step={"backward_wait_s": 5.0},
-        cached_by="posix",
+        engine=EngineCapabilities("posix", direct=False, alignment=1),
         accounts=Accounts(at_once_bytes=100 * MIB, degraded_bytes=MIB),
     )
     lines = diagnose(many)

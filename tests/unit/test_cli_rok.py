@@ -16,15 +16,13 @@ import torch
 from actoffload.errors import ActOffloadError, BudgetError, ConfigError
 from actoffload.tools import models, rok_worker
 from actoffload.tools import rok as rok_command
-from actoffload.tools.rok import PRESETS, Preset, RokRun, load_results, points_of
+from actoffload.tools.rok import Preset, RokRun, load_results, points_of
 from actoffload.tools.rok_points import Variant
 from actoffload.tools.workers import failure, serve
 from tests import commands
 from tests.rok_samples import CASE, MACHINE, PRESET, all_points, failed, sample
 
 invoke = partial(commands.invoke, "rok")
-TINY = {name: getattr(PRESETS["tiny"], name) for name in ("device", "threads", "warm_up", "steps")}
-TINY["variants"] = [asdict(variant) for variant in PRESETS["tiny"].variants]
 
 
 class Launcher:
@@ -88,19 +86,6 @@ def test_results_of_other_options_are_not_mixed(tmp_path: Path) -> None:
     file.write_text('{"benchmark": "gpu"}')
     with pytest.raises(ConfigError, match="no results of `actoffload rok`"):
         make_run(file, Launcher())
-
-
-def test_ctrl_c_ends_the_command_and_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(run: RokRun, *, quiet: bool) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(rok_command, "take", interrupted)
-    file = tmp_path / "r.json"
-    assert "2 cases are left; the same command goes on." in invoke("--preset", "tiny", "--out", str(file), status=130)
-    write(file, [])
-    left = json.loads(file.read_text())
-    file.write_text(json.dumps(left | {"measured_with": TINY, "samples": [sample("keep")]}))
-    assert f"goes on; actoffload rok --redraw {file}" in invoke("--preset", "tiny", "--out", str(file), status=130)
 
 
 # -- the worker -------------------------------------------------------------------------------------------------------

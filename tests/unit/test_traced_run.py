@@ -135,10 +135,10 @@ def test_numbers_memory_links_and_waits() -> None:
     for moment in memory:
         assert sum(moment.by_kind.values()) - moment.by_kind[AWAY] == moment.total
     host, link = run.links()
-    assert (host.name, host.nbytes, host.others_bytes) == ("host write", 0, MIB), "copies of another library"
-    assert (link.name, link.nbytes, link.can_do) == ("disk write", 8 * MIB, 8 * MIB)
-    assert link.used == pytest.approx(0.5), "one of two seconds"
-    waits = [(wait.module, wait.count, round(wait.total_s, 9)) for wait in run.dearest_waits()]
+    assert (host["name"], host["nbytes"], host["others_bytes"]) == ("host write", 0, MIB), "copies of another library"
+    assert (link["name"], link["nbytes"], link["can_do"]) == ("disk write", 8 * MIB, 8 * MIB)
+    assert link["used"] == pytest.approx(0.5), "one of two seconds"
+    waits = [(wait["module"], wait["count"], round(wait["total_s"], 9)) for wait in run.dearest_waits()]
     assert waits == [("a", 2, 0.5), ("b", 1, 0.1)]
     of_step = [run.of_step(spans) for spans in (run.trace.waits, run.trace.transfers)]
     assert [[round(span.begin_s, 9) for span in spans] for spans in of_step] == [[0.2, 1.0], [0.5, 0.5]]
@@ -157,19 +157,19 @@ def test_processors_and_drives_by_phase() -> None:
     counters = {**trace.counters, "processors": processors, "drives": drives}
     metadata = {**trace.metadata, "machine": {"threads": 4}}
     run = look_at(replace(trace, counters=counters, metadata=metadata))
-    uses = {use.name: use for use in run.uses()}
-    assert [(use.length_s, use.processor_s, use.idle_s) for use in uses.values()] == [
+    uses = {use["name"]: use for use in run.uses()}
+    assert [(use["length_s"], use["processor_s"], use["idle_s"]) for use in uses.values()] == [
         (1, 3, 0.25),
         (1, 1, 0.75),
         (2, 4, 1.0),
     ]
     ours, others = (
         {name: [of[link] / MIB for link in ("disk write", "disk read", "host write")] for name, of in each}
-        for each in ([(n, u.moved) for n, u in uses.items()], [(n, u.by_others) for n, u in uses.items()])
+        for each in ([(n, u[by]) for n, u in uses.items()] for by in ("moved", "by_others"))
     )
     assert ours == {"forward": [4, 0, 0], "backward": [4, 0, 0], "step": [8, 0, 0]}
     assert others == {"forward": [2, 0, 0.5], "backward": [2, 24, 0.5], "step": [4, 24, 1]}
-    links = {link.name: (link.nbytes // MIB, link.others_bytes // MIB) for link in run.links()}
+    links = {link["name"]: (link["nbytes"] // MIB, link["others_bytes"] // MIB) for link in run.links()}
     assert links == {"host write": (0, 1), "disk write": (8, 20), "disk read": (0, 24)}
     assert run.processor_s(8.0, 10.0, 4) == [1.5, 1.5, 0.5, 0.5]
     assert [n / MIB for n in run.moved("disk write", 8.0, 10.0, 4, ours=False)] == [1, 1, 1, 1]
@@ -185,7 +185,7 @@ def test_an_optimizer_on_the_host_leaves_the_device_idle() -> None:
     device = [replace(_phase(*span), track="device phases #1") for span in spans]
     waits = (replace(_wait("a", 8.3, 8.4), track="device waits #1"),)
     run = replace(_by_hand(), trace=replace(trace, phases=(*trace.phases, *device), waits=waits))
-    uses = {use.name: (round(use.length_s, 9), round(use.idle_s, 9)) for use in run.uses()}
+    uses = {use["name"]: (round(use["length_s"], 9), round(use["idle_s"], 9)) for use in run.uses()}
     assert uses == {"forward": (0.2, 0.0), "backward": (0.2, 0.1), "step": (2.0, 1.7)}
 
 
@@ -204,8 +204,8 @@ def test_no_link_is_in_use_for_more_than_all_of_a_step() -> None:
     each = [replace(ours, begin_s=8.0 + n / 8, end_s=10.0 - n / 8, track=f"disk write #{n}") for n in range(1, 4)]
     run = look_at(replace(trace, transfers=tuple(each)))
     (link,) = run.links()
-    assert link.can_do == pytest.approx(3 * 8 * MIB / 1.75)
-    assert link.used == pytest.approx(0.875)
+    assert link["can_do"] == pytest.approx(3 * 8 * MIB / 1.75)
+    assert link["used"] == pytest.approx(0.875)
 
 
 def test_the_next_steps_are_the_remedies_of_the_runs_own_report() -> None:
