@@ -237,7 +237,7 @@ def test_gradients_are_the_same_under_any_plan(make_offloader: MakeOffloader) ->
     model = GPT(GPTConfig(layers=4, width=32, seq=32, dropout=0.1))
     reference = _step(make_offloader(policy="all"), model, TOKENS)
     chance = random.Random(0)
-    for _ in range(12):
+    for _ in range(6):
         offloader = make_offloader(policy="auto", device_budget="1MiB", debug=True).use(model)
         stays = [chance.random() < 0.5 for _ in range(200)]
         plan_with(offloader, _Scripted(_listed(stays)))

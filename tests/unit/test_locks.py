@@ -116,6 +116,63 @@ def test_run_if_free_calls_only_if_the_lock_is_free() -> None:
     assert not lock.owned()
 
 
+def test_release_empties_the_mailbox() -> None:
+    owner = _Owner()
+    lock = DrainingLock(owner.noted)
+    with lock:
+        owner.noted.append("nobody is notified")
+    lock.after_release = weakref.WeakMethod(owner.after)
+    with lock:
+        pass
+    assert owner.reported == ["nobody is notified"]
+    with lock:
+        owner.noted.append("more")
+        assert owner.reported == ["nobody is notified"]
+    assert owner.reported == ["nobody is notified", "more"]
+    with lock:
+        with lock:
+            owner.noted.append("inside")
+        assert owner.noted, "the lock is still held"
+    assert not owner.noted
+    owner.noted.append("left")
+    del owner
+    with lock:
+        pass
+    assert list(lock.noted) == ["left"]
+
+
+def test_a_mailbox_also_yields_items_that_come_while_it_is_emptied() -> None:
+    mailbox = Mailbox([3])
+    found = []
+    for item in mailbox.drain():
+        found.append(item)
+        if item:
+            mailbox.append(item - 1)
+    assert found == [3, 2, 1, 0]
+    assert not mailbox
+
+
+def test_deferred_work_waits_until_the_lock_is_free() -> None:
+    owner = _Owner()
+    lock = DrainingLock(owner.noted)
+
+    def work() -> bool:
+        assert lock.owned()
+        owner.after()
+        return True
+
+    owner.noted.append(1)
+    lock.deliver(work)
+    assert owner.reported == [1]
+    with lock:
+        owner.noted.append(2)
+        lock.deliver(work)
+        in_another_thread(lambda: lock.deliver(work))
+        assert owner.reported == [1], "a finalizer interrupts a thread amid a change"
+    lock.deliver(work)
+    assert owner.reported == [1, 2]
+
+
 def test_a_claim_is_of_the_first_alone() -> None:
     claim, first, second = Claim(), object(), object()
     assert not claim.is_by(first)

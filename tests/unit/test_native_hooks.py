@@ -223,6 +223,22 @@ def test_tensors_that_stay_never_reach_python(make_offloader: MakeOffloader, mon
 # -- tensors that Python packs -----------------------------------------------------------------------------------------
 
 
+def test_python_packs_if_more_than_size_decides(hooks: Hooks) -> None:
+    small = ones(4)
+    assert hooks.takes(small)
+    hooks.marked.add(small, "marked")
+    assert not hooks.takes(small)
+    small = ones(4)
+    for more in (hooks.recording, hooks.awaited):
+        more.append(None) if isinstance(more, list) else more.update({1: 2})
+        assert not hooks.takes(small)
+        more.clear()
+    with no_offload():
+        assert not hooks.takes(small)
+    assert hooks.takes(small)
+    assert not Hooks(cuda=LEAST_BYTES).takes(small), "nothing moves from this device"
+
+
 def test_a_dispatch_mode_sees_the_operations_of_hooks(hooks: Hooks) -> None:
     calls: list[Any] = []
 

@@ -78,6 +78,19 @@ def test_the_fields_are_the_contract_and_as_dict_is_json_with_the_derived_ones()
     assert values["kept_bytes"]["parameter"] == 8 * MIB
 
 
+def test_frozen_statistics_do_not_follow_the_counts() -> None:
+    accounts = Accounts()
+    accounts.add_record(10)
+    accounts.kept_bytes["policy"] += 10
+    accounts.degraded["write failed"] += 1
+    frozen = accounts.freeze(nvme_written_bytes=4096, host_peak_bytes=1)
+    accounts.add_record(10)
+    accounts.kept_bytes["policy"] += 10
+    accounts.degraded["write failed"] += 1
+    assert (frozen.live_records, frozen.kept_bytes, frozen.degraded) == (1, {"policy": 10}, {"write failed": 1})
+    assert (frozen.nvme_written_bytes, frozen.host_peak_bytes, frozen.host_read_bytes) == (4096, 1, 0)
+
+
 def test_deferred_counts_are_taken_in_the_order_in_which_they_came() -> None:
     accounts = Accounts()
     accounts.add_record(100)
