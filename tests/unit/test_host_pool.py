@@ -14,7 +14,7 @@ import torch
 
 from actoffload.memory.best_fit import ExtentAllocator
 from actoffload.memory.host_pool import TRIM_STEPS, HostBudget, HostPool
-from actoffload.memory.slab import ALIGNMENT, Device
+from actoffload.memory.slab import ALIGNMENT, Device, Slab, Slabs
 from actoffload.memory.slots import Slot
 from tests.harness import WAIT_S, acquire_slot, no_garbage_collection, run_in_threads
 
@@ -39,6 +39,21 @@ def interrupted(*_: Any) -> Any:
 def _in_use(pool: HostPool) -> int:
     pool.reclaim()
     return pool.slots.allocated_bytes
+
+
+def test_the_slab_with_the_least_room_is_found_until_it_is_unlisted() -> None:
+    slabs = Slabs()
+    large, small = Slab(4 * ALIGNMENT), Slab(2 * ALIGNMENT)
+    slabs.add(large)
+    slabs.add(small)
+    assert (slabs.with_room(1), slabs.with_room(3 * ALIGNMENT), slabs.with_room(5 * ALIGNMENT)) == (small, large, None)
+    small.take(1)
+    slabs.relist(small)
+    assert (slabs.with_room(1), list(slabs.idle)) == (small, [large])
+    slabs.unlist(small)
+    assert (slabs.with_room(1), slabs.mapped_bytes) == (large, 6 * ALIGNMENT), "it is mapped all the same"
+    slabs.remove(small)
+    assert (list(slabs), slabs.mapped_bytes) == ([large], 4 * ALIGNMENT)
 
 
 @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 100_000, SLAB])
