@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -15,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from actoffload import OffloadConfig, Offloader
+from actoffload import OffloadConfig, Offloader, Profile
 from actoffload.runtime.profiler import Profiler
 from actoffload.storage.spool import Spool, SpoolStatistics
 from actoffload.testing.simulated_device import DEVICES, NAME, SimulatedAccelerator, SimulatedDevice
 from actoffload.tiers.copy_streams import Batch, CopyStreams
+from actoffload.tiers.tier import Tier
 
 WAIT_S = 60.0
 """How long a test waits for another thread before it calls that a hang."""
@@ -185,6 +188,29 @@ def recorder_of(offloader: Offloader) -> Profiler:
     return offloader.store.profiler
 
 
+def profile_of(offloader: Offloader) -> Profile:
+    """The step that the profiler has recorded."""
+    profile = recorder_of(offloader).profile()
+    assert profile is not None
+    return profile
+
+
+def following(offloader: Offloader, *once: int) -> Offloader:
+    """An offloader that lets these checkpointed regions run once, by their places in the forward; returns it."""
+    offloader.store.regions.follow(frozenset(once))
+    return offloader
+
+
+def budget_of(offloader: Offloader) -> Any:
+    """The bytes that may be on a device: `limit_bytes`, and those of them that are kept free."""
+    return offloader.store.shared.budget
+
+
+def window_bytes(offloader: Offloader) -> int:
+    """How far ahead backward reads."""
+    return offloader.store.prefetch.window.nbytes
+
+
 def autopilot_of(offloader: Offloader) -> Any:
     """The autopilot, which plans and corrects under ``policy="auto"``."""
     return offloader.autopilot
@@ -211,6 +237,39 @@ def records_of(offloader: Offloader) -> list[Any]:
 def tape_records(offloader: Offloader) -> list[Any]:
     """The records of the forward that runs in this thread; only inside the context."""
     return list(offloader._forwards.stack[-1].tape.records)
+
+
+def note_rooms(patch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each room that any tier is asked to make from now on."""
+    asked: list[int] = []
+    make_room = Tier.make_room
+
+    def noted(tier: Tier, nbytes: int) -> float:
+        asked.append(nbytes)
+        return make_room(tier, nbytes)
+
+    patch.setattr(Tier, "make_room", noted)
+    return asked
+
+
+def note_region_saves(patch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each tensor that a recorded region would save, and that may move, from now on."""
+    noted: list[int] = []
+    region_saved = Profiler.region_saved
+
+    def note(profiler: Profiler, region: Any, nbytes: int, kept: str, outside: Any) -> None:
+        noted.extend([] if kept else [nbytes])
+        region_saved(profiler, region, nbytes, kept, outside)
+
+    patch.setattr(Profiler, "region_saved", note)
+    return noted
+
+
+def use_clock(now: Callable[[], float], patch: pytest.MonkeyPatch) -> None:
+    """Have this be the library's clock, in seconds."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("actoffload") and getattr(module, "now", None) is not None:
+            patch.setattr(module, "now", now)
 
 
 # -- derived from it ---------------------------------------------------------------------------------------------------
@@ -293,6 +352,17 @@ def assert_empty(offloader: Offloader) -> None:
 def descriptors() -> int:
     """How many file descriptors this process has open."""
     return len(os.listdir("/proc/self/fd"))
+
+
+def files_in(folder: Path) -> int:
+    """How many files of a folder this process has open; those of a spool have no name there."""
+    links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    return sum(os.path.lexists(link) and os.readlink(link).startswith(str(folder)) for link in links)
+
+
+def hook_count(model: nn.Module) -> int:
+    """How many forward hooks the modules of a model have."""
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
 
 def resident_set_bytes() -> int:

@@ -8,7 +8,6 @@ has the figures of 2026-11-27: `MEASURED`.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from actoffload.runtime.store import ActivationStore
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
 from actoffload.tiers.accelerator import Accelerator
 from actoffload.tiers.device_tier import DeviceTier
+from tests.harness import use_clock
 
 TENSORS, NBYTES = 64, 1 << 20
 KERNEL_S = 53e-6
@@ -152,9 +152,7 @@ def _train(
 
 def use_virtual_time(device: SimulatedDevice, patch: pytest.MonkeyPatch) -> None:
     """Have the library's clock be the simulated device's."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("actoffload") and getattr(module, "now", None) is not None:
-            patch.setattr(module, "now", lambda: device.clock_s)
+    use_clock(lambda: device.clock_s, patch)
 
 
 @contextmanager

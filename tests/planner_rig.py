@@ -6,7 +6,6 @@ Nothing here waits and nothing is copied, so a step of seconds takes millisecond
 from __future__ import annotations
 
 import itertools
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from actoffload import OffloadConfig, Offloader
 from actoffload.errors import OffloaderClosedError
 from actoffload.storage.engines.base import EngineCapabilities, IoKind, IoRequest, SpoolFile, StorageEngine
+from tests.harness import use_clock
 
 MIB = 1 << 20
 TOKENS = 1000
@@ -261,9 +261,7 @@ def rigs(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
         **options: Any,
     ) -> Rig:
         clock = Clock()
-        for name, module in list(sys.modules.items()):
-            if name.startswith("actoffload") and getattr(module, "now", None) is not None:
-                monkeypatch.setattr(module, "now", clock.now)
+        use_clock(clock.now, monkeypatch)
         config: dict[str, Any] = {
             "target": "nvme",
             "path": str(path),

@@ -37,7 +37,7 @@ SUITES = {
     "gradients": ["tests/parity/test_graphs.py", "tests/parity/test_tensors.py", "tests/parity/test_training.py"],
     "native programs": [
         *("-m", "not slow"),
-        *(f"tests/unit/test_{name}.py" for name in ("cpu_allocator", "cpu_allocator_build", "native_hooks")),
+        *(f"tests/unit/test_{name}.py" for name in ("cpu_allocator", "native_build", "native_hooks")),
     ],
     "checkpoints": [f"tests/unit/test_{name}.py" for name in ("selective", "checkpoints", "checkpoint")],
     "simulated device": [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import weakref
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from tests.harness import (
     assert_empty,
     assert_same_gradients,
     batch,
+    files_in,
     gradients,
     pools_of,
     spool_of,
@@ -32,12 +32,6 @@ ROWS = 2048
 @pytest.fixture
 def options(tmp_path: Path) -> dict[str, Any]:
     return {"target": "nvme", "path": str(tmp_path), "min_bytes": 0, "policy": "all", "announce": "none"}
-
-
-def files_in(folder: Path) -> int:
-    """The number of this process's open files there; they have no name any more."""
-    links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
-    return sum(os.path.lexists(link) and os.readlink(link).startswith(str(folder)) for link in links)
 
 
 def test_a_second_model_has_its_own_peak_plan_and_counts(options: dict[str, Any]) -> None:

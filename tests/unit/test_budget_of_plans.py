@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from actoffload import OffloadConfig, Offloader, Plan
@@ -19,22 +19,21 @@ from actoffload.policy import KeepReason
 from actoffload.testing.faults import GateEngine, SlowEngine
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
 from actoffload.tiers.record import State
-from actoffload.tiers.tier import Tier
 from tests.harness import (
     ADVERSARIES,
     ON_EACH_DEVICE,
     Adversary,
-    Chain,
     MakeOffloader,
     accounts_of,
-    assert_same_gradients,
-    batch,
+    budget_of,
+    following,
     hinder,
+    lock_of,
+    note_rooms,
     only_engine,
     same_bits,
     simulated,
     tape_records,
-    train_step,
 )
 
 RECORD_BYTES = 64 << 10
@@ -249,7 +248,7 @@ def test_a_write_goes_on_where_its_room_is_needed(
     with offloader:
         tape = offloader._forwards.tape
         loss: Any = ((x * 1.0).sin() * 1.0).sin().cos()
-    offloader.store.shared.budget.made_bytes = reserved
+    budget_of(offloader).made_bytes = reserved
     _needed = loss.grad_fn._saved_self
     *others, last = [record for record in tape.records if record is not None]
     assert last.state is State.RESIDENT
@@ -257,36 +256,6 @@ def test_a_write_goes_on_where_its_room_is_needed(
 
 
 # -- recomputation ----------------------------------------------------------------------------------------------------
-
-
-class _Deep(nn.Module):
-    """Blocks that save much between their input and their output."""
-
-    def __init__(self, depth: int = 4) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Chain(64, 3) for _ in range(depth))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def test_tensors_of_a_recomputation_count_as_resident(make_offloader: MakeOffloader) -> None:
-    model = _Deep()
-    peaks: dict[str, int] = {}
-    expected = train_step(model, batch(), make_offloader(policy="keep"))
-    for checkpoints in ("leave", "plan"):
-        offloader = make_offloader(policy="keep", recompute=True, checkpoints=checkpoints).use(model)
-        assert_same_gradients(train_step(model, batch(), offloader), expected)
-        offloader.close()
-        statistics = offloader.statistics()
-        peaks[checkpoints] = statistics.resident_peak_bytes
-        assert bool(statistics.recompute_peak_bytes) == (checkpoints == "plan")
-    activation = 128 * 64 * 4
-    assert peaks["leave"] == 4 * activation  # inputs of three blocks and of the loss; the caller owns the first block's
-    # The last block's three layers: tanh and sigmoid of each, and the inputs of two; the loss has its input already.
-    assert peaks["plan"] == (3 + 3 * 2 + 2) * activation
 
 
 @pytest.mark.parametrize(
@@ -340,13 +309,13 @@ def test_room_is_made_before_the_forward_of_a_region_takes_it(device: SimulatedD
     (expected,) = torch.autograd.grad(_waves(x), x)
     resident: list[int] = []
     with simulated(accelerator, debug=True, device_budget=6 * RECORD_BYTES) as offloader:
-        accounts = offloader.store.shared.accounts
+        accounts = accounts_of(offloader)
 
         def region(h: Tensor) -> Tensor:
             resident.append(accounts.resident_bytes)
             return (h * 1.0001).sin()
 
-        offloader.store.regions.follow(frozenset({0}))
+        following(offloader, 0)
         offloader.store.regions.taken.in_forward = {0: 4 * RECORD_BYTES}
         with offloader:
             h = x
@@ -412,16 +381,10 @@ def test_a_read_under_way_is_not_counted_twice(make_offloader: MakeOffloader, mo
     gate.shut()
     (record,) = tape.records
     assert record is not None
-    with offloader.store.shared.lock:
+    with lock_of(offloader):
         offloader.store.tiers.by_device["cpu"].fetch(record, urgent=False)
     assert (record.state, record.counted) == (State.FETCHING, True)
-    asked: list[int] = []
-
-    def make_room(self: Tier, nbytes: int) -> float:
-        asked.append(nbytes)
-        return 0.0
-
-    monkeypatch.setattr(Tier, "make_room", make_room)
+    asked = note_rooms(monkeypatch)
     gate.open()
     _value = y.grad_fn._saved_self
     assert asked == []

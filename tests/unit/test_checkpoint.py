@@ -41,7 +41,13 @@ from tests.harness import (
     assert_same_gradients,
     autopilot_of,
     batch,
+    budget_of,
+    following,
     gradients,
+    lock_of,
+    note_rooms,
+    profile_of,
+    recorder_of,
     run_in_threads,
     train_step,
     until_recorded,
@@ -71,12 +77,6 @@ class Blocks(nn.Module):
         """Gradients, and the blocks in the order in which they ran."""
         self.runs.clear()
         return train_step(self, batch(), offloader, **options), list(self.runs)
-
-
-def following(offloader: Offloader, *once: int) -> Offloader:
-    """An offloader that lets these regions run once."""
-    offloader.store.regions.follow(frozenset(once))
-    return offloader
 
 
 # -- regions that run once ---------------------------------------------------------------------------------------------
@@ -402,7 +402,7 @@ def test_a_region_whose_saves_are_changed_in_place_goes_on_running_again(
     if selective:
         options["context_fn"] = partial(plain.create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
     offloader = make_offloader()
-    offloader.store.profiler.begin()
+    recorder_of(offloader).begin()
     with offloader:
         kept = batch().requires_grad_().exp()  # holds the forward alive
         if raises:
@@ -415,9 +415,8 @@ def test_a_region_whose_saves_are_changed_in_place_goes_on_running_again(
                 change(x, layer)
     assert top() is None
     x.square().sum().backward()
-    offloader.store.profiler.finish()
-    profile = offloader.store.profiler.profile()
-    assert profile is not None
+    recorder_of(offloader).finish()
+    profile = profile_of(offloader)
     assert choosable(profile) == [raises, raises + 2]
 
 
@@ -482,15 +481,14 @@ def raised(x: Tensor) -> list[Any]:
 def test_a_region_that_raised_is_forgotten_without_a_lock(make_offloader: MakeOffloader) -> None:
     """A finalizer closes its generator, in any thread, while a step is recorded."""
     offloader = following(make_offloader(), 0, 1)
-    offloader.store.profiler.begin()
+    recorder_of(offloader).begin()
     with offloader:
         x = batch().requires_grad_().exp()
         left = raised(x)
-        with offloader.store.shared.lock:
+        with lock_of(offloader):
             run_in_threads(left.clear)
         checkpoint(torch.tanh, x.sin().cos(), use_reentrant=False).sum().backward()
-    profile = offloader.store.profiler.profile()
-    assert profile is not None
+    profile = profile_of(offloader)
     assert [storage.region for storage in profile.storages] == [None, None, 1], "the outputs of exp, sin and tanh"
 
 
@@ -519,14 +517,13 @@ def test_a_region_in_which_ranks_communicate_is_known(
 
     def communicate() -> list[bool]:
         offloader = following(make_offloader(), 1)
-        offloader.store.profiler.begin()
+        recorder_of(offloader).begin()
         with offloader:
             x = batch().requires_grad_().exp()
             for function in (torch.tanh, reduces, reduces):
                 x = checkpoint(function, x, use_reentrant=False)
         x.sum().backward()
-        profile = offloader.store.profiler.profile()
-        assert profile is not None
+        profile = profile_of(offloader)
         return [region.communicates for region in profile.regions]
 
     with OneProcess():
@@ -565,9 +562,9 @@ def test_on_paper_the_first_of_the_regions_that_run_once_saves_what_several_get_
     """By keyword or closure, as Transformers' layers get position embeddings: else all later places would differ."""
     offloader = make_offloader(policy="all", min_bytes=1)
 
-    def recorded(*once: int) -> Profile:
+    def step(*once: int) -> Profile:
         following(offloader, *once)
-        offloader.store.profiler.begin()
+        recorder_of(offloader).begin()
         x = batch().requires_grad_()
 
         def region(y: Tensor, *, turned: Tensor) -> Tensor:
@@ -580,14 +577,13 @@ def test_on_paper_the_first_of_the_regions_that_run_once_saves_what_several_get_
                 y = checkpoint(partial(region, turned=turned), y, use_reentrant=False)
             loss = y.sum()
         loss.backward()
-        profile = offloader.store.profiler.profile()
-        assert profile is not None
+        profile = profile_of(offloader)
         return profile
 
-    base = recorded()
+    base = step()
     for once in ((1,), (0, 2), (1, 2, 3), (0, 1, 2, 3)):
-        steps = with_regions(base, once), recorded(*once)
-        paper, found = ([s.nbytes for s in step.storages if s.index is not None] for step in steps)
+        steps = with_regions(base, once), step(*once)
+        paper, found = ([s.nbytes for s in one.storages if s.index is not None] for one in steps)
         assert paper == found
 
 
@@ -843,33 +839,31 @@ def test_tensors_of_a_nested_recomputation_count_too(make_offloader: MakeOffload
         return y
 
     offloader = following(make_offloader(policy="keep"), *once)
-    offloader.store.profiler.begin()
+    recorder_of(offloader).begin()
     with offloader:
         loss = checkpoint(outer, batch().requires_grad_() * 2, use_reentrant=False).sum()
     loss.backward()
     assert offloader.statistics().recompute_peak_bytes == 2 * ACTIVATION
-    profile = offloader.store.profiler.profile()
-    assert profile is not None
+    profile = profile_of(offloader)
     assert [s.nbytes for s in profile.storages if s.kept == "recomputed"] == [2 * ACTIVATION]
 
 
-def test_room_is_made_for_a_recomputation_before_it_begins(make_offloader: MakeOffloader) -> None:
+def test_room_is_made_for_a_recomputation_before_it_begins(
+    make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = Blocks()
     expected = model.step()[0]
     offloader = make_offloader(policy="all", device_budget=8 * ACTIVATION)
-    asked: list[int] = []
-    (tier,) = offloader.store.tiers.by_device.values()
-    make_room = tier.make_room
-    tier.make_room = lambda nbytes: (asked.append(nbytes), make_room(nbytes))[1]  # type: ignore[func-returns-value,method-assign]
+    asked = note_rooms(monkeypatch)
     for _ in range(2):
         asked.clear()
         assert_same_gradients(model.step(offloader)[0], expected)
     held = offloader.statistics().recompute_peak_bytes
     assert asked.count(held) == 3, "each region holds the same bytes"
-    assert offloader.store.shared.budget.again == {0: held, 1: held, 2: held}
+    assert budget_of(offloader).again == {0: held, 1: held, 2: held}
     assert offloader.statistics().resident_peak_bytes <= 8 * ACTIVATION
     following(offloader, 0, 1, 2)
-    assert not offloader.store.shared.budget.again, "no region runs again"
+    assert not budget_of(offloader).again, "no region runs again"
 
 
 # -- a plan from the user ----------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from tests.harness import (
     MakeOffloader,
     accounts_of,
     assert_empty,
+    budget_of,
     forget_failed_backward,
     only_engine,
     pending_bytes,
@@ -75,7 +76,7 @@ def test_a_batch_is_one_request_each_way(make_offloader: MakeOffloader) -> None:
 
 def test_a_plan_that_bounds_the_memory_waits_for_no_batch_that_is_never_full(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(engine="memory")  # without a budget of the user's, small tensors wait for each other
-    offloader.store.shared.budget.limit_bytes = 2 * NBYTES
+    budget_of(offloader).limit_bytes = 2 * NBYTES
     saved = Saved(offloader, activations(3))
     assert states_of(offloader).count("spilled") >= 1
     saved.check_rest()
@@ -88,7 +89,7 @@ def test_a_wait_for_room_ends_if_its_batch_is_given_up(make_offloader: MakeOfflo
     saved = Saved(offloader, [tensor])
     assert pending_bytes(offloader) == NBYTES
     tensor.untyped_storage().resize_(0)
-    offloader.store.shared.budget.limit_bytes = 1
+    budget_of(offloader).limit_bytes = 1
     with offloader:
         x = torch.ones(1024, requires_grad=True)
         _ = x.exp()
@@ -103,7 +104,7 @@ def test_a_wait_for_host_memory_begins_the_batch_of_another_devices_tensors() ->
     options: dict[str, Any] = {"target": "nvme", "engine": "memory", "host_budget": "8MiB", "policy": "all"}
     with Offloader(OffloadConfig(devices=("cpu", NAME), min_bytes=1, announce="none", **options)) as offloader:
         pass
-    offloader.store.shared.budget.limit_bytes = 1 << 30
+    budget_of(offloader).limit_bytes = 1 << 30
     try:
         saved = Saved(offloader, [*activations(1), torch.ones(16 * MIB // 4).to(NAME)])
         assert pending_bytes(offloader) == 0

@@ -76,7 +76,7 @@ def test_every_bound_leaves_gradients_as_they_are(make_offloader: MakeOffloader,
     assert offloader.plan_history[0].startswith("first plan")
 
 
-@pytest.mark.parametrize("bandwidth", [None, 1e7, 2e8])
+@pytest.mark.parametrize("bandwidth", [None, 1e7])
 def test_a_budget_is_kept_from_the_first_planned_step_on(
     make_offloader: MakeOffloader, bandwidth: float | None
 ) -> None:

@@ -27,8 +27,10 @@ from tests import scaled_llama
 from tests.harness import (
     Chain,
     MakeOffloader,
+    accounts_of,
     autopilot_of,
     batch,
+    budget_of,
     forget_failed_backward,
     resident_set_bytes,
     simulated,
@@ -233,7 +235,7 @@ def test_the_forward_of_a_region_has_its_room_and_backward_has_it_afterwards(dev
         broken.raises = True
         with pytest.raises(ValueError, match="raises"), offloader:
             model(_batch(ROWS))
-        accounts = offloader.store.shared.accounts
+        accounts = accounts_of(offloader)
         assert offloader.statistics().live_records == 0
         assert accounts.baseline_bytes == 0
 
@@ -277,7 +279,7 @@ def test_the_memory_of_a_loss_leaves_backward_its_room(device: SimulatedDevice) 
         assert own - shape.need.beside.nbytes >= shape.base.baseline_peak_bytes, "backward has room for all inputs"
         with offloader:
             loss = model(_batch(ROWS))
-        run, accounts = offloader.store.run, offloader.store.shared.accounts
+        run, accounts = offloader.store.run, accounts_of(offloader)
         assert accounts.resident_bytes >= shape.need.beside.in_forward[BLOCKS], "room for the backward that may come"
         del loss
         with offloader:
@@ -302,22 +304,23 @@ def test_a_device_budget_does_not_count_the_memory_of_a_loss(device: SimulatedDe
 
 @pytest.mark.simulated
 def test_without_a_number_a_loss_makes_no_step_take_more_than_checkpointing(device: SimulatedDevice) -> None:
-    """In virtual time, where four layers of sixteen run once."""
+    """In virtual time, where some of eight layers run once."""
     launch_s = scaled_llama.LAUNCHES["host ahead"]
-    alone = scaled_llama.run(None, launch_s, checkpointed=True, head=True)
-    ours = scaled_llama.run({}, launch_s, checkpointed=True, head=True, steps=5)
+    shape: dict[str, Any] = {"checkpointed": True, "head": True, "layers": 8}
+    alone = scaled_llama.run(None, launch_s, **shape)
+    ours = scaled_llama.run({}, launch_s, **shape, steps=5)
     assert ours["once"] > 0
     assert ours["step_s"] < 0.98 * alone["step_s"]
     assert ours["highest_bytes"] <= alone["peak_bytes"], "in the first step as well, which has no plan"
     number = {"device_memory": int(alone["peak_bytes"])}
-    ours = scaled_llama.run(number, launch_s, checkpointed=True, head=True, steps=13)
+    ours = scaled_llama.run(number, launch_s, **shape, steps=13)
     assert ours["once"] > 0, "logits that backward has just taken are no memory beside saved tensors"
 
 
 @pytest.mark.simulated
 @pytest.mark.parametrize(
     ("layers", "head", "share"),
-    [(16, False, 1.05), (8, True, 1.5)],
+    [(8, False, 1.05), (8, True, 1.5)],
     ids=["evicted", "on its way to the host as backward takes it"],
 )
 def test_an_input_that_the_program_holds_counts_where_its_region_runs_once(
@@ -425,7 +428,7 @@ def test_on_the_cpu_the_number_is_the_process(make_offloader: MakeOffloader) -> 
     for _ in range(4):
         train_step(model, batch(rows=4096, width=256), offloader)
         _with_gradients(model, optimizer)
-    left = offloader.store.shared.budget.limit_bytes or 0
+    left = budget_of(offloader).limit_bytes or 0
     assert 10**12 - resident_set_bytes() - (1 << 30) < left < 10**12 - (100 << 20)
     offloader = make_offloader(policy="auto", device_memory="100MB")
     train_step(model, batch(rows=64, width=256), offloader)
@@ -471,19 +474,24 @@ def test_a_share_is_of_the_devices_memory(device: SimulatedDevice, passed: str, 
     with _offloader(device_memory=passed) as offloader:
         _train(3, offloader)
         pilot = autopilot_of(offloader)
-        left, beside = offloader.store.shared.budget.limit_bytes, pilot._shape.need.beside
+        left, beside = budget_of(offloader).limit_bytes, pilot._shape.need.beside
     assert left + beside.nbytes == pytest.approx(share * (1 << 28), rel=0.02)
 
 
-@pytest.mark.parametrize("asks", [False, True], ids=["", "statistics between"])
+@pytest.mark.parametrize(
+    ("microbatches", "later", "asks"),
+    [(4, [False, True, True, True], False), (4, [False, True, True, True], True), (1, [True], True)],
+    ids=["accumulation", "statistics between", "every step"],
+)
 def test_a_micro_batch_that_begins_without_gradients_does_not_settle_the_need(
-    make_offloader: MakeOffloader, asks: bool
+    make_offloader: MakeOffloader, microbatches: int, later: list[bool], asks: bool
 ) -> None:
+    """Without accumulation every step after the first settles it."""
     offloader, model = make_offloader(policy="auto"), Chain()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     settled = []
     for _ in range(3):
-        for _ in range(4):
+        for _ in range(microbatches):
             settled.append(offloader.store.run.optimizer.settled)
             with offloader:
                 loss = model(batch()).square().sum()
@@ -492,20 +500,7 @@ def test_a_micro_batch_that_begins_without_gradients_does_not_settle_the_need(
         optimizer.zero_grad()
         if asks:  # counts the optimizer's step before the next micro-batch
             offloader.statistics()
-    assert settled == 4 * [False] + 2 * [False, True, True, True]
-
-
-def test_without_accumulation_every_step_after_the_first_settles_the_need(make_offloader: MakeOffloader) -> None:
-    offloader, model = make_offloader(policy="auto"), Chain()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    settled = []
-    for _ in range(3):
-        settled.append(offloader.store.run.optimizer.settled)
-        train_step(model, batch(), offloader)
-        optimizer.step()
-        optimizer.zero_grad()
-        offloader.statistics()
-    assert settled == [False, True, True]
+    assert settled == microbatches * [False] + 2 * later
 
 
 @pytest.mark.simulated

@@ -12,33 +12,29 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, silu
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import actoffload
 from actoffload import Offloader
 from actoffload.autograd import fp8
 from actoffload.errors import ConfigError, SavedTensorModifiedError
-from actoffload.runtime.profiler import Profiler
 from actoffload.testing.gpt import GPT, GPTConfig
-from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
-from actoffload.tiers.tier import Tier
+from actoffload.testing.simulated_device import NAME, SimulatedDevice
 from tests.harness import (
     ADVERSARIES,
     ON_EACH_DEVICE,
     Adversary,
     assert_empty,
     assert_same_bits,
-    hinder,
+    following,
+    note_region_saves,
     on_stream,
     run_in_threads,
     simulated,
 )
-from tests.unit.test_upcasts import Keep, Save
+from tests.unit.coded import ANY, Save, Trained, assert_survives
 
 Make = Callable[..., Offloader]
-ANY = nn.Identity()
-"""A model for `Offloader.use`, which holds it weakly: the pattern "*" covers what no module saves."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -186,7 +182,7 @@ class Gated(nn.Module):
         return out
 
 
-class Model(nn.Module):
+class Model(Trained):
     def __init__(self, where: str, *, checkpointed: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -206,20 +202,6 @@ class Model(nn.Module):
         for number in range(3):
             x = checkpoint(self.block, number, x, use_reentrant=False) if self.checkpointed else self.block(number, x)
         return x.mean()  # which saves nothing
-
-    def gradients(self, offloader: Offloader | None, *, times: int = 1, fail: bool = False) -> list[Tensor | None]:
-        """Of one step, whose saved tensors are all away before backward begins."""
-        self.zero_grad()
-        self.x.grad = None
-        with offloader or nullcontext():
-            loss = self(self.x)
-            if fail:
-                raise ArithmeticError
-        for left in reversed(range(times)):
-            if offloader is not None:
-                offloader.synchronize()
-            loss.backward(retain_graph=left > 0)
-        return [self.x.grad, *(parameter.grad for parameter in self.parameters())]
 
 
 def near(found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
@@ -301,7 +283,7 @@ def test_regions(where: str, once: bool, make_offloader: Make) -> None:
     model = Model(where, checkpointed=True)
     expected = model.gradients(None)
     offloader = make_offloader(codec="none", fp8="*", policy="all").use(model)
-    offloader.store.regions.follow(frozenset(range(3) if once else ()))
+    following(offloader, *(range(3) if once else ()))
     found = model.gradients(offloader)
     if once:
         assert near(found, expected)
@@ -351,8 +333,14 @@ def test_threads_and_an_exception(where: str, make_offloader: Make) -> None:
     for model in models:
         offloader.use(model)
     expected, found = models[0].gradients(offloader), [[], []]  # type: ignore[var-annotated]
+
+    def fail() -> None:
+        with offloader:
+            models[0](models[0].x)
+            raise ArithmeticError
+
     with pytest.raises(ArithmeticError):
-        models[0].gradients(offloader, fail=True)
+        fail()
 
     def steps(number: int) -> None:
         found[number] = [models[number + 1].gradients(offloader) for _ in range(5)]
@@ -366,14 +354,7 @@ def test_threads_and_an_exception(where: str, make_offloader: Make) -> None:
 def test_a_recorded_region_has_the_bytes_that_it_would_save(
     make_offloader: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    noted: list[int] = []
-    note = Profiler.region_saved
-
-    def region_saved(profiler: Profiler, region: Any, nbytes: int, kept: str, outside: Any) -> None:
-        noted.extend([] if kept else [nbytes])
-        note(profiler, region, nbytes, kept, outside)
-
-    monkeypatch.setattr(Profiler, "region_saved", region_saved)
+    noted = note_region_saves(monkeypatch)
     for codec in ("none", "exact"):
         noted.clear()
         model, plain = Model("cpu", checkpointed=True), Model("cpu")
@@ -386,29 +367,6 @@ def test_a_recorded_region_has_the_bytes_that_it_would_save(
         assert saved - Counter(noted) == {model.x.nbytes: 3}, "the regions' inputs"
         assert not Counter(noted) - saved
         assert 32 * 64 + 16 in noted
-
-
-@ON_EACH_DEVICE
-def test_a_budget_has_room_for_the_code_and_for_what_backward_decodes(
-    where: str, make_offloader: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rooms: list[int] = []
-    make_room = Tier.make_room
-
-    def noted(tier: Tier, nbytes: int) -> float:
-        rooms.append(nbytes)
-        return make_room(tier, nbytes)
-
-    monkeypatch.setattr(Tier, "make_room", noted)
-    x = torch.randn(1 << 14).to(where).requires_grad_()
-    offloader = make_offloader(codec="none", fp8="*", policy="all", device_budget=1 << 20).use(ANY)
-    with offloader:
-        loss = Save.apply(x * 1)
-        assert rooms == [(1 << 14) + (1 << 7)] * 2, "before the code is made, and for the storage that follows"
-    offloader.synchronize()
-    rooms.clear()
-    loss.backward()
-    assert x.nbytes in rooms
 
 
 def test_the_first_lines_say_so(make_offloader: Make) -> None:
@@ -442,17 +400,6 @@ def test_the_gradients_of_a_gpt_are_near(make_offloader: Make) -> None:
     assert near(gradients[1], gradients[0])
 
 
-def test_nothing_is_rounded_where_a_mode_of_the_program_would_see_it(offloader: Offloader) -> None:
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return function(*args, **(kwargs or {}))
-
-    x = torch.randn(1000, requires_grad=True)
-    with Mode():
-        (found,) = saved(offloader, x)
-    assert_same_bits([found], [x])
-
-
 @pytest.mark.simulated
 def test_the_allocators_peak_falls_by_what_is_rounded(device: SimulatedDevice) -> None:
     """Nothing moves, and the host is ahead. After backward no code is left."""
@@ -460,7 +407,7 @@ def test_the_allocators_peak_falls_by_what_is_rounded(device: SimulatedDevice) -
     peaks = []
     forms: list[dict[str, Any]] = [{}, {"fp8": "*"}]
     for options in forms:
-        with simulated(policy=Keep(), codec="none", **options) as offloader:
+        with simulated(policy="keep", codec="none", **options) as offloader:
             offloader.use(ANY)
             before = torch.accelerator.memory_allocated()
             torch.accelerator.reset_peak_memory_stats()
@@ -483,7 +430,6 @@ def test_the_allocators_peak_falls_by_what_is_rounded(device: SimulatedDevice) -
 @pytest.mark.parametrize("where", ["host", "nvme", "kept"])
 def test_streams(adversary: Adversary, where: str, tmp_path: Any, device: SimulatedDevice) -> None:
     """Made on one stream, saved on another, used on both: of numbers that E4M3 has, not a bit may change."""
-    accelerator = SimulatedAccelerator()
     other = torch.Stream(torch.device(NAME, 0))
     x, weight = (torch.randint(-8, 9, (64, 64)).float().to(NAME).requires_grad_() for _ in range(2))
 
@@ -504,14 +450,6 @@ def test_streams(adversary: Adversary, where: str, tmp_path: Any, device: Simula
                 del again, z
         return list(torch.autograd.grad(total, [x, weight]))
 
-    expected = [one.cpu() for one in gradients(nullcontext())]
-    options: dict[str, Any] = {"policy": Keep(), "target": "host"} if where == "kept" else {"target": where}
-    with simulated(accelerator, path=str(tmp_path), codec="none", fp8="*", debug=True, **options) as offloader:
-        offloader.use(ANY)
-        for seed in range(4):
-            device.synchronize()
-            hinder(device, accelerator, adversary, seed)
-            found = gradients(offloader)
-            device.reset()
-            assert_same_bits([one.cpu() for one in found], expected)
-        assert offloader.statistics().fp8_bytes > 0
+    options: dict[str, Any] = {"policy": "keep", "target": "host"} if where == "kept" else {"target": where}
+    found = assert_survives(device, adversary, gradients, path=str(tmp_path), codec="none", fp8="*", **options)
+    assert found.fp8_bytes > 0

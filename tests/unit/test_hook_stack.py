@@ -22,10 +22,17 @@ import actoffload
 from actoffload import Offloader, attach, no_offload, offload_activations
 from actoffload.errors import StateError
 from tests import pages
-from tests.harness import ON_EACH_DEVICE, Chain, MakeOffloader, assert_empty, assert_same_bits, batch, same_bits
+from tests.harness import (
+    ON_EACH_DEVICE,
+    Chain,
+    MakeOffloader,
+    assert_empty,
+    assert_same_bits,
+    batch,
+    hook_count,
+    same_bits,
+)
 from tests.unit.saving import Doubled
-
-Build = Callable[[], AbstractContextManager[object]]
 
 
 def depth() -> int:
@@ -367,10 +374,6 @@ def options(tmp_path: Path) -> dict[str, Any]:
 def network(hooks: Callable[[], Any] | None, around: str = "modules") -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(Layer(None, ""), Layer(hooks, around), Layer(None, ""), Layer(hooks, around))
-
-
-def hook_count(model: nn.Module) -> int:
-    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
 
 @pytest.mark.parametrize("by", ["attach", "model="])

@@ -280,42 +280,6 @@ def test_memory_that_cannot_be_unpinned_stays_and_is_used_again() -> None:
     assert pins.locked == {}
 
 
-def test_memory_that_a_copy_may_use_stays_locked_and_mapped_after_the_pool() -> None:
-    pins = _Pins()
-    done: set[object] = set()
-    options: dict[str, Any] = {"pin": pins.pin, "unpin": pins.unpin, "is_done": done.__contains__}
-    pool = _pool(**options)
-    slot = _acquire(pool, SLAB)
-    address, bytes_held = slot.address, (ctypes.c_char * SLAB).from_address(slot.address)
-    slot.events.append("copy")
-    del slot
-    pool.close()
-    del pool
-    second = _pool(**options)
-    assert _acquire(second, SLAB).address != address
-    assert address in pins.locked
-    bytes_held[0] = b"x"  # would crash the process without the mapping
-    done.add("copy")
-    assert _acquire(second, SLAB).address != address
-    assert address in pins.locked, "the next mapping checks it, nothing before"
-    assert _acquire(_pool(), SLAB) is not None
-    assert address not in pins.locked
-
-
-def test_close_waits_for_copies_on_request() -> None:
-    pins = _Pins()
-    done: set[object] = set()
-    pool = _pool(slabs=2, pin=pins.pin, unpin=pins.unpin, is_done=done.__contains__, wait_for=done.add)
-    slot = _acquire(pool, SLAB)
-    slot.events += ["out", "in"]
-    held = _acquire(pool, SLAB)
-    held.events.append("of what somebody holds")
-    del slot
-    pool.close(wait=True)
-    assert done == {"out", "in"}
-    assert pins.locked == {held.address: SLAB}
-
-
 def _steps(pool: HostPool, slots: int, count: int = 2 * TRIM_STEPS) -> None:
     """Steps that each take ``slots`` slots of half a slab, and give them back."""
     for _ in range(count):
@@ -395,14 +359,6 @@ def test_the_thread_that_takes_memory_is_near_the_device_first() -> None:
     pool = _pool(pin=pin, unpin=lambda address: True, stay_near=lambda: order.append("near"))
     assert _acquire(pool, SLAB) is not None
     assert order == ["near", "page-lock"]
-    pool.close()
-
-
-def test_memory_that_cannot_be_page_locked_works() -> None:
-    pool = _pool(slabs=2, pin=lambda address, nbytes: False, unpin=lambda address: pytest.fail("nothing was pinned"))
-    slots = [_acquire(pool, SLAB) for _ in range(2)]
-    assert pool.pin_failed
-    assert bool((pool.tensor(slots[1], 0, 100).fill_(3) == 3).all())
     pool.close()
 
 

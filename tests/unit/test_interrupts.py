@@ -35,6 +35,7 @@ from actoffload.testing.simulated_device import NAME, SimulatedAccelerator
 from tests.harness import (
     ON_EACH_DEVICE,
     assert_same_gradients,
+    files_in,
     forget_failed_backward,
     gradients,
     run_in_threads,
@@ -103,15 +104,6 @@ def _gone(ref: weakref.ref[Any]) -> bool:
     return ref() is None
 
 
-def _files_in(folder: Path) -> int:
-    """How many files of a folder this process has open; they have no name there."""
-    found = 0
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            found += os.readlink(descriptor).startswith(str(folder))
-    return found
-
-
 @ON_EACH_DEVICE
 def test_an_interrupt_aborts_the_step_and_the_next_context_starts_afresh(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
@@ -146,7 +138,7 @@ def test_an_interrupt_aborts_the_step_and_the_next_context_starts_afresh(
         store = weakref.ref(offloader.store)
         aborted = offloader.store.shared.interrupted
         assert aborted or not offloader.statistics().live_records, f"a record is left after {interrupt.kind} at {at}"
-        assert _files_in(tmp_path) == (not aborted), f"disk is taken after an interrupt at {at}"
+        assert files_in(tmp_path) == (not aborted), f"disk is taken after an interrupt at {at}"
         if aborted and not raised:  # raised in a finalizer, as the last call: the next context raises it
             try:
                 offloader.__enter__()
@@ -227,7 +219,7 @@ def test_an_interrupt_releases_disk_and_threads_though_the_device_fails(
     with pytest.raises(actoffload.errors.OffloaderClosedError):
         loss.backward()
     forget_failed_backward()
-    assert _files_in(tmp_path) == 0
+    assert files_in(tmp_path) == 0
     wait_until(lambda: set(threading.enumerate()) <= before, "threads are left")
 
 

@@ -316,25 +316,6 @@ def test_copies_of_other_parts_of_a_storage_do_not_hold_it_elsewhere(device: Sim
         assert "held elsewhere" not in {storage.kept for storage in offloader.profile.storages}
 
 
-def test_a_storage_released_before_backward_is_gone_and_comes_back(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(**ALL)
-    x = _input()
-    with offloader:
-        held = [x * 1.0]
-        for _ in range(LAYERS):
-            held.append(held[-1].sin())
-        loss = held[-1].sum()
-    offloader.synchronize()
-    held.clear()
-    offloader.synchronize()
-    assert accounts_of(offloader).resident_bytes == 0
-    loss.backward()
-    statistics = offloader.statistics()
-    assert statistics.nvme_read_bytes >= LAYERS * NBYTES * 0.9
-    assert "held elsewhere" not in statistics.kept_bytes
-    assert statistics.moved_bytes > 0
-
-
 def test_a_forwards_own_variables_do_not_count(make_offloader: MakeOffloader) -> None:
     """The variables hold tensors during their writes, and are gone when the forward has ended."""
     offloader = make_offloader(**ALL, engine="memory")

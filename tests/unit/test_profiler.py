@@ -18,7 +18,18 @@ from actoffload.testing.faults import GateEngine, SlowEngine
 from actoffload.testing.gpt import GPT, GPTConfig
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
 from actoffload.tiers.timers import Stamp, Stopwatch
-from tests.harness import Chain, MakeOffloader, accounts_of, batch, hinder, recorder_of, simulated, train_step
+from tests.harness import (
+    Chain,
+    MakeOffloader,
+    accounts_of,
+    batch,
+    following,
+    hinder,
+    profile_of,
+    recorder_of,
+    simulated,
+    train_step,
+)
 
 ATEN = torch.ops.aten
 TOKENS = torch.arange(64).reshape(2, 32)
@@ -55,9 +66,7 @@ def _recorded(offloader: Offloader, model: nn.Module, *args: Any, forwards: int 
             losses.append(model(*args).sum())
     while losses:
         losses.pop().backward()
-    profile = recorder_of(offloader).profile()
-    assert profile is not None
-    return profile
+    return profile_of(offloader)
 
 
 def test_waits_of_several_threads_at_once_turn_no_clock_back(make_offloader: MakeOffloader) -> None:
@@ -68,8 +77,7 @@ def test_waits_of_several_threads_at_once_turn_no_clock_back(make_offloader: Mak
         loss = model(batch()).sum()
     accounts_of(offloader).unpack_wait_s += 60.0
     loss.backward()
-    profile = recorder_of(offloader).profile()
-    assert profile is not None
+    profile = profile_of(offloader)
     assert 0 < profile.step_s < 60
     assert all(0 <= s.birth_s <= s.last_need_s <= profile.step_s for s in profile.storages)
 
@@ -112,7 +120,7 @@ def test_regions_have_their_times_and_saved_tensors(make_offloader: MakeOffloade
     unchecked = GPT(GPTConfig(layers=3, width=32, seq=32))
     plain = _recorded(make_offloader().use(unchecked), unchecked, TOKENS, TOKENS)
     offloader = make_offloader(include="*").use(model)
-    offloader.store.regions.follow(frozenset(once))
+    following(offloader, *once)
     profile = _recorded(offloader, model, TOKENS, TOKENS)
     assert [region.place for region in profile.regions] == [0, 1, 2]
     assert [region.name for region in profile.regions] == [f"stack.blocks.{n}" for n in range(3)]
@@ -221,7 +229,7 @@ def test_on_paper_a_region_that_runs_once_saves_the_same_as_in_a_real_step(
     assert places == [region.place for region in base.regions]
     for once in ({places[0]}, {places[-1]}, set(places)):
         offloader = make_offloader()
-        offloader.store.regions.follow(frozenset(once))
+        following(offloader, *once)
         ran, paper = _recorded(offloader, model, x), with_regions(base, once)
         found = [[s.nbytes for s in p.storages if s.index is not None] for p in (paper, ran)]
         if inputs in CAREFUL:
@@ -240,7 +248,7 @@ def test_on_paper_a_region_moves_nothing_that_the_options_keep(
         each.use(model)
     base = _recorded(before, model, x)
     once = set(choosable(base))
-    offloader.store.regions.follow(frozenset(once))
+    following(offloader, *once)
     ran = _recorded(offloader, model, x)
     found = [[(s.nbytes, s.kept) for s in p.storages if s.index is not None] for p in (with_regions(base, once), ran)]
     assert "module excluded" in {kept for _, kept in found[1]}
@@ -334,8 +342,7 @@ def test_small_tensors_share_a_moment(make_offloader: MakeOffloader, monkeypatch
     y.sum().backward()
     assert count / 10 <= stamped <= count / 10 + 6
     assert count / 10 <= stopwatch.count <= count / 10 + 6
-    profile = recorder_of(offloader).profile()
-    assert profile is not None
+    profile = profile_of(offloader)
     assert sum(s.index is None for s in profile.storages) >= count - 1
     births = [s.birth_s for s in profile.storages]
     assert births == sorted(births)
@@ -349,8 +356,7 @@ def test_waits_of_the_host_are_no_compute_time(make_offloader: MakeOffloader) ->
     recorder_of(offloader).begin()
     train_step(Chain(depth=2), batch(), offloader)
     recorder_of(offloader).finish()
-    profile = recorder_of(offloader).profile()
-    assert profile is not None
+    profile = profile_of(offloader)
     waited_s = offloader.statistics().wait_s
     assert waited_s > 0.05
     assert profile.step_s <= time.perf_counter() - began_s - 0.9 * waited_s

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -16,6 +15,7 @@ from actoffload.planning.plan import PlanEntry
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
 from actoffload.tiers import copy_streams
 from tests.harness import same_bits, simulated
+from tests.host_bound import use_virtual_time
 
 pytestmark = pytest.mark.simulated
 
@@ -30,9 +30,7 @@ AHEAD, BOUND = 1 / 20, 2.0
 def gpu(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
     """A device in virtual time, which the library reads as well, with a sixteenth of the usual window."""
     monkeypatch.setattr(copy_streams, "WINDOW_FLOOR_BYTES", copy_streams.WINDOW_FLOOR_BYTES // 16)
-    for name, module in list(sys.modules.items()):
-        if name.startswith("actoffload") and getattr(module, "now", None) is not None:
-            monkeypatch.setattr(module, "now", lambda: device.clock_s)
+    use_virtual_time(device, monkeypatch)
     yield device
     device.reset()
 

@@ -15,12 +15,12 @@ from torch.nn.functional import gelu, silu
 from torch.utils.checkpoint import checkpoint
 
 import actoffload
-from actoffload import Decision, Offloader, TensorFacts
+from actoffload import Offloader
 from actoffload.autograd import results
 from actoffload.errors import SavedTensorModifiedError, StateError
 from actoffload.runtime.backward_end import BackwardEnd
 from actoffload.storage.engines.base import IoKind
-from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
+from actoffload.testing.simulated_device import NAME, SimulatedDevice
 from actoffload.tiers.record import State
 from tests.harness import (
     ADVERSARIES,
@@ -31,8 +31,8 @@ from tests.harness import (
     assert_same_bits,
     autopilot_of,
     fill_device,
+    following,
     forget_failed_backward,
-    hinder,
     lock_of,
     on_stream,
     records_of,
@@ -41,18 +41,12 @@ from tests.harness import (
     tier_of,
     wait_until,
 )
+from tests.unit.coded import assert_streams_read_their_own, assert_survives, gradient_after_a_capture
 from tests.unit.simulated_programs import LateEngine
 
 Make = Callable[..., Offloader]
 NBYTES = 4 * 64 * 64
 """Of each tensor of the programs below."""
-
-
-class Keep:
-    """A policy under which all stays."""
-
-    def decide(self, facts: TensorFacts) -> Decision:
-        return Decision.KEEP
 
 
 @pytest.fixture
@@ -345,7 +339,7 @@ def test_a_change_before_the_save_that_bumps_no_counter(where: str, before: int,
 def test_a_change_of_one_of_two_products_in_each_forward(where: str, codec: str, make_offloader: Make) -> None:
     """The other one has its bits, and no comparison shows the change where operands have moved away by then."""
     offloader = make_offloader(codec=codec, policy="all")
-    offloader.store.regions.follow(frozenset({0}))
+    following(offloader, 0)
     x, weight, other = (one.detach().nan_to_num(1.0, 1.0).requires_grad_() for one in inputs(where))
 
     def block(x: Tensor) -> Tensor:
@@ -382,7 +376,7 @@ def test_a_change_in_a_region_that_runs_once_later(where: str, make_offloader: M
 
     expected = torch.autograd.grad(block(block(x, False), True).sum(), (x, weight, other))
     for once in ({0}, {0}, {0, 1}, {0, 1}):
-        offloader.store.regions.follow(frozenset(once))
+        following(offloader, *once)
         with offloader:
             y = checkpoint(block, x, False, use_reentrant=False)
             loss = checkpoint(block, y, True, use_reentrant=False).sum()
@@ -397,7 +391,7 @@ def test_a_product_that_is_saved_before_a_region_is_not_computed_again(
     where: str, before: bool, make_offloader: Make
 ) -> None:
     offloader = make_offloader(policy="all")
-    offloader.store.regions.follow(frozenset({0}))
+    following(offloader, 0)
     x, weight, other = inputs(where)
     with offloader:
         product = (x @ weight) * (x @ other)
@@ -477,10 +471,11 @@ def test_what_the_graph_does_not_show_is_saved_as_it_is(where: str, offloader: O
 
 
 @ON_EACH_DEVICE
+@pytest.mark.parametrize("views", [False, True], ids=["", "through views"])
 def test_a_long_chain_of_products_is_not_computed_at_once(
-    where: str, offloader: Offloader, monkeypatch: pytest.MonkeyPatch
+    where: str, views: bool, offloader: Offloader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor are more of its nodes read than needed."""
+    """Nor are more of its nodes read than needed. The graph shows no operation at a view."""
     level, read = results._level, list[Any]()
 
     def noted(node: Any, *given: Any) -> int:
@@ -494,6 +489,7 @@ def test_a_long_chain_of_products_is_not_computed_at_once(
         product = factors[0] @ factors[1]
         for factor in factors[2:]:
             product = product * (factor @ factors[0])
+            product = product.view(-1).view(64, 64) if views else product
         return product
 
     expected = gradients(program, factors, None)
@@ -501,24 +497,6 @@ def test_a_long_chain_of_products_is_not_computed_at_once(
         assert_same_bits(gradients(program, factors, offloader), expected)
     assert accounts_of(offloader).recompute_peak_bytes <= (results.LEVELS + 1) * NBYTES
     assert len(read) < 2 * 40 * 2 * 5, "a few for each save"
-    assert offloader.statistics().derived_bytes > 0
-
-
-@ON_EACH_DEVICE
-def test_a_chain_through_views(where: str, offloader: Offloader) -> None:
-    """The graph shows no operation at a view. Each product would be computed from all before it."""
-    factors = tuple((1.0 + torch.rand(64, 64) / 10).to(where).requires_grad_() for _ in range(30))
-
-    def program(*factors: Tensor) -> Tensor:
-        product = factors[0] @ factors[1]
-        for factor in factors[2:]:
-            product = (product * (factor @ factors[0])).view(-1).view(64, 64)
-        return product
-
-    expected = gradients(program, factors, None)
-    for _ in range(2):
-        assert_same_bits(gradients(program, factors, offloader), expected)
-    assert accounts_of(offloader).recompute_peak_bytes <= (results.LEVELS + 1) * NBYTES
     assert offloader.statistics().derived_bytes > 0
 
 
@@ -574,7 +552,7 @@ def test_an_operand_that_its_owner_frees_until_backward(where: str, offloader: O
     assert offloader.statistics().derived_bytes == 0
     del loss, node, product
     assert_empty(offloader)
-    keeping = make_offloader(codec="exact", policy=Keep())
+    keeping = make_offloader(codec="exact", policy="keep")
     with keeping:
         gate, up = x @ weight, x @ other
         loss = ((gate * up) @ weight).sum()
@@ -627,15 +605,11 @@ def test_a_scalar_of_the_cpu_is_no_operand(device: SimulatedDevice) -> None:
 def test_none_is_computed_while_a_graph_is_captured(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy of the flag would be captured, and would run at each replay."""
     x, weight, other = inputs(NAME)
-    with simulated(codec="exact", policy=Keep()) as offloader:  # else the read of an operand is refused already
+    with simulated(codec="exact", policy="keep") as offloader:  # else the read of an operand is refused already
         with offloader:
             loss = gated(x, weight, other).sum()
         offloader.synchronize()
-        with monkeypatch.context() as patch:
-            patch.setattr(SimulatedAccelerator, "is_capturing", lambda accelerator, index: True)
-            with pytest.raises(StateError, match="captured graph"):
-                torch.autograd.grad(loss, x, retain_graph=True)
-        torch.autograd.grad(loss, x)
+        gradient_after_a_capture(loss, x, monkeypatch)
         del loss
 
 
@@ -750,8 +724,8 @@ def test_regions_that_run_once_do_not_save_them(where: str, make_offloader: Make
 def test_a_region_that_has_run_again_gives_its_room_to_a_result(where: str, make_offloader: Make) -> None:
     """The result is the first tensor that backward needs of the region before it. Later steps count no save."""
     model = Layers(where, 2)
-    offloader = make_offloader(policy=Keep(), codec=_in_regions(where))
-    offloader.store.regions.follow(frozenset([0]))
+    offloader = make_offloader(policy="keep", codec=_in_regions(where))
+    following(offloader, 0)
     tier, held = tier_of(offloader), list[int]()
     make_room = tier.make_room
 
@@ -772,7 +746,6 @@ def test_a_region_that_has_run_again_gives_its_room_to_a_result(where: str, make
 @pytest.mark.parametrize("target", ["host", "nvme"])
 def test_streams(adversary: Adversary, target: str, tmp_path: Any, device: SimulatedDevice) -> None:
     """Computed on one stream, saved on another, used by backward on both: late kernels and copies change no bit."""
-    accelerator = SimulatedAccelerator()
     other = torch.Stream(torch.device(NAME, 0))
     layers = Layers(NAME)
 
@@ -801,16 +774,8 @@ def test_streams(adversary: Adversary, target: str, tmp_path: Any, device: Simul
         loss.backward()
         return [parameter.grad for parameter in layers.parameters() if parameter.grad is not None]
 
-    expected = [one.cpu() for one in step(nullcontext())]
-    with simulated(accelerator, path=str(tmp_path), codec="exact", target=target, debug=True) as offloader:
-        for seed in range(4):
-            device.synchronize()
-            hinder(device, accelerator, adversary, seed)
-            found = step(offloader)
-            device.synchronize()
-            assert_same_bits([one.cpu() for one in found], expected)
-            device.delay(0)
-        assert offloader.statistics().derived_bytes > 0
+    found = assert_survives(device, adversary, step, path=str(tmp_path), codec="exact", target=target)
+    assert found.derived_bytes > 0
 
 
 @pytest.mark.simulated
@@ -818,7 +783,6 @@ def test_what_one_stream_computes_another_does_not_take(
     device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may not be there yet."""
-    other = torch.Stream(torch.device(NAME, 0))
     x, weight, more = (one.detach().nan_to_num(1.0, 1.0).requires_grad_() for one in inputs(NAME))
     with simulated(codec="exact", debug=True) as offloader:
         with offloader:
@@ -830,16 +794,7 @@ def test_what_one_stream_computes_another_does_not_take(
         offloader.synchronize()
         assert function._saved_self.shape == x.shape  # waits for the flag, so that no later read does
         monkeypatch.setattr(BackwardEnd, "expect", lambda end: True)  # as in backward, which holds what it computes
-        here = torch.accelerator.current_stream()
-        other.wait_stream(here)
-        other.synchronize()
-        with device.paused(here):
-            held = function._saved_self  # its kernel has not begun
-            with on_stream(other, ordered=False):
-                there = function._saved_self * 1.0
-            other.synchronize()
-        device.synchronize()
-        assert_same_bits([held.cpu(), there.cpu()], [expected] * 2)
+        assert_streams_read_their_own(device, function, expected)
 
 
 @pytest.mark.simulated

@@ -38,6 +38,7 @@ from tests.harness import (
     tier_of,
     train_step,
     wait_until,
+    window_bytes,
 )
 from tests.unit.simulated_programs import (
     LONGEST_DELAY_S,
@@ -160,7 +161,7 @@ def test_a_prefetch_that_found_no_memory_is_tried_once_a_step_and_half_as_far_in
         for step in range(3):
             assert_same_gradients(train_step(model, x, offloader), expected)
             assert len(refused) == step + 1
-            windows.append(offloader.store.prefetch.window.nbytes)
+            windows.append(window_bytes(offloader))
         assert windows == [2 * RECORD_BYTES, RECORD_BYTES, RECORD_BYTES // 2]
 
 

@@ -177,23 +177,16 @@ def test_tensors_of_a_recomputation_are_at_the_peak() -> None:
     assert (seen.peak.phase, seen.peak.bytes_by_kind["recomputed"]) == ("recompute", 200)
 
 
-def test_a_recomputation_holds_its_storages_when_the_region_before_has_let_go_of_its_own() -> None:
-    """A device has no work between the two: both happen at one moment."""
-    held = [_storage(None, 3.0 + n, None, nbytes=200, last_s=4.0 + n, kept=RECOMPUTED) for n in range(2)]
-    at_once = _storage(None, 4.0, None, nbytes=300, last_s=4.0, kept=RECOMPUTED)
-    for storages, peak in ((held, 200), ([*held, at_once], 500)):
-        profile = _profile(*storages)
-        seen = simulate(profile, conditions=Conditions(device_budget=peak))
-        assert (profile.baseline_peak_bytes, seen.peak_bytes, seen.wait_s) == (peak, peak, 0.0)
-        assert seen.timeline[-1][1] == 0
+@pytest.mark.parametrize("end_s", [4.0, math.nextafter(4.0, 5.0)], ids=["", "rounded"])
+def test_a_recomputation_holds_its_storages_when_the_region_before_has_let_go_of_its_own(end_s: float) -> None:
+    """A device has no work between the two: both happen at one moment.
 
-
-def test_an_error_of_rounding_does_not_reverse_the_events_of_one_moment() -> None:
-    """Each time is a sum of its own, so rounding may reverse two stamps that follow each other."""
-    held = [_storage(None, 3.0 + n, None, nbytes=200, last_s=4.0 + n, kept=RECOMPUTED) for n in range(2)]
-    late = replace(held[0], last_need_s=math.nextafter(4.0, 5.0))
-    at_once = _storage(None, 4.0, None, nbytes=300, last_s=math.nextafter(4.0, 5.0), kept=RECOMPUTED)
-    for storages, peak in (([late, held[1]], 200), ([late, held[1], at_once], 500)):
+    Each time is a sum of its own, so rounding may reverse two stamps that follow each other.
+    """
+    first = _storage(None, 3.0, None, nbytes=200, last_s=end_s, kept=RECOMPUTED)
+    second = _storage(None, 4.0, None, nbytes=200, last_s=5.0, kept=RECOMPUTED)
+    at_once = _storage(None, 4.0, None, nbytes=300, last_s=end_s, kept=RECOMPUTED)
+    for storages, peak in ([first, second], 200), ([first, second, at_once], 500):
         profile = _profile(*storages)
         seen = simulate(profile, conditions=Conditions(device_budget=peak))
         assert (profile.baseline_peak_bytes, seen.peak_bytes, seen.wait_s) == (peak, peak, 0.0)

@@ -213,68 +213,6 @@ def test_a_transfer_must_fit(make_spool: MakeSpool) -> None:
             spool.write(extent, memory.address, length)
 
 
-def test_freed_room_is_not_reused_while_a_write_is_in_flight(make_spool: MakeSpool) -> None:
-    spool = make_spool(engine=GateEngine, capacity_bytes=MIB)
-    memory, extent = Memory(MIB), spool.allocate(MIB)
-    transfer = spool.write(extent, memory.address, MIB)
-    spool.free(extent)
-    with pytest.raises(SpoolFullError):
-        spool.allocate(BLOCK)
-    gate_of(spool).open()
-    assert transfer.wait(WAIT_S)
-    assert place(spool.allocate(MIB)) == place(extent)
-
-
-def test_freed_room_is_not_reused_while_a_cancelled_transfer_still_runs(make_spool: MakeSpool) -> None:
-    spool = make_spool(threads=1, engine="posix", capacity_bytes=2 * MIB)
-    running, go_on, called = threading.Event(), threading.Event(), threading.Event()
-
-    def before() -> None:
-        running.set()
-        assert go_on.wait(WAIT_S)
-
-    memory, extent = Memory(2 * MIB), spool.allocate(2 * MIB)
-    dead = weakref.ref(memory)
-    transfer = spool.write(
-        extent, memory.address, 2 * MIB, before=before, on_done=lambda _: called.set(), keepalive=memory
-    )
-    assert running.wait(WAIT_S)
-    assert transfer.cancel()
-    assert transfer.cancel()
-    spool.free(extent)
-    del memory
-    assert dead() is not None
-    assert not transfer.wait(0)
-    with pytest.raises(SpoolFullError):
-        spool.allocate(BLOCK)
-    go_on.set()
-    assert transfer.wait(WAIT_S)
-    spool.allocate(2 * MIB)
-    spool.close()
-    assert dead() is None
-    assert not called.is_set()
-    assert spool.statistics().written_bytes == MIB  # the request that had started, not the other one
-
-
-def test_a_cancelled_queued_transfer_is_over_at_once(make_spool: MakeSpool) -> None:
-    spool = make_spool(engine=GateEngine, capacity_bytes=2 * MIB)
-    memory, called = Memory(2 * MIB), threading.Event()
-    dead = weakref.ref(memory)
-    extent = spool.allocate(2 * MIB)
-    transfer = spool.write(extent, memory.address, 2 * MIB, on_done=lambda _: called.set(), keepalive=memory)
-    assert transfer.cancel()
-    assert (transfer.cancelled, transfer.wait(0)) == (True, True)
-    del memory
-    assert dead() is None
-    with pytest.raises(StateError, match="0 valid bytes"):
-        spool.read(extent, 0, BLOCK)
-    spool.free(extent)
-    spool.allocate(2 * MIB)
-    spool.close()
-    assert not called.is_set()
-    assert spool.statistics().written_bytes == 0
-
-
 def test_on_done_comes_once_for_all_requests_with_no_lock_held(make_spool: MakeSpool) -> None:
     spool = make_spool()
     memory, seen, finished = Memory(3 * MIB), [], threading.Event()

@@ -78,23 +78,6 @@ def test_the_fields_are_the_contract_and_as_dict_is_json_with_the_derived_ones()
     assert values["kept_bytes"]["parameter"] == 8 * MIB
 
 
-def test_peaks_are_the_most_at_once() -> None:
-    accounts = Accounts()
-    for nbytes in (10, 20):
-        accounts.add_record(nbytes)
-        accounts.add_resident(nbytes)
-    accounts.remove_resident(10)
-    accounts.add_record(5)
-    accounts.add_resident(5)
-    assert (accounts.live_records, accounts.resident_bytes, accounts.baseline_bytes) == (3, 25, 35)
-    for nbytes in (10, 20, 5):
-        accounts.remove_record(nbytes)
-    for nbytes in (20, 5):
-        accounts.remove_resident(nbytes)
-    assert (accounts.live_records, accounts.resident_bytes, accounts.baseline_bytes) == (0, 0, 0)
-    assert (accounts.resident_peak_bytes, accounts.baseline_peak_bytes) == (30, 35)
-
-
 def test_frozen_statistics_do_not_follow_the_counts() -> None:
     accounts = Accounts()
     accounts.add_record(10)

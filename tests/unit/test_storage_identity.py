@@ -109,32 +109,6 @@ def _scope(offloader: Offloader | None) -> contextlib.AbstractContextManager[obj
     return offloader if offloader is not None else contextlib.nullcontext()
 
 
-def test_equal_versions_of_two_counters_do_not_share_a_record_after_a_change(make_offloader: MakeOffloader) -> None:
-    """A tensor from `.data` counts anew from 0; equal to the record's old version, it must not match all the same."""
-
-    def run(offloader: Offloader | None) -> Tensor:
-        x, v = weight().detach(), torch.ones(64, 64, requires_grad=True)
-        with _scope(offloader):
-            h = x * 2 * torch.ones(64, 64, requires_grad=True)
-            alive = h.sin()  # saves h at version 0; its graph stays alive without a backward
-            if offloader is not None:
-                offloader.synchronize()
-            with torch.no_grad():
-                h.add_(1)
-            y = h.data  # the same storage, a counter of its own: version 0 again
-            loss = (y * v).sum()
-        if offloader is not None:
-            offloader.synchronize()
-        del h, y  # a storage that is alive is returned as it is
-        loss.backward()
-        assert alive.requires_grad
-        return take_gradient(v)
-
-    offloader = make_offloader()
-    assert same_bits(run(offloader), run(None))
-    assert offloader.statistics().nvme_read_bytes >= RECORD_BYTES
-
-
 @pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 def test_the_result_of_a_collective_is_waited_for_before_it_is_saved(
     make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch

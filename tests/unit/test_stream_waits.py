@@ -28,6 +28,7 @@ from tests.harness import (
     recorder_of,
     simulated,
     train_step,
+    window_bytes,
 )
 
 pytestmark = pytest.mark.simulated
@@ -224,7 +225,7 @@ def test_a_window_that_shortens_no_wait_is_widened_no_more(accelerator: Simulate
     with simulated(accelerator, pending_bytes=1, policy="all") as offloader:
         for _ in range(8):
             _step(offloader, model)
-            seen.append(offloader.store.prefetch.window.nbytes)
+            seen.append(window_bytes(offloader))
     assert seen[-1] == seen[3] > seen[0]
 
 
@@ -236,19 +237,18 @@ def test_a_stream_that_waits_for_data_widens_the_window(
     model = _model()
     options = {"prefetch_bytes": 64 << 10} if fixed else {}
     with simulated(accelerator, pending_bytes=1, policy="all", **options) as offloader:
-        first = offloader.store.prefetch.window.nbytes
+        first = window_bytes(offloader)
         for _ in range(3):
             _step(offloader, model)
         assert offloader.statistics().unpack_wait_s > 0
-        assert (offloader.store.prefetch.window.nbytes > first) is not fixed
+        assert (window_bytes(offloader) > first) is not fixed
 
 
-class _TwoEvents:
-    """A device on which the first event has happened and later ones have not; a thread may be stopped as it stamps."""
+class _Given:
+    """A device with a list of times: each new event happens at the next one."""
 
-    def __init__(self) -> None:
-        self.made: list[int] = []
-        self.held, self.go_on = threading.Event(), threading.Event()
+    def __init__(self, *seconds: float) -> None:
+        self.left = list(seconds)
 
     def current_stream(self, index: int) -> str:
         return "compute"
@@ -256,15 +256,28 @@ class _TwoEvents:
     def capturing(self, index: int) -> bool:
         return False
 
-    def timestamp(self, stream: str) -> int:
-        event = len(self.made)
-        self.made.append(event)
+    def timestamp(self, stream: str) -> float:
+        return self.left.pop(0)
+
+    def seconds_between(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+class _TwoEvents(_Given):
+    """A device on which the first event has happened and later ones have not; a thread may be stopped as it stamps."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1, 2)
+        self.held, self.go_on = threading.Event(), threading.Event()
+
+    def timestamp(self, stream: str) -> float:
+        event = super().timestamp(stream)
         if event == 1:  # made before another thread's, and noted after it
             self.held.set()
             assert self.go_on.wait(10)
         return event
 
-    def done(self, event: int) -> bool:
+    def done(self, event: float) -> bool:
         return event <= 1
 
 
@@ -347,25 +360,6 @@ def test_waits_that_are_over_as_backward_ends_take_no_time_of_the_next_step(
             with offloader:
                 pass
             assert not timed
-
-
-class _Given:
-    """A device with a list of times: each new event happens at the next one."""
-
-    def __init__(self, *seconds: float) -> None:
-        self.left = list(seconds)
-
-    def current_stream(self, index: int) -> str:
-        return "compute"
-
-    def capturing(self, index: int) -> bool:
-        return False
-
-    def timestamp(self, stream: str) -> float:
-        return self.left.pop(0)
-
-    def seconds_between(self, begin: float, end: float) -> float:
-        return end - begin
 
 
 def test_idle_time_of_a_device_in_hooks_is_no_part_of_a_recorded_step() -> None:

@@ -254,19 +254,6 @@ def test_the_table_has_every_state_and_never_loses_bytes() -> None:
     assert State.SPILLED not in TRANSITIONS[State.STAGING]
 
 
-def test_flat_is_the_span_and_shares_memory() -> None:
-    record = _record()
-    assert record.on_device
-    assert record.data is not None
-    assert record.begin_in(record.data) == 0
-    assert record.flat().tolist() == list(range(4, 12))
-    record.data = torch.arange(4, 12, dtype=torch.uint8).untyped_storage()  # a copy of the span
-    assert record.begin_in(record.data) == 4
-    assert record.flat().tolist() == list(range(4, 12))
-    record.data = None
-    assert not record.on_device
-
-
 # -- meters of links ---------------------------------------------------------------------------------------------------
 
 

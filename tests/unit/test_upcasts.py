@@ -14,57 +14,39 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import actoffload
-from actoffload import Decision, Offloader, TensorFacts
+from actoffload import Offloader
 from actoffload.autograd import originals
-from actoffload.errors import SavedTensorModifiedError, StateError
+from actoffload.errors import SavedTensorModifiedError
 from actoffload.runtime.profiler import Profiler
 from actoffload.runtime.regions import Regions
-from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
-from actoffload.tiers.tier import Tier
+from actoffload.testing.simulated_device import NAME, SimulatedDevice
 from tests.harness import (
     ADVERSARIES,
     ON_EACH_DEVICE,
     Adversary,
     assert_empty,
     assert_same_bits,
+    following,
     forget_failed_backward,
-    hinder,
+    note_region_saves,
+    note_rooms,
     on_stream,
     records_of,
     simulated,
+)
+from tests.unit.coded import (
+    ANY,
+    ON_EACH_FORM,
+    Save,
+    Trained,
+    assert_streams_read_their_own,
+    assert_survives,
+    gradient_after_a_capture,
 )
 
 Make = Callable[..., Offloader]
 EVERY_NUMBER = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 """Each bfloat16: zeros, denormals, infinities, and all NaNs with their payloads."""
-
-
-class Save(torch.autograd.Function):
-    """Saves tensors, and notes what backward finds."""
-
-    found: tuple[Tensor, ...] = ()
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        return tensors[0].sum()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        Save.found = tuple(tensor.clone() for tensor in ctx.saved_tensors)
-        return tuple(None for _ in ctx.saved_tensors)
-
-
-class Keep:
-    """A policy under which every half stays."""
-
-    def decide(self, facts: TensorFacts) -> Decision:
-        return Decision.KEEP
-
-
-ANY = nn.Identity()
-"""A model for `Offloader.use`, which holds it weakly: the pattern "*" covers what no module saves."""
-ON_EACH_FORM = pytest.mark.parametrize("form", [{"codec": "exact"}, {"codec": "none", "fp8": "*"}], ids=["half", "fp8"])
 
 
 def numbers(where: str, count: int = 1 << 16) -> Tensor:
@@ -128,7 +110,7 @@ class Block(nn.Module):
         return hidden + nn.functional.gelu(x)
 
 
-class Model(nn.Module):
+class Model(Trained):
     def __init__(self, where: str, *, checkpointed: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -137,36 +119,23 @@ class Model(nn.Module):
         self.checkpointed = checkpointed
         self.x = torch.randn(32, 64).bfloat16().to(where).requires_grad_()
 
-    def forward(self) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         torch.manual_seed(1)
-        x = self.x
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
         return x.float().square().mean()
 
-    def gradients(self, offloader: Offloader | None, *, twice: bool = False) -> list[Tensor | None]:
-        """Of one step, whose saved tensors are all away before backward begins."""
-        self.zero_grad()
-        self.x.grad = None
-        with offloader or nullcontext():
-            loss = self()
-        for again in [True, False] if twice else [False]:
-            if offloader is not None:
-                offloader.synchronize()
-            loss.backward(retain_graph=again)
-        return [self.x.grad, *(parameter.grad for parameter in self.blocks.parameters())]
-
 
 @ON_EACH_DEVICE
-@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("options", [{"policy": "all"}, {"policy": "auto"}, {"device_budget": 1 << 15}], ids=str)
-def test_gradients(where: str, twice: bool, checkpointed: bool, options: dict[str, Any], make_offloader: Make) -> None:
+def test_gradients(where: str, times: int, checkpointed: bool, options: dict[str, Any], make_offloader: Make) -> None:
     model = Model(where, checkpointed=checkpointed)
-    expected = model.gradients(None, twice=twice)
+    expected = model.gradients(None, times=times)
     offloader = make_offloader(codec="exact", debug=True, **options)
     for _ in range(6):
-        assert_same_bits(model.gradients(offloader, twice=twice), expected)
+        assert_same_bits(model.gradients(offloader, times=times), expected)
     assert offloader.statistics().halved_bytes > 0
     assert_empty(offloader)
 
@@ -306,7 +275,7 @@ def test_a_change_before_the_save_that_bumps_no_counter(where: str, inside: bool
 def test_a_change_in_the_first_forward_and_all_later_ones(where: str, codec: str, make_offloader: Make) -> None:
     """The module's tensors are saved whole from then on: a program that trains with plain checkpoints trains."""
     offloader = make_offloader(codec=codec, policy="all")
-    offloader.store.regions.follow(frozenset({0}))
+    following(offloader, 0)
     x = numbers(where)
 
     def block(x: Tensor) -> Tensor:
@@ -361,7 +330,7 @@ def first(offloader: Offloader, x: Tensor) -> None:
 def test_no_backward_of_what_was_saved_with_a_changed_tensor_returns(device: SimulatedDevice) -> None:
     """One backward takes the flag of a stream for all forwards before it."""
     x = torch.ones(1000, dtype=torch.bfloat16).to(NAME).requires_grad_()
-    with simulated(policy=Keep(), codec="exact") as offloader:
+    with simulated(policy="keep", codec="exact") as offloader:
         first(offloader, x)
         with offloader:
             wide = x.float()
@@ -399,7 +368,6 @@ def test_the_nodes_that_are_read_are_limited(offloader: Offloader, monkeypatch: 
 @pytest.mark.parametrize("where", ["host", "nvme", "kept"])
 def test_streams(adversary: Adversary, where: str, tmp_path: Any, device: SimulatedDevice) -> None:
     """Made on one stream, saved on another, used by backward on both: late kernels and copies change no bit."""
-    accelerator = SimulatedAccelerator()
     other = torch.Stream(torch.device(NAME, 0))
     model = Model(NAME)
 
@@ -436,16 +404,9 @@ def test_streams(adversary: Adversary, where: str, tmp_path: Any, device: Simula
         loss.backward()
         return [model.x.grad, *(parameter.grad for parameter in model.blocks.parameters())]
 
-    expected = [None if one is None else one.cpu() for one in gradients(nullcontext())]
-    options: dict[str, Any] = {"policy": Keep(), "target": "host"} if where == "kept" else {"target": where}
-    with simulated(accelerator, path=str(tmp_path), codec="exact", debug=True, **options) as offloader:
-        for seed in range(4):
-            device.synchronize()
-            hinder(device, accelerator, adversary, seed)
-            found = gradients(offloader)
-            device.reset()
-            assert_same_bits([None if one is None else one.cpu() for one in found], expected)
-        assert offloader.statistics().halved_bytes > 0
+    options: dict[str, Any] = {"policy": "keep", "target": "host"} if where == "kept" else {"target": where}
+    found = assert_survives(device, adversary, gradients, path=str(tmp_path), codec="exact", **options)
+    assert found.halved_bytes > 0
 
 
 @pytest.mark.simulated
@@ -454,7 +415,7 @@ def test_each_stream_has_a_code_of_its_own(form: dict[str, Any], device: Simulat
     """Another one has not waited for the kernels that make the first one's."""
     x = torch.randn(64, 64).bfloat16().to(NAME).requires_grad_()
     other = torch.Stream(torch.device(NAME, 0))
-    with simulated(policy=Keep(), **form) as offloader:
+    with simulated(policy="keep", **form) as offloader:
         with offloader.use(ANY):
             wide = x.float()
             losses = [wide.abs(), wide.abs()]
@@ -469,23 +430,11 @@ def test_each_stream_has_a_code_of_its_own(form: dict[str, Any], device: Simulat
 def test_another_stream_does_not_use_memory_that_this_one_will_fill(
     form: dict[str, Any], device: SimulatedDevice
 ) -> None:
-    here, other = torch.accelerator.current_stream(), torch.Stream(torch.device(NAME, 0))
     x = torch.randint(-8, 9, (64, 64)).bfloat16().to(NAME).requires_grad_()
-    expected = x.detach().float().cpu()
-    with simulated(policy=Keep(), **form) as offloader:
+    with simulated(policy="keep", **form) as offloader:
         with offloader.use(ANY):
             y = x.float().abs()
-        function: Any = y.grad_fn
-        assert function._saved_self.shape == x.shape  # waits for the flag, so that no later read does
-        other.wait_stream(here)
-        other.synchronize()
-        with device.paused(here):
-            held = function._saved_self  # its kernel has not begun
-            with on_stream(other, ordered=False):
-                there = function._saved_self * 1.0
-            other.synchronize()
-        device.synchronize()
-        assert_same_bits([held.cpu(), there.cpu()], [expected] * 2)
+        assert_streams_read_their_own(device, y.grad_fn, x.detach().float().cpu())
 
 
 @pytest.mark.simulated
@@ -494,7 +443,7 @@ def test_memory_that_another_stream_still_reads_has_no_new_owner(form: dict[str,
     here, other = torch.accelerator.current_stream(), torch.Stream(torch.device(NAME, 0))
     x = torch.randint(-8, 9, (64, 64)).bfloat16().to(NAME).requires_grad_()
     expected = x.detach().float().cpu()
-    with simulated(policy=Keep(), **form, debug=True) as offloader:
+    with simulated(policy="keep", **form, debug=True) as offloader:
         with offloader.use(ANY):
             y = x.float().abs()
         function: Any = y.grad_fn
@@ -515,26 +464,21 @@ def test_memory_that_another_stream_still_reads_has_no_new_owner(form: dict[str,
 
 
 @ON_EACH_DEVICE
-def test_a_budget_has_room_for_the_half_and_for_what_backward_widens(
-    where: str, make_offloader: Make, monkeypatch: pytest.MonkeyPatch
+@ON_EACH_FORM
+def test_a_budget_has_room_for_the_code_and_for_what_backward_decodes(
+    where: str, form: dict[str, Any], make_offloader: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int] = []
-    make_room = Tier.make_room
-
-    def noted(tier: Tier, nbytes: int) -> float:
-        asked.append(nbytes)
-        return make_room(tier, nbytes)
-
-    monkeypatch.setattr(Tier, "make_room", noted)
+    asked = note_rooms(monkeypatch)
     x = numbers(where)
-    offloader = make_offloader(codec="exact", policy="all", device_budget=1 << 20)
+    offloader = make_offloader(policy="all", device_budget=1 << 20, **form).use(ANY)
     with offloader:
         loss = Save.apply(x.float())
-        assert asked == [x.nbytes] * 2, "before the half is made, and for the storage that follows"
+        code_bytes = offloader.statistics().activation_bytes
+        assert asked == [code_bytes] * 2, "before the code is made, and for the storage that follows"
     offloader.synchronize()
     asked.clear()
     loss.backward()
-    assert 2 * x.nbytes in asked
+    assert 4 * x.numel() in asked
 
 
 @pytest.mark.simulated
@@ -544,14 +488,10 @@ def test_no_code_is_used_in_a_captured_graph(
 ) -> None:
     """The copy of the flag, and the kernels that decode, would be captured, and would run at each replay."""
     x = torch.ones(64, 64, dtype=torch.bfloat16).to(NAME).requires_grad_()
-    with simulated(policy=Keep(), **form) as offloader:
+    with simulated(policy="keep", **form) as offloader:
         with offloader.use(ANY):
             loss = x.float().abs().sum()
-        with monkeypatch.context() as patch:
-            patch.setattr(SimulatedAccelerator, "is_capturing", lambda accelerator, index: True)
-            with pytest.raises(StateError, match="captured graph"):
-                torch.autograd.grad(loss, x, retain_graph=True)
-        assert torch.autograd.grad(loss, x)[0].sum() == x.numel()
+        assert gradient_after_a_capture(loss, x, monkeypatch).sum() == x.numel()
         del loss
 
 
@@ -572,7 +512,8 @@ def test_a_name_between_two_saves(where: str, make_offloader: Make) -> None:
             loss.backward()
 
 
-def test_nothing_is_halved_where_a_mode_of_the_program_would_see_it(make_offloader: Make) -> None:
+@ON_EACH_FORM
+def test_no_code_is_made_where_a_mode_of_the_program_would_see_it(form: dict[str, Any], make_offloader: Make) -> None:
     seen: list[str] = []
     runs = []
 
@@ -582,9 +523,10 @@ def test_nothing_is_halved_where_a_mode_of_the_program_would_see_it(make_offload
             return function(*args, **(kwargs or {}))
 
     x = numbers("cpu")
-    for codec in ("none", "none", "exact"):  # the first one makes what later ones have
+    for options in ({"codec": "none"}, {"codec": "none"}, form):  # the first one makes what later ones have
+        offloader = make_offloader(policy="all", **options).use(ANY)
         seen.clear()
-        with Mode(), make_offloader(codec=codec, policy="all"):
+        with Mode(), offloader:
             Save.apply(x.float())
         runs.append(list(seen))
     assert runs[1] == runs[2]
@@ -596,7 +538,7 @@ def test_what_is_saved_whole_before_a_region_is_not_saved_in_half_as_well(where:
     x, saved_bytes = numbers(where), []
     for codec in ("none", "auto"):
         offloader = make_offloader(codec=codec, policy="all")
-        offloader.store.regions.follow(frozenset({0, 1}))
+        following(offloader, 0, 1)
         with offloader:
             wide = x.float()
             losses = [wide.sin().sum()]
@@ -632,14 +574,7 @@ def test_a_recorded_region_has_the_bytes_that_it_would_save(
     make_offloader: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A plan that lets it run once counts on them."""
-    noted: list[int] = []
-    note = Profiler.region_saved
-
-    def region_saved(profiler: Profiler, region: Any, nbytes: int, kept: str, outside: Any) -> None:
-        noted.extend([] if kept else [nbytes])
-        note(profiler, region, nbytes, kept, outside)
-
-    monkeypatch.setattr(Profiler, "region_saved", region_saved)
+    noted = note_region_saves(monkeypatch)
     model = Model("cpu", checkpointed=True)
     recording = make_offloader(codec="exact", policy="auto")
     while not noted:
