@@ -300,6 +300,8 @@ class Run:
             parts.append(f"rank {data['rank']} of {data['ranks']}")
         if data.get("offloaders", 1) > 1:
             parts.append(f"{data['offloaders']} offloaders: what is counted is the last one's")
+        if data.get("dropped_events"):
+            parts.append(f"{data['dropped_events']} events came too fast and are missing")
         return ", ".join(parts)
 
     def as_dict(self) -> dict[str, Any]:

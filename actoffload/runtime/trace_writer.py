@@ -19,7 +19,7 @@ from .trace_format import Events, Row, to_json
 FLUSH_S = 0.25
 """The time between two writes, whose events a killed run loses."""
 MOST_ROWS = 200_000
-"""At most this many events wait to be written, about 60 MB; of more, the oldest are dropped."""
+"""At most this many events wait to be written, about 60 MB; further events are counted and dropped."""
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
 _ARRAY, _OBJECT = b"[               ", b'{"traceEvents":['
@@ -33,6 +33,7 @@ class TraceWriter:
         about: the facts of the run at its beginning, ready for JSON.
 
     Attributes:
+        dropped: events that came faster than the thread could write them.
         failed: why nothing is written any more, or "".
         running: the phases of each thread, for all users of the file: spans of one thread must nest.
         forwards: how many have begun.
@@ -41,12 +42,13 @@ class TraceWriter:
     """
 
     def __init__(self, path: str, about: Mapping[str, Any]) -> None:
+        self.dropped = 0
         self.failed = ""
         self.users = self.opened = self.forwards = self._steps = 0
         self.stepped_s: float | None = None
         self._step_begin_s: float | None = None
         self.running = threading.local()
-        self._rows: deque[Row] = deque(maxlen=MOST_ROWS)
+        self._rows: deque[Row] = deque()
         self._writing = threading.Lock()  # guards the events and the file
         self._stopped = threading.Event()
         self._events = Events()
@@ -61,7 +63,7 @@ class TraceWriter:
 
     def span(self, track: str, name: str, begin_s: float, end_s: float, args: Mapping[str, Any] | None = None) -> None:
         """Add an event with a duration. Two spans of a track must be apart, or nest."""
-        self._rows.append(("X", track, name, begin_s, max(0.0, end_s - begin_s), args))
+        self._add(("X", track, name, begin_s, max(0.0, end_s - begin_s), args))
 
     def forward_begins(self, begin_s: float) -> None:
         """Count a forward. The first one after an optimizer's step ends the span of a step, and begins the next."""
@@ -78,11 +80,17 @@ class TraceWriter:
 
     def instant(self, track: str, name: str, time_s: float, args: Mapping[str, Any] | None = None) -> None:
         """Add an event without a duration."""
-        self._rows.append(("i", track, name, time_s, 0.0, args))
+        self._add(("i", track, name, time_s, 0.0, args))
 
     def counter(self, name: str, time_s: float, values: Mapping[str, float]) -> None:
         """Add the values of a counter from now on. A series that is left out keeps its value."""
-        self._rows.append(("C", "", name, time_s, 0.0, values))
+        self._add(("C", "", name, time_s, 0.0, values))
+
+    def _add(self, row: Row) -> None:
+        if len(self._rows) < MOST_ROWS:
+            self._rows.append(row)
+        else:
+            self.dropped += 1
 
     # -- the file -----------------------------------------------------------------------------------------------------
 
@@ -107,7 +115,7 @@ class TraceWriter:
         """
         self._end_step(None)
         self.flush()  # before the lock, which it takes
-        other = {**self._about, **known, "offloaders": self.opened}
+        other = {**self._about, **known, "dropped_events": self.dropped, "offloaders": self.opened}
         end = {"displayTimeUnit": "ms", "baseTimeNanoseconds": self._events.base_ns, "otherData": other}
         with self._writing:
             self.users -= 1
