@@ -28,7 +28,7 @@ class Following:
         self.plan = plan
         if once is None:
             once = frozenset(() if plan is None else plan.once)
-        self._regions.follow(once)
+        self._regions.follow(once, (0, 0) if plan is None else (len(plan.entries), plan.baseline_peak_bytes or 0))
         self._shared.largest_moved_bytes = 0  # other storages may move under this plan
         budget = self._shared.budget
         self._largest_bytes = max(self._largest_bytes, budget.largest_bytes)

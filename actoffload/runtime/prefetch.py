@@ -80,10 +80,7 @@ class Prefetch:
             self._tiers[record.kind].count_alive()  # now: the forward has ended, and its local variables are gone
         if round_ > record.round:  # this handle was unpacked in this round, so backward has begun again
             tape.walk.rewind()
-        is_first = tape.advance(record.index, self.orders)
-        self._shared.events += is_first
-        if is_first and tape.in_region_run_once:
-            self._shared.budget.used_bytes += record.nbytes
+        self._shared.events += tape.advance(record.index, self.orders)
 
     def given(self, record: Record, waited_s: float) -> None:
         """Note that backward has received a record; count the wait, and the bytes, if backward has just begun."""

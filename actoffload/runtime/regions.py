@@ -151,12 +151,15 @@ class TakenBytes:
         self.turn: tuple[Tape[Record], int, int] | None = None
         self._tiers, self._beside = tiers, beside
 
-    def take(self, place: int) -> int:
-        """Take and return the bytes for the forward of the region at ``place``, or for the turn after so many."""
+    def take(self, place: int, owed_bytes: int) -> int:
+        """Take and return the bytes for the forward of the region at ``place``, or for the turn after so many.
+
+        ``owed_bytes``: of the next save, which needs room beside them.
+        """
         nbytes, accounts = self.in_forward.get(place, 0), self._tiers.shared.accounts
         if nbytes:
             for tier in self._tiers.by_device.values():  # before the program allocates them, in stream order
-                accounts.pack_wait_s += tier.make_room(nbytes)
+                accounts.pack_wait_s += tier.make_room(nbytes + owed_bytes)
             accounts.baseline_bytes += nbytes
             accounts.add_resident(nbytes)
             self._beside.taken_bytes += nbytes
@@ -196,7 +199,7 @@ class Regions:
         held: what backward has made and still held at the last count; ``running``: recomputations that have not ended.
         taken: the bytes beside saved tensors that count as resident.
         most: the most regions that a forward had.
-        ends: by place, how many storages a forward with these regions run ``once`` had saved as the region ended.
+        ends: by place, how many storages a forward under the same plan had saved as the region ended.
     """
 
     any_once: ClassVar[bool] = False
@@ -221,16 +224,19 @@ class Regions:
         self.taken = TakenBytes(tiers, beside)
         self.most = 0
         self.ends: dict[int, int] = {}
-        self._known_ends = {self.once: self.ends}
-        self._reached: tuple[Tape[Record], int] | None = None
-        """Where backward is: the tape, and the number of regions that had begun before the last save it has reached."""
+        self._known_ends = {(self.once, (0, 0)): self.ends}
+        self._in: tuple[Tape[Record], int] | None = None
+        """The region, run once, that backward is in: the tape and the place."""
+        self._owed_bytes = 0
+        """Of the next save, which has its room in what the running region gives back."""
 
-    def follow(self, once: frozenset[int]) -> None:
-        """Run these regions once from the next forward on."""
+    def follow(self, once: frozenset[int], saved: tuple[int, int] = (0, 0)) -> None:
+        """Run these regions once from the next forward on. ``saved``: storages and bytes of its plan."""
         self.once = once
         if len(self._known_ends) >= MOST_CHOICES:
             self._known_ends.clear()
-        self.ends = self._known_ends.setdefault(once, {})  # for each choice: shapes with their plans may take turns
+        # For each plan: shapes may take turns, and have other numbers of storages.
+        self.ends = self._known_ends.setdefault((once, saved), {})
         self._reserve()
 
     @property
@@ -260,14 +266,15 @@ class Regions:
         Regions.any_once |= region.once  # for all stores: any handle may raise the error that has this hint
         with self._shared.lock:
             self.last = tape.regions  # the list itself, which the forward's later regions extend
-            tape.regions.append(region.once)
+            tape.region_begins(region.once)
             self.most = max(self.most, len(tape.regions))
             if self._profiler.running:
                 self.look_at_memory()
                 self._beside.parts.region_begins()
                 tape.region = region.recorded = self._profiler.region_began(tape, region.place, name, region.once)
             self.taken.turn_ends()
-            region.taken_bytes = self.taken.take(region.place)
+            region.taken_bytes = self.taken.take(region.place, self._owed_bytes)
+            self._owed_bytes = 0
             if region.taken_bytes:
                 self.look_at_memory()  # again: the room that was made is no longer resident
         return region
@@ -282,30 +289,44 @@ class Regions:
     def end(self, region: Region) -> None:
         """Note that the forward of a region has ended, after `over`."""
         self.ends[region.place] = len(region.tape)
+        region.tape.region_ends(region.place)
         taken, is_last = self.taken, region.place + 1 == self.taken.count
         if region.recorded is None and not (is_last and taken.in_forward.get(taken.count)):
             return
         with self._shared.lock:
             if region.recorded is not None:
                 self._profiler.region_ended(region.recorded)
-            nbytes = taken.take(taken.count) if is_last else 0  # first: it may wait, which releases the lock
+            # First: it may wait, which releases the lock.
+            nbytes = taken.take(taken.count, self._owed_bytes) if is_last else 0
             taken.turn_ends()  # of a region that ended meanwhile, on another thread
             taken.turn = region.tape, len(region.tape.records), nbytes
             self.look_at_memory(region.place)
             self._beside.parts.turn_begins(region.place + 1)
 
-    def given_back_after(self, tape: Tape[Record], index: int) -> int:
-        """Return the bytes that the running region gives back before the save that follows the one at ``index``."""
-        place = len(tape.regions) - 1
-        return self.taken.in_forward.get(place, 0) if self.ends.get(place) == index + 1 else 0
+    def has_room_for(self, nbytes: int, tape: Tape[Record], index: int) -> int:
+        """Return how many of the next save's ``nbytes`` have room already; ``index``: of the save before it.
 
-    def reach(self, record: Record | KeptPlace) -> None:
-        """Note that backward has reached a storage: the turn is over if a region or what precedes it has saved it."""
-        region = record.tape, record.tape.began_before(record.index)
-        if region != self._reached:
-            self._reached = region
-            self._shared.budget.used_bytes = 0
-            self._left()
+        A region that ends before that save has computed the storage in the room that it gives back as it ends.
+        """
+        place = len(tape.regions) - 1
+        given_back = self.taken.in_forward.get(place, 0) if self.ends.get(place) == index + 1 else 0
+        self._owed_bytes = min(nbytes, given_back)
+        return self._owed_bytes
+
+    def reach(self, record: Record | KeptPlace, round_: int) -> None:
+        """Note that backward has reached a storage: the turn is over if a region or what precedes it has saved it.
+
+        ``round_``: as for `Prefetch.reach`.
+        """
+        tape = record.tape
+        # Only the first time: a tensor that several regions use belongs to the one in which backward needs it first.
+        if record.index not in tape.walk.seen or round_ > record.round:
+            place = tape.come_to(record.index)
+            if self._in != (None if place is None else (tape, place)):
+                self._leave_region()
+                self._in = None if place is None else (tape, place)
+            if place is not None:
+                self._shared.budget.used_bytes += record.nbytes
         if self.held:
             self.leave()
         turn = self.taken.turn
@@ -315,8 +336,7 @@ class Regions:
 
     def backward_ended(self) -> None:
         """Note that a backward has ended. The lock is held."""
-        self._shared.budget.used_bytes, self._reached = 0, None
-        self._left()
+        self._leave_region()
         self.leave()
         self.taken.turn_ends()
 
@@ -358,6 +378,7 @@ class Regions:
             if nested:
                 self.passed()
             else:
+                self._leave_region()
                 self.leave()
             if alike is not None:
                 recomputation.alike = region.place, alike
@@ -400,8 +421,7 @@ class Regions:
         """Note that backward has computed a storage again. It counts as a recomputation does, until it dies."""
         with self._shared.lock:
             held = self._profiler.computed(storage.nbytes()) if self._profiler.running else None
-            in_region = self._reached is not None and self._reached[0].in_region_run_once
-            self.held.append(Derived(storage, held, left=not in_region))
+            self.held.append(Derived(storage, held, left=self._in is None))
             self.passed()
             self.will_compute(sum(one.alive_bytes() for one in self.held if isinstance(one, Derived)))
             self.look_at_memory()
@@ -431,13 +451,16 @@ class Regions:
         ``all_runs``: no other one is under way either.
         """
         run = torch._C._current_graph_task_id()
+        if all_runs:  # also after a backward that raised, which has not notified of its end
+            self._leave_region()
         for one in self.held:
             if isinstance(one, Recomputation) and one.known_bytes is not None and (all_runs or one.run == run):
                 one.known_bytes = 0
         self.passed()
 
-    def _left(self) -> None:
+    def _leave_region(self) -> None:
         """Note that backward has left the region, run once, that it was in."""
+        self._in, self._shared.budget.used_bytes = None, 0
         for one in self.held:
             if isinstance(one, Derived):
                 one.left = True

@@ -137,8 +137,7 @@ class ActivationStore:
         """
         shared, accounts = self.shared, self.shared.accounts
         self.speak()
-        (begin, end), device = span, tensor.device
-        tier = self.tiers.by_device[device.type]
+        (begin, end), device, tier = span, tensor.device, self.tiers.by_device[tensor.device.type]
         with shared.lock, tier.watched():
             self._count_dropped()
             tier.notice_resized()
@@ -149,6 +148,7 @@ class ActivationStore:
                 accounts.deduplicated_bytes += end - begin
                 tier.saved_again(record, tensor)  # perhaps on another stream, which uses its memory from now on
                 record.add_handle()
+                tape.saved_again(record.tape, record.index)
                 if names[1] is not None and record.saved.name is None:
                     self.decision.names.named_late(record, names[1])
                 return record
@@ -259,8 +259,7 @@ class ActivationStore:
     def _following_bytes(self, record: Record) -> int:
         """Return the room that the storage saved after this one needs."""
         nbytes = self.shared.budget.next_bytes(self.decision.following_bytes(record))
-        # A region that ends before that save has computed the storage in the room that it gives back as it ends.
-        return max(0, nbytes - self.regions.given_back_after(record.tape, record.index))
+        return nbytes - self.regions.has_room_for(nbytes, record.tape, record.index)
 
     def _make_room(self, tier: Tier) -> float:
         """Make room in the budget for the next storage; return the seconds that this thread waited."""
@@ -362,7 +361,7 @@ class ActivationStore:
         self._count_dropped()  # first: dead records give their room to the fetches that follow
         tier.notice_resized()
         tier.poll()
-        self.regions.reach(record)
+        self.regions.reach(record, round_)
         self.prefetch.reach(record, round_)
         if self.trace is not None:
             self.trace.backward(record.tape.number)

@@ -196,8 +196,8 @@ class Tape(Generic[R]):
         decisions: the decision on each record, as the store appends it; outlives the records.
         planned: by index, the bytes of a storage that the plan keeps without a record, or -1.
         walk: backward's way along the records.
-        began_before_reached: the number of regions that had begun before the save of the record that backward has
-            reached last; 0 before it has reached any.
+        mark: where backward is: the number of regions that had begun before the last save of the record that it has
+            come to; 0 before it has come to any.
     """
 
     def __init__(self) -> None:
@@ -214,9 +214,10 @@ class Tape(Generic[R]):
         self.decisions: list[Any] = []
         self.planned: tuple[int, ...] = ()
         self.walk: Walk[R] = Walk()
-        self.began_before_reached = 0
+        self.mark = 0
         self._sizes: list[int] = []
         self._began_before: list[int] = []
+        self._spans: list[tuple[int, int]] = []
         self._idle = (-1, 0)
 
     def __len__(self) -> int:
@@ -261,17 +262,38 @@ class Tape(Generic[R]):
     def advance(self, index: int, orders: LearnedOrders) -> bool:
         """Note that backward has reached the record at ``index``; return whether for the first time."""
         self.prepare(orders)  # first: the way is along the order that it chooses
-        self.began_before_reached = self._began_before[index]
         return self.walk.reach(index)
 
-    @property
-    def in_region_run_once(self) -> bool:
-        """Whether the last region that began before that save runs once: backward is in it, or comes to it next."""
-        return self.began_before_reached > 0 and self.regions[self.began_before_reached - 1]
+    def region_begins(self, once: bool) -> None:
+        """Note that a checkpointed region begins; ``once``: it runs once."""
+        self.regions.append(once)
+        self._spans.append((len(self.records), FOR_EVER))
+
+    def region_ends(self, place: int) -> None:
+        """Note that the region at ``place`` has ended."""
+        self._spans[place] = self._spans[place][0], len(self.records)
+
+    def saved_again(self, tape: object, index: int) -> None:
+        """Note that this forward saves a record of ``tape`` again, for which backward needs it first."""
+        if tape is self:
+            self._began_before[index] = len(self.regions)
 
     def began_before(self, index: int) -> int:
-        """Return the number of regions that had begun before the save of the record at ``index``."""
+        """Return the number of regions that had begun before the last save of the record at ``index``."""
         return self._began_before[index]
+
+    def come_to(self, index: int) -> int | None:
+        """Note that backward comes to the record at ``index``.
+
+        Returns:
+            The place of the region, run once, that has saved the record and that backward is in; None if there is none.
+        """
+        self.mark = self._began_before[index]
+        place = self.mark - 1
+        if place < 0 or not self.regions[place]:
+            return None
+        begin, end = self._spans[place]
+        return place if begin <= index < end else None
 
     def prepare(self, orders: LearnedOrders) -> None:
         """Choose the order in which backward will need the records, unless no save came since the last choice."""

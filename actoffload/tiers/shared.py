@@ -88,8 +88,10 @@ class DeviceBudget:
         # Backward takes the regions of a forward in reverse order: the regions that began after the record's save run
         # again before backward needs it, except for those that backward has passed.
         again, tape = self.again, record.tape
-        between = range(tape.began_before(record.index), tape.began_before_reached)
-        return max([self.made_bytes, *(again[place] for place in between if place in again)])
+        began = tape.began_before(record.index)
+        if began > tape.mark:  # another branch, so nothing shows which regions come first
+            return max(self.made_bytes, *again.values(), 0)
+        return max([self.made_bytes, *(again[place] for place in range(began, tape.mark) if place in again)])
 
 
 class Reporter:
