@@ -358,7 +358,8 @@ def test_reading_ahead_leaves_room_for_the_regions_of_another_branch(make_offloa
         h = x
         for _ in range(8):
             h = (h * 1.0001).sin()
-        return (checkpoint(region, h, use_reentrant=False) * 1.0001).sin().sum()
+        last: Tensor = checkpoint(region, h, use_reentrant=False)
+        return (last * 1.0001).sin().sum()
 
     for _ in range(3):  # the first step shows the bytes that the regions hold, and the order
         accounts.resident_peak_bytes = 0
