@@ -556,7 +556,7 @@ def test_each_recorded_step_reads_nodes(make_offloader: Make, monkeypatch: pytes
     monkeypatch.setattr(
         Profiler, "region_saved", lambda _profiler, _region, nbytes, _kept, _outside: noted.append(nbytes)
     )
-    monkeypatch.setattr(Regions, "follow", lambda _regions, _once: None)
+    monkeypatch.setattr(Regions, "follow", lambda *_: None)
     monkeypatch.setattr(originals, "MOST", 40)  # a step reads 30
     model = Model("cpu", checkpointed=True)
     offloader = make_offloader(policy="auto")
