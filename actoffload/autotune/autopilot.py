@@ -525,9 +525,8 @@ class Autopilot:
         if not shape.regions or shape.base is None or self._agreed is not None:
             return
         paper = with_regions(shape.base, shape.once)
-        sure = (
-            self._recording.calm or profile.step_s < paper.step_s
-        )  # an allocator that was short makes no step shorter
+        # An allocator that was short makes no step shorter.
+        sure = self._recording.calm or profile.step_s < paper.step_s
         # Also unlike the paper: the earlier recording may have been the disturbed one.
         other = sure and differ(profile, before) and differ(profile, paper)
         if other or link_change(before, profile):

@@ -418,7 +418,7 @@ class Regions:
 
     @aborts_when_interrupted
     def computed(self, storage: torch.UntypedStorage) -> None:
-        """Note that backward has computed a storage again. It counts as a recomputation does, until it dies."""
+        """Note that backward has computed a storage again, which counts as `Derived` says."""
         with self._shared.lock:
             held = self._profiler.computed(storage.nbytes()) if self._profiler.running else None
             self.held.append(Derived(storage, held, left=self._in is None))

@@ -217,7 +217,7 @@ class Tape(Generic[R]):
         self.mark = 0
         self._sizes: list[int] = []
         self._began_before: list[int] = []
-        self._spans: list[tuple[int, int]] = []
+        self._ends: list[int] = []
         self._idle = (-1, 0)
 
     def __len__(self) -> int:
@@ -267,11 +267,11 @@ class Tape(Generic[R]):
     def region_begins(self, once: bool) -> None:
         """Note that a checkpointed region begins; ``once``: it runs once."""
         self.regions.append(once)
-        self._spans.append((len(self.records), FOR_EVER))
+        self._ends.append(FOR_EVER)
 
     def region_ends(self, place: int) -> None:
         """Note that the region at ``place`` has ended."""
-        self._spans[place] = self._spans[place][0], len(self.records)
+        self._ends[place] = len(self.records)
 
     def saved_again(self, tape: object, index: int) -> None:
         """Note that this forward saves a record of ``tape`` again, for which backward needs it first."""
@@ -286,14 +286,13 @@ class Tape(Generic[R]):
         """Note that backward comes to the record at ``index``.
 
         Returns:
-            The place of the region, run once, that has saved the record and that backward is in; None if there is none.
+            The place of the region, run once, that was the last to save the record, so that backward is in it; or None.
         """
         self.mark = self._began_before[index]
         place = self.mark - 1
         if place < 0 or not self.regions[place]:
             return None
-        begin, end = self._spans[place]
-        return place if begin <= index < end else None
+        return place if index < self._ends[place] else None
 
     def prepare(self, orders: LearnedOrders) -> None:
         """Choose the order in which backward will need the records, unless no save came since the last choice."""
