@@ -8,7 +8,7 @@ has the figures of 2026-11-27: `MEASURED`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -75,6 +75,7 @@ def run(
     host: Host = Host(),
     link: float = 1.0,
     steps: int = SETTLED + 8,
+    pauses: Collection[int] = (),
 ) -> dict[str, Any]:
     """Train, and compare the last steps with those of a run that keeps all. Seconds of virtual time.
 
@@ -86,10 +87,11 @@ def run(
         host: the seconds that hooks take.
         link: the share of the link's bandwidth.
         steps: how many.
+        pauses: after these steps, counted from 0, the host is busy for as long as ten steps.
     """
     rates = {name: rate * (1.0 if name == "memory_bytes_per_s" else link) for name, rate in GPU.items()}
     device.model(flops=1e18, latency_s=0.0, launch_s=launch * KERNEL_S / 2, **rates)
-    return _train(device, _Sines(), host, watched, budget, steps)
+    return _train(device, _Sines(), host, watched, budget, steps, pauses)
 
 
 def run_measured(device: SimulatedDevice, host_s: float = HOST_S, *, steps: int = 40) -> dict[str, Any]:
@@ -106,7 +108,13 @@ def run_measured(device: SimulatedDevice, host_s: float = HOST_S, *, steps: int 
 
 
 def _train(
-    device: SimulatedDevice, model: _Sines, host: Host, watched: bool, budget: int | None, steps: int
+    device: SimulatedDevice,
+    model: _Sines,
+    host: Host,
+    watched: bool,
+    budget: int | None,
+    steps: int,
+    pauses: Collection[int] = (),
 ) -> dict[str, Any]:
     keep_s = _steps(device, model, None, 4)[-1]
     with pytest.MonkeyPatch.context() as patch:
@@ -128,7 +136,7 @@ def _train(
 
         patch.setattr(StepsUnderPlan, "add", observe)
         try:
-            seconds = _steps(device, model, offloader, steps)
+            seconds = _steps(device, model, offloader, steps, dict.fromkeys(pauses, 10 * keep_s))
             pilot = offloader.autopilot
             assert pilot is not None
             assert pilot.plan is not None
@@ -224,10 +232,16 @@ class _Sines(nn.Module):
         return x.sum() + y.sum()
 
 
-def _steps(device: SimulatedDevice, model: nn.Module, offloader: Offloader | None, count: int) -> list[float]:
+def _steps(
+    device: SimulatedDevice,
+    model: nn.Module,
+    offloader: Offloader | None,
+    count: int,
+    pauses: Mapping[int, float] = {},
+) -> list[float]:
     x = torch.ones(1, device=NAME)
     seconds = []
-    for _ in range(count):
+    for step in range(count):
         device.synchronize()
         began_s = device.clock_s
         with offloader or nullcontext():
@@ -237,4 +251,5 @@ def _steps(device: SimulatedDevice, model: nn.Module, offloader: Offloader | Non
         device.synchronize()
         seconds.append(device.clock_s - began_s)
         model.zero_grad(set_to_none=True)
+        device.keep_host_busy(pauses.get(step, 0.0))
     return seconds

@@ -40,7 +40,19 @@ from ..tell.report import say
 from .budgets import Budgets
 from .following import Following
 from .making import Brought, Making, bring, passed
-from .observations import Pauses, Recording, StepsUnderPlan, Watch, at_pace, differ, link_change, pace_of, surprise
+from .observations import (
+    Pauses,
+    Recording,
+    StepsUnderPlan,
+    Watch,
+    as_recorded,
+    at_pace,
+    beside_others,
+    differ,
+    link_change,
+    pace_of,
+    surprise,
+)
 from .resting import may_rest
 from .shapes import AGAIN, UNRECORDED, Shape, Shapes, Stage, Tried
 
@@ -363,6 +375,7 @@ class Autopilot:
         """
         assert shape.profile is not None, "a plan was made from it"
         # On the CPU other programs may have made this one step longer.
+        recorded = beside_others(recorded, shape.profile.other_s)  # to compare it with other choices
         recorded = recorded.lasting(shape.profile.step_s) if recorded.device == "cpu" else recorded
         profile = self._recording.on_links(recorded if self._following.placement.mismatched_bytes else shape.profile)
         try:
@@ -450,7 +463,7 @@ class Autopilot:
         seen = shape.steps.add(observed, limited=limited)
         if seen is None or shape.stage is not Stage.FOLLOWED:
             return
-        late_s = seen.step_s - (shape.plan.predicted_step_s or seen.step_s)
+        late_s = as_recorded(seen, shape.profile).step_s - (shape.plan.predicted_step_s or seen.step_s)
         self._recording.learn_idle(shape.plan, seen)
         self._recording.look_at_links(waited=min(late_s, seen.wait_s) > NO_LOSS * seen.step_s)
         present = self._recording.on_links(shape.profile)
@@ -529,12 +542,15 @@ class Autopilot:
         sure = self._recording.calm or profile.step_s < paper.step_s
         # Also unlike the paper: the earlier recording may have been the disturbed one.
         other = sure and differ(profile, before) and differ(profile, paper)
-        if other or link_change(before, profile):
+        others = abs(profile.other_s - before.other_s) > NOTICEABLE * before.step_s
+        if other or others or link_change(before, profile):
             shape.tried.forget()
         if not shape.once:
             shape.base = profile
         elif other:
             shape.base = shape.base.lasting(shape.base.step_s * profile.step_s / paper.step_s)
+        if others:
+            shape.base = beside_others(shape.base, profile.other_s)
 
     # -- for all ranks ------------------------------------------------------------------------------------------------
 

@@ -48,11 +48,13 @@ class Watch(Generic[S]):
 
     def __init__(self, store: ActivationStore) -> None:
         self._shared, self._tiers, self._stopwatch = store.shared, store.tiers, store.profiler.stopwatch
+        self._run = store.run
+        self._run.times_backward = True
         self.shape_is_known = False
         self.signatures: set[Hashable] = set()
         self._before: tuple[float, Accounts, Event | None] | None = None
         self._now: Event | None = None
-        self._open: deque[tuple[S, Plan, Observed, Event, Event, int]] = deque(maxlen=2 * REVIEW_STEPS)
+        self._open: deque[tuple[S, Plan, Observed, Event, Event | None, Event, int]] = deque(maxlen=2 * REVIEW_STEPS)
 
     @property
     def began(self) -> bool:
@@ -64,6 +66,7 @@ class Watch(Generic[S]):
         # One event ends a step and begins the next, so that the time in between counts for one of them.
         moment, self._now = self._now or self._tiers.moment(), None
         self._before = now(), copy.copy(self._shared.accounts), moment
+        self._run.backward_ended = None
         self.shape_is_known = False
         self.signatures.clear()
 
@@ -77,7 +80,8 @@ class Watch(Generic[S]):
         """End the step and return its times by the host's clock."""
         assert self._before is not None, "it has begun"
         accounts, (began_s, before, _) = self._shared.accounts, self._before
-        self._now, step_s = self._tiers.moment(), max(1e-9, now() - began_s)
+        self._now, ended_s, backward = self._tiers.moment(), now(), self._run.backward_ended
+        step_s = max(1e-9, ended_s - began_s)
         return Observed(
             step_s=step_s,
             forward_wait_s=accounts.pack_wait_s - before.pack_wait_s,
@@ -85,6 +89,7 @@ class Watch(Generic[S]):
             peak_bytes=accounts.step_peak_bytes,
             hooks_s=accounts.hooks_s - before.hooks_s,
             idle_s=accounts.idle_s - before.idle_s,
+            other_s=None if backward is None else min(step_s, ended_s - backward[0]),
         )
 
     def later(self, steps_of: S, plan: Plan, observed: Observed) -> bool:
@@ -94,20 +99,22 @@ class Watch(Generic[S]):
         if began is None or self._now is None:
             return False
         watched, self._stopwatch.running = self._stopwatch.number * self._stopwatch.running, False
-        self._open.append((steps_of, plan, observed, began, self._now, watched))
+        backward = None if self._run.backward_ended is None else self._run.backward_ended[1]
+        self._open.append((steps_of, plan, observed, began, backward, self._now, watched))
         return True
 
     def ended(self) -> Iterator[tuple[S, Plan, Observed]]:
         """The steps that the device has ended by now, in order, with their lengths on the device."""
         while self._open:
-            steps_of, plan, observed, began, ended, watched = self._open[0]
+            steps_of, plan, observed, began, backward, ended, watched = self._open[0]
             step_s = self._tiers.seconds_between(began, ended)
             if step_s is None:
                 return  # a device ends steps in order, so the later ones have not ended either
             self._open.popleft()
             if step_s > 0:
                 idle_s = self._idled(observed.idle_s, watched, step_s)
-                yield steps_of, plan, replace(observed, step_s=step_s, idle_s=idle_s)
+                other_s = None if backward is None else self._tiers.seconds_between(backward, ended)
+                yield steps_of, plan, replace(observed, step_s=step_s, idle_s=idle_s, other_s=other_s)
 
     def _idled(self, idle_s: float, watched: int, step_s: float) -> float:
         """For how long the device idled in a step because of hooks; ``idle_s``: if the host was the bound throughout.
@@ -214,6 +221,8 @@ class Recording(Generic[S]):
 
         If the new times prove nothing, the old ones stay.
         """
+        # The part after backward of one step says nothing of the next ones: it may have been an evaluation.
+        recorded = beside_others(recorded, before.other_s)
         if recorded.device == "cpu" and seen is not None:
             # One step alone may be twice as long as the next one.
             recorded = recorded.lasting(pace_of(seen, before, limited=True) or before.step_s)
@@ -222,6 +231,8 @@ class Recording(Generic[S]):
         elif limits.device_budget is None and recorded.step_s > (1 - STEP_CHANGE) * before.step_s:
             # The cost of moving looks like compute, and a plan would fill that time with more moves, without end.
             recorded = before
+        if seen is not None and seen.other_s is not None:
+            recorded = beside_others(recorded, seen.other_s)
         return self.on_links(recorded)
 
     def learn_idle(self, plan: Plan, seen: Observed) -> None:
@@ -266,6 +277,7 @@ class StepsUnderPlan:
         if self._left:
             return None
         steps = self._steps
+        others = [o.other_s for o in steps if o.other_s is not None]
         self.seen = Observed(
             step_s=median(o.step_s for o in steps),
             forward_wait_s=median(o.forward_wait_s for o in steps),
@@ -273,6 +285,7 @@ class StepsUnderPlan:
             peak_bytes=int(median(o.peak_bytes or 0 for o in steps)),
             hooks_s=sum(o.hooks_s for o in steps),  # only one of them was watched, so a median would be 0
             idle_s=sum(o.idle_s for o in steps),
+            other_s=median(others) if len(others) == len(steps) else None,
         )
         return self.seen
 
@@ -286,6 +299,7 @@ def surprise(plan: Plan, seen: Observed, before: Profile, after: Profile, *, lim
         before: the step that the plan was made from; ``after``: the same step on the present links.
         limited: whether there is a budget, under which a step may wait, and the device may idle because of hooks.
     """
+    other_s, seen = seen.other_s, as_recorded(seen, before)
     if _idled(seen, limited):
         return f"the device idled for {seen.idle_s:.3g} of {seen.step_s:.3g} s while hooks kept the host busy"
     if change := link_change(before, after):
@@ -303,7 +317,28 @@ def surprise(plan: Plan, seen: Observed, before: Profile, after: Profile, *, lim
         return f"the step takes {seen.step_s:.3g} s, not {predicted_s:.3g} s"
     if predicted_bytes and abs((seen.peak_bytes or 0) - predicted_bytes) > PEAK_CHANGE * predicted_bytes:
         return f"the peak is {format_size(seen.peak_bytes or 0)}, not {format_size(predicted_bytes)}"
+    if other_s is not None and before.forwards == 1 and abs(other_s - before.other_s) > share * before.step_s:
+        return f"the step goes on for {other_s:.3g} s after backward, not {before.other_s:.3g} s"
     return ""
+
+
+def as_recorded(seen: Observed, recorded: Profile) -> Observed:
+    """The steps as if the part after backward took as long as in a recorded step.
+
+    It is the optimizer, the data, an evaluation, a checkpoint: nothing in it depends on a plan, or on the pace of the
+    forward and backward. Between the forwards that are alive at once there are such parts that nobody has measured.
+    """
+    if seen.other_s is None or recorded.forwards > 1:
+        return seen
+    step_s = max(1e-9, seen.step_s + recorded.other_s - seen.other_s)
+    return replace(seen, step_s=step_s, other_s=recorded.other_s)
+
+
+def beside_others(profile: Profile, other_s: float) -> Profile:
+    """The same step with another part after backward, unless there may be such parts between backwards as well."""
+    if profile.forwards > 1 or profile.other_s == other_s:
+        return profile
+    return profile.lasting(profile.forward_s + profile.backward_s + other_s, other_s)
 
 
 def pace_of(seen: Observed, recorded: Profile, *, limited: bool) -> float | None:
@@ -315,6 +350,7 @@ def pace_of(seen: Observed, recorded: Profile, *, limited: bool) -> float | None
     long, the price of a move has changed, and no recorded step shows more. On the CPU, which does not compute while it
     waits, the median of the steps shows the pace better than another step does. ``limited``: see `surprise`.
     """
+    seen = as_recorded(seen, recorded)
     if recorded.device == "cpu":
         changed = abs(seen.computed_s - recorded.step_s) > step_change(recorded) * recorded.step_s
         return (seen.computed_s or None) if changed else None
@@ -329,6 +365,7 @@ def at_pace(seen: Observed, profile: Profile) -> float:
 
     Other programs make a CPU slower or faster by more than a choice of regions does: only the waits are the plan's.
     """
+    seen = as_recorded(seen, profile)
     same = profile.device == "cpu" and seen.computed_s
     return seen.step_s * profile.step_s / seen.computed_s if same else seen.step_s
 

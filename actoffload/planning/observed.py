@@ -16,6 +16,7 @@ class Observed:
         peak_bytes: the most activation bytes on the device; None if it was not measured.
         hooks_s: host time of hooks that moved tensors, without waits; 0 if it was not measured.
         idle_s: for how long an accelerator idled in these hooks, because it had caught up with the host.
+        other_s: the part after the last backward, as `Profile.other_s`; None if it was not measured.
     """
 
     step_s: float
@@ -24,6 +25,7 @@ class Observed:
     peak_bytes: int | None = None
     hooks_s: float = 0.0
     idle_s: float = 0.0
+    other_s: float | None = None
 
     @property
     def wait_s(self) -> float:

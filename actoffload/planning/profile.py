@@ -260,12 +260,24 @@ class Profile:
         vars(same).update(links)
         return same
 
-    def lasting(self, step_s: float) -> Profile:
-        """The same step at another pace, so that its compute takes ``step_s``."""
-        pace = step_s / max(ROUNDING, self.step_s)
+    def lasting(self, step_s: float, other_s: float | None = None) -> Profile:
+        """The same step at another pace, so that it takes ``step_s``.
+
+        Args:
+            step_s: its new length.
+            other_s: of which come after backward; None: as many as before. The optimizer, the data or an evaluation
+                take them, so they say nothing of the pace of forward and backward.
+        """
+        other_s = self.other_s if other_s is None else other_s
+        computed_s = self.forward_s + self.backward_s
+        # Several forwards that are alive at once may have such a part between two backwards, too.
+        whole = self.forwards > 1 or step_s <= other_s or not computed_s
+        pace = step_s / max(ROUNDING, self.step_s) if whole else (step_s - other_s) / computed_s
         regions = (_paced(one, pace, saves=tuple(_paced(save, pace) for save in one.saves)) for one in self.regions)
-        storages = (_paced(one, pace) for one in self.storages)
-        return _paced(self, pace, storages=tuple(storages), regions=tuple(regions))
+        # A storage may have died in the part after backward, which may be shorter now.
+        storages = (_paced(one, pace, most_s=step_s) for one in self.storages)
+        other_s = pace * self.other_s if whole else other_s
+        return _paced(self, pace, storages=tuple(storages), regions=tuple(regions), other_s=other_s)
 
     # -- text ---------------------------------------------------------------------------------------------------------
 
@@ -311,10 +323,11 @@ class Profile:
         return cls.from_json(read_file(path).decode(errors="replace"))
 
 
-def _paced(part: Paced, pace: float, **others: Any) -> Paced:
-    """The same part with all its seconds times ``pace``, and with other values for these fields."""
-    seconds = {field.name: getattr(part, field.name) for field in fields(part) if field.name.endswith("_s")}
-    return replace(part, **others, **{name: pace * value for name, value in seconds.items() if value is not None})
+def _paced(part: Paced, pace: float, *, most_s: float = math.inf, **others: Any) -> Paced:
+    """The same part with all its seconds times ``pace``, at most ``most_s``, and with other values for these fields."""
+    named = {field.name: getattr(part, field.name) for field in fields(part) if field.name.endswith("_s")}
+    seconds = {name: min(most_s, pace * value) for name, value in named.items() if value is not None}
+    return replace(part, **seconds | others)
 
 
 def _check_numbers(part: Profile | Storage | Region | RegionSave | Link, where: str) -> None:

@@ -6,6 +6,7 @@ import copy
 
 from ..events import now
 from ..memory.process_memory import rss_bytes
+from ..tiers.accelerator import Event
 from ..tiers.accounts import Accounts
 from ..tiers.tiers import Tiers
 from .memory_beside import MemoryBeside
@@ -21,6 +22,8 @@ class RunSoFar:
         first_step: the time at which the first step ended, and its counts; it allocates memory that all steps use.
         optimizer: its steps; ``beside``: the memory beside saved tensors.
         states_bytes: the most bytes on the device as an optimizer's step ended: parameters, gradients and states.
+        backward_ended: when the last backward ended: by the host's clock, and on the device (`Tiers.moment`). It is
+            noted only if ``times_backward``.
     """
 
     def __init__(self, accounts: Accounts) -> None:
@@ -29,6 +32,8 @@ class RunSoFar:
         self.first_step: tuple[float, Accounts] | None = None
         self.optimizer = OptimizerSteps(accounts)
         self.beside = MemoryBeside(accounts)
+        self.times_backward = False
+        self.backward_ended: tuple[float, Event | None] | None = None
         self._accounts = accounts
         self._began_s: float | None = None
         self._tiers: Tiers | None = None
@@ -50,6 +55,11 @@ class RunSoFar:
         memory = None if self._tiers is None else self._tiers.in_use()
         if memory is not None:
             self.states_bytes = max(self.states_bytes, memory[0])
+
+    def backward_ends(self, tiers: Tiers) -> None:
+        """Note that a backward has ended."""
+        if self.times_backward:
+            self.backward_ended = now(), tiers.moment()
 
     @property
     def elapsed_s(self) -> float:

@@ -391,6 +391,7 @@ class ActivationStore:
             self._count_dropped()
             self.regions.backward_ended()
             if not self.shared.stopped:
+                self.run.backward_ends(self.tiers)  # first: the optimizer's time begins here
                 for tier in self.tiers.by_device.values():
                     tier.release_dead()
                 if self.profiler.running or self.shared.config.device_memory is not None:

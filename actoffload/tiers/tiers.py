@@ -203,11 +203,14 @@ class Tiers:
         return None
 
     def seconds_between(self, begin: Event, end: Event) -> float | None:
-        """Time from one `moment` to a later one of the same device; None while the device has not come to it."""
+        """Time from one `moment` to a later one of the same device; None while the device has not come to it.
+
+        It is 0 between devices, and at least 0 between streams.
+        """
         device = next(copies.device for copies in self._copies)
         if begin.index != end.index:
             return 0.0
-        return device.seconds_between(begin, end) if device.done(end) else None
+        return max(0.0, device.seconds_between(begin, end)) if device.done(end) else None
 
     def start_timeline(self) -> Timeline | None:
         """Note the work of the device and its times from now on; None without a device."""

@@ -259,6 +259,14 @@ def test_a_plan_moves_where_the_host_runs_ahead(device: SimulatedDevice) -> None
     assert "why is a step slower:\n" not in row["explained"]
 
 
+def test_a_pause_after_the_recorded_step_lengthens_no_later_step(device: SimulatedDevice) -> None:
+    """The plan may lengthen a step by one in a hundred, and the recorded one went on for ten times as long."""
+    plain = host_bound.run(device, host_bound.LAUNCHES["device-bound"])
+    row = host_bound.run(device, host_bound.LAUNCHES["device-bound"], pauses=[1])
+    assert row["late"] <= 1.02
+    assert row["moved_share"] == pytest.approx(plain["moved_share"], rel=0.1)
+
+
 @pytest.mark.parametrize("host", list(host_bound.LAUNCHES))
 def test_a_step_is_longer_by_the_devices_idle_time_in_hooks(device: SimulatedDevice, host: str) -> None:
     half = host_bound.TENSORS * host_bound.NBYTES // 2  # without a budget a plan declines

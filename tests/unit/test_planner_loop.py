@@ -6,7 +6,7 @@ import random
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -276,14 +276,19 @@ def test_blocks_run_once_although_other_programs_use_the_processors_now_and_then
     assert rig.plans == 2
 
 
-def test_one_slow_step_does_not_refuse_blocks_that_should_run_once(make_rig: MakeRig) -> None:
+@pytest.mark.parametrize(("device", "speed", "pause_s"), [("cpu", 0.35, 0.0), ("cpu", 1.0, 5.0), ("cuda", 1.0, 5.0)])
+def test_one_long_step_does_not_refuse_blocks_that_should_run_once(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, device: str, speed: float, pause_s: float
+) -> None:
     """It is the first one of its plan, and saves another size than the plan was made for, so its times are used."""
+    _as_on(device, monkeypatch)
     rig = make_rig(bytes_per_s=FAST, recompute=True, announce="none")
     rig.steps(WARM_UP + 1)
     layer: Any = rig.model.layers[3]
     layer.sizes = (3 * MIB, 2 * MIB, 2 * MIB, 2 * MIB)
-    rig.clock.speed = 0.35
+    rig.clock.speed = speed
     rig.step()
+    rig.clock.compute(pause_s)
     rig.clock.speed = 1.0
     rig.steps(2)
     assert _once(rig) == 8
@@ -308,16 +313,7 @@ def test_one_slow_step_is_no_new_pace(make_rig: MakeRig, slow: int) -> None:
 def test_another_pace_of_the_machine_changes_the_blocks_that_run_once(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, speed: float, expected: range, device: str
 ) -> None:
-    recorded, steps = Profiler.profile, []
-
-    def profile(*given: Any, **options: Any) -> Profile | None:
-        found = recorded(*given, **options)
-        if found is not None:
-            found = replace(found, device=device)
-            steps.append(found)
-        return found
-
-    monkeypatch.setattr(Profiler, "profile", profile)  # an accelerator's rules differ
+    steps = _as_on(device, monkeypatch)
     rig = make_rig(bytes_per_s=SLOW * 4 / 3, recompute=True, announce="none")
     rig.steps(2 * SOON)
     assert _once(rig) in (3, 4), "the disk takes no more during a forward"
@@ -330,6 +326,83 @@ def test_another_pace_of_the_machine_changes_the_blocks_that_run_once(
     assert len(steps) == 1 or device != "cpu", "only the first one under the new plan"
     assert set(once[SOON:]) <= set(expected)
     assert min(once) > 0, "no step tells how long the program's own checkpoints take now"
+
+
+PAUSES: dict[str, Collection[int]] = {
+    "none": (),
+    "after the recorded steps": range(WARM_UP + 2),
+    "at first": range(20),
+    "in the end": range(20, 60),
+    "now and then": range(0, 60, 3),
+}
+"""After these steps something else takes as long as two steps: an evaluation, say, or the data are late."""
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bytes_per_s": 40e6},
+        {"bytes_per_s": 4 / 3 * SLOW, "recompute": True},
+        {"bytes_per_s": 3 * SLOW, "recompute": True},
+    ],
+    ids=["nothing recomputed", "some blocks run once", "most blocks run once"],
+)
+def test_the_time_between_backward_and_the_next_forward_changes_no_plan(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], device: str
+) -> None:
+    """It is no pace of the machine, and no part of what a plan makes shorter."""
+    recorded = _as_on(device, monkeypatch)
+    found = {}
+    for pauses, after in PAUSES.items():
+        rig = make_rig(announce="none", **options)
+        once = []
+        recorded.clear()
+        for step in range(60):
+            rig.step()
+            once.append(_once(rig))
+            rig.clock.compute(5.0 if step in after else 0.0)
+        assert len(recorded) <= 4, pauses
+        settled = slice(SOON, None)
+        found[pauses] = (set(once[settled]), max(rig.peaks[settled]), rig.seconds[settled])
+    once_alone, peak, _ = found["none"]
+    for pauses, (once_beside, highest, seconds) in found.items():
+        assert once_beside == once_alone, pauses
+        assert highest <= peak, pauses
+        assert max(seconds) <= 1.01 * min(found["none"][2]), pauses
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_plan_after_a_pause_is_for_steps_without_it(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """The first steps were followed by it, that is, also the one in which all blocks ran again."""
+    _as_on(device, monkeypatch)
+    once = []
+    for pause_s in (0.0, 5.0):
+        rig = make_rig(bytes_per_s=4 / 3 * SLOW, recompute=True, announce="none")
+        for _ in range(2 * SOON):
+            rig.step()
+            rig.clock.compute(pause_s)
+        rig.steps(2 * SOON)
+        rig.disk.bytes_per_s = 3 * SLOW
+        rig.steps(2 * SOON)
+        once.append(_once(rig))
+    assert once == [7, 7]
+
+
+def _as_on(device: str, monkeypatch: pytest.MonkeyPatch) -> list[Profile]:
+    """Have recorded steps be of this device, whose rules differ, and collect them."""
+    recorded, steps = Profiler.profile, list[Profile]()
+
+    def profile(*given: Any, **options: Any) -> Profile | None:
+        found = recorded(*given, **options)
+        if found is not None:
+            steps.append(found := replace(found, device=device))
+        return found
+
+    monkeypatch.setattr(Profiler, "profile", profile)
+    return steps
 
 
 def _once(rig: Rig) -> int:

@@ -17,11 +17,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from actoffload import Attachment, attach, no_offload, offload_activations
 from actoffload.autograd.hook_stack import Hooks, top
-from actoffload.autotune.observations import StepsUnderPlan, Watch, at_pace, pace_of, surprise
+from actoffload.autotune.observations import Recording, StepsUnderPlan, Watch, at_pace, pace_of, surprise
 from actoffload.planning.constants import MOST_REST, REVIEW_STEPS
 from actoffload.planning.observed import Observed
 from actoffload.planning.plan import Plan
 from actoffload.planning.profile import Profile, Region, RegionSave, Storage
+from actoffload.planning.search import Limits
 from actoffload.testing.simulated_device import SimulatedDevice
 from tests import host_bound
 from tests.harness import Chain, assert_same_gradients, batch, gradients, train_step
@@ -389,13 +390,53 @@ def test_a_step_at_another_pace_is_the_same_step() -> None:
     region = replace(region, saves=(RegionSave(offset_s=0.25, nbytes=8),))
     profile = Profile(storages=(one, replace(one, index=1, need_s=None)), forward_s=1.0, backward_s=2.0, other_s=1.0)
     profile = replace(profile, regions=(region,))
-    found = profile.lasting(2.0)
+    found = profile.lasting(2.0, 0.5)
     assert (found.step_s, found.forward_s, found.backward_s) == (2.0, 0.5, 1.0)
     assert found.storages[0] == replace(one, birth_s=0.5, need_s=1.0, last_need_s=1.5)
     assert found.storages[1].need_s is None
     again = replace(region, end_s=0.5, again_s=0.75, recompute_s=0.25, backward_end_s=1.5)
     assert found.regions == (replace(again, saves=(replace(region.saves[0], offset_s=0.125),)),)
     assert found.baseline_peak_bytes == profile.baseline_peak_bytes
+    found = profile.lasting(2.0)
+    assert found.forward_s == pytest.approx(1 / 3)
+    assert found.other_s == 1.0
+    late = replace(profile, storages=(replace(one, last_need_s=4.0),))
+    assert late.lasting(3.25, 0.25).storages[0] == replace(one, last_need_s=3.25), "it died after backward"
+
+
+def test_several_forwards_of_a_step_have_one_pace() -> None:
+    """Between them there may be time that is no forward and no backward."""
+    one = Storage(index=0, nbytes=8, birth_s=1.0, need_s=2.0, last_need_s=3.0)
+    profile = Profile(storages=(one, replace(one, tape=1)), forward_s=1.0, backward_s=2.0, other_s=1.0)
+    assert profile.lasting(2.0) == replace(
+        profile,
+        storages=tuple(replace(s, birth_s=0.5, need_s=1.0, last_need_s=1.5) for s in profile.storages),
+        forward_s=0.5,
+        backward_s=1.0,
+        other_s=0.5,
+    )
+
+
+def test_a_recorded_step_is_no_faster_because_less_follows_backward() -> None:
+    """The cost of moving looks like compute in it, as in any recorded step that took as long as the one before."""
+    before = Profile(storages=(), forward_s=1.0, backward_s=2.0, other_s=5.0, device="cuda")
+    recorded = Profile(storages=(), forward_s=1.1, backward_s=2.2, device="cuda")
+    recording: Any = SimpleNamespace(calm=True, on_links=lambda profile: profile)
+    found = Recording.corrected(recording, recorded, before, Observed(step_s=3.3, other_s=0.0), Limits())
+    assert found == replace(before, other_s=0.0)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_part_after_backward_is_no_pace(device: str) -> None:
+    recorded = Profile(storages=(), forward_s=1.0, backward_s=2.0, other_s=1.0, device=device)
+    plan = Plan((), planner="auto", predicted_step_s=4.0)
+    seen = Observed(step_s=8.0, other_s=5.0)
+    assert pace_of(seen, recorded, limited=False) is None
+    assert at_pace(seen, recorded) == 4.0
+    told = surprise(plan, seen, recorded, recorded, limited=False)
+    assert told == "the step goes on for 5 s after backward, not 1 s"
+    assert surprise(plan, Observed(step_s=4.1, other_s=1.1), recorded, recorded, limited=False) == ""
+    assert "takes 6 s, not 4 s" in surprise(plan, Observed(step_s=9.0, other_s=4.0), recorded, recorded, limited=False)
 
 
 def test_a_device_that_had_work_left_at_the_last_hook_has_idled_in_hooks_alone() -> None:
