@@ -45,10 +45,9 @@ from .observations import (
     Recording,
     StepsUnderPlan,
     Watch,
-    as_recorded,
     at_pace,
-    beside_others,
     differ,
+    had_stall,
     link_change,
     pace_of,
     surprise,
@@ -375,7 +374,7 @@ class Autopilot:
         """
         assert shape.profile is not None, "a plan was made from it"
         # On the CPU other programs may have made this one step longer.
-        recorded = beside_others(recorded, shape.profile.other_s)  # to compare it with other choices
+        recorded = recorded.with_other(shape.profile.other_s)  # to compare it with other choices
         recorded = recorded.lasting(shape.profile.step_s) if recorded.device == "cpu" else recorded
         profile = self._recording.on_links(recorded if self._following.placement.mismatched_bytes else shape.profile)
         try:
@@ -463,17 +462,24 @@ class Autopilot:
         seen = shape.steps.add(observed, limited=limited)
         if seen is None or shape.stage is not Stage.FOLLOWED:
             return
-        late_s = as_recorded(seen, shape.profile).step_s - (shape.plan.predicted_step_s or seen.step_s)
+        late_s = seen.as_recorded(shape.profile).step_s - (shape.plan.predicted_step_s or seen.step_s)
         self._recording.learn_idle(shape.plan, seen)
         self._recording.look_at_links(waited=min(late_s, seen.wait_s) > NO_LOSS * seen.step_s)
         present = self._recording.on_links(shape.profile)
         reason = surprise(shape.plan, seen, shape.profile, present, limited=limited)
         if not reason:
-            self._pauses.changes = 0
+            self._pauses.changes, shape.confirmed = 0, True
         # If a plan's measured length has changed, the machine has, and the lengths of other plans prove nothing.
         if (not reason or not shape.tried.has_measured(shape.once, shape.plan)) and self._goes_back(shape, seen):
             return
-        if reason and self._may_change:
+        if not reason or not self._may_change:  # nothing changes for the moment
+            self._begin_rest(shape, seen.step_s)
+        # Once: a second recording that is as long shows that recording takes the host so long.
+        elif self._agreed is None and not shape.confirmed and had_stall(seen, shape.profile):
+            shape.confirmed, shape.base = True, None
+            shape.tried.forget()
+            self._run_once(shape, AGAIN, reason)
+        else:
             self._pauses.back_off()
             pace = pace_of(seen, shape.profile, limited=limited)
             if pace is None:
@@ -481,8 +487,6 @@ class Autopilot:
             else:
                 shape.why = reason
                 self._correct(shape, shape.profile.lasting(pace))
-        else:  # nothing changes for the moment
-            self._begin_rest(shape, seen.step_s)
 
     @property
     def _may_change(self) -> bool:
@@ -535,6 +539,7 @@ class Autopilot:
 
     def _renew_base(self, shape: Shape, before: Profile, profile: Profile) -> None:
         """Bring the base to the pace of the machine as it is now, and forget what was measured at another one."""
+        shape.take_other(profile.other_s)
         if not shape.regions or shape.base is None or self._agreed is not None:
             return
         paper = with_regions(shape.base, shape.once)
@@ -542,15 +547,13 @@ class Autopilot:
         sure = self._recording.calm or profile.step_s < paper.step_s
         # Also unlike the paper: the earlier recording may have been the disturbed one.
         other = sure and differ(profile, before) and differ(profile, paper)
-        others = abs(profile.other_s - before.other_s) > NOTICEABLE * before.step_s
-        if other or others or link_change(before, profile):
+        if other or link_change(before, profile):
             shape.tried.forget()
         if not shape.once:
             shape.base = profile
         elif other:
-            shape.base = shape.base.lasting(shape.base.step_s * profile.step_s / paper.step_s)
-        if others:
-            shape.base = beside_others(shape.base, profile.other_s)
+            passes_s = shape.base.passes_s * profile.passes_s / paper.passes_s
+            shape.base = shape.base.lasting(passes_s + profile.other_s, profile.other_s)
 
     # -- for all ranks ------------------------------------------------------------------------------------------------
 

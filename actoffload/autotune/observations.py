@@ -113,7 +113,10 @@ class Watch(Generic[S]):
             self._open.popleft()
             if step_s > 0:
                 idle_s = self._idled(observed.idle_s, watched, step_s)
-                other_s = None if backward is None else self._tiers.seconds_between(backward, ended)
+                other_s = None
+                if backward is not None and backward.index == ended.index:
+                    # None also if backward was called on a stream that the end of the step has not waited for.
+                    other_s = self._tiers.seconds_between(backward, ended)
                 yield steps_of, plan, replace(observed, step_s=step_s, idle_s=idle_s, other_s=other_s)
 
     def _idled(self, idle_s: float, watched: int, step_s: float) -> float:
@@ -222,17 +225,17 @@ class Recording(Generic[S]):
         If the new times prove nothing, the old ones stay.
         """
         # The part after backward of one step says nothing of the next ones: it may have been an evaluation.
-        recorded = beside_others(recorded, before.other_s)
+        recorded = recorded.with_other(before.other_s)
         if recorded.device == "cpu" and seen is not None:
             # One step alone may be twice as long as the next one.
             recorded = recorded.lasting(pace_of(seen, before, limited=True) or before.step_s)
         if not self.calm and recorded.step_s > before.step_s:
             recorded = before  # waits for the allocator look like compute
-        elif limits.device_budget is None and recorded.step_s > (1 - STEP_CHANGE) * before.step_s:
+        elif limits.device_budget is None and recorded.step_s > before.step_s - STEP_CHANGE * before.passes_s:
             # The cost of moving looks like compute, and a plan would fill that time with more moves, without end.
             recorded = before
         if seen is not None and seen.other_s is not None:
-            recorded = beside_others(recorded, seen.other_s)
+            recorded = recorded.with_other(seen.other_s)
         return self.on_links(recorded)
 
     def learn_idle(self, plan: Plan, seen: Observed) -> None:
@@ -277,15 +280,18 @@ class StepsUnderPlan:
         if self._left:
             return None
         steps = self._steps
-        others = [o.other_s for o in steps if o.other_s is not None]
+        known = [(o.step_s - o.other_s, o.other_s) for o in steps if o.other_s is not None]
+        # The least: a pause after some steps, or an optimizer that follows some micro-batches, is no change.
+        other_s = min(other_s for _, other_s in known) if 2 * len(known) > len(steps) else None
+        passes_s = median(o.step_s for o in steps) if other_s is None else median(passes_s for passes_s, _ in known)
         self.seen = Observed(
-            step_s=median(o.step_s for o in steps),
+            step_s=passes_s + (other_s or 0.0),
             forward_wait_s=median(o.forward_wait_s for o in steps),
             backward_wait_s=median(o.backward_wait_s for o in steps),
             peak_bytes=int(median(o.peak_bytes or 0 for o in steps)),
             hooks_s=sum(o.hooks_s for o in steps),  # only one of them was watched, so a median would be 0
             idle_s=sum(o.idle_s for o in steps),
-            other_s=median(others) if len(others) == len(steps) else None,
+            other_s=other_s,
         )
         return self.seen
 
@@ -299,13 +305,13 @@ def surprise(plan: Plan, seen: Observed, before: Profile, after: Profile, *, lim
         before: the step that the plan was made from; ``after``: the same step on the present links.
         limited: whether there is a budget, under which a step may wait, and the device may idle because of hooks.
     """
-    other_s, seen = seen.other_s, as_recorded(seen, before)
+    raw, seen = seen, seen.as_recorded(before)
     if _idled(seen, limited):
         return f"the device idled for {seen.idle_s:.3g} of {seen.step_s:.3g} s while hooks kept the host busy"
     if change := link_change(before, after):
         return change
-    share = step_change(before)
-    if seen.computed_s < (1 - share) * before.step_s:
+    most_s = step_change(before) * before.passes_s
+    if seen.computed_s < before.step_s - most_s:
         # The recorded step was late itself. A plan fills all of its time, so no step can be shorter than predicted. On
         # an H200 a recorded step that moved everything took 641 ms, and keeping takes 447.
         return f"a step computes for {seen.computed_s:.3g} s, not {before.step_s:.3g} s"
@@ -313,32 +319,31 @@ def surprise(plan: Plan, seen: Observed, before: Profile, after: Profile, *, lim
     late_s = seen.step_s - (predicted_s or seen.step_s)
     if not limited and min(late_s, seen.wait_s) > NO_LOSS * seen.step_s:
         return f"the step takes {seen.step_s:.3g} s, not {predicted_s:.3g} s, as it waits for {seen.wait_s:.3g} s"
-    if predicted_s and abs(late_s) > share * predicted_s:
+    if predicted_s and abs(late_s) > most_s * predicted_s / before.step_s:
         return f"the step takes {seen.step_s:.3g} s, not {predicted_s:.3g} s"
     if predicted_bytes and abs((seen.peak_bytes or 0) - predicted_bytes) > PEAK_CHANGE * predicted_bytes:
         return f"the peak is {format_size(seen.peak_bytes or 0)}, not {format_size(predicted_bytes)}"
-    if other_s is not None and before.forwards == 1 and abs(other_s - before.other_s) > share * before.step_s:
-        return f"the step goes on for {other_s:.3g} s after backward, not {before.other_s:.3g} s"
+    if _other_changed(raw, before):
+        return f"the step goes on for {raw.other_s:.3g} s after backward, not {before.other_s:.3g} s"
     return ""
 
 
-def as_recorded(seen: Observed, recorded: Profile) -> Observed:
-    """The steps as if the part after backward took as long as in a recorded step.
-
-    It is the optimizer, the data, an evaluation, a checkpoint: nothing in it depends on a plan, or on the pace of the
-    forward and backward. Between the forwards that are alive at once there are such parts that nobody has measured.
-    """
+def _other_changed(seen: Observed, recorded: Profile) -> bool:
+    """Whether the part after backward takes another time than in the recorded step."""
     if seen.other_s is None or recorded.forwards > 1:
-        return seen
-    step_s = max(1e-9, seen.step_s + recorded.other_s - seen.other_s)
-    return replace(seen, step_s=step_s, other_s=recorded.other_s)
+        return False
+    return abs(seen.other_s - recorded.other_s) > step_change(recorded) * recorded.passes_s
 
 
-def beside_others(profile: Profile, other_s: float) -> Profile:
-    """The same step with another part after backward, unless there may be such parts between backwards as well."""
-    if profile.forwards > 1 or profile.other_s == other_s:
-        return profile
-    return profile.lasting(profile.forward_s + profile.backward_s + other_s, other_s)
+def had_stall(seen: Observed, recorded: Profile) -> bool:
+    """Whether a recorded step computed for so much longer than the steps since that something in it stood still.
+
+    It may be a compilation, kernels that were tuned, or a rank that waited for another one. At one pace throughout the
+    rest would have too little time on paper, and nothing would be moved. On a CPU other programs slow all of a step.
+    """
+    computed_s = seen.as_recorded(recorded).computed_s - recorded.other_s
+    most = 1 / 2 if recorded.device == "cpu" else 1 - LINK_CHANGE
+    return computed_s < most * recorded.passes_s
 
 
 def pace_of(seen: Observed, recorded: Profile, *, limited: bool) -> float | None:
@@ -348,16 +353,18 @@ def pace_of(seen: Observed, recorded: Profile, *, limited: bool) -> float | None
     everything takes no longer than the steps under a plan, and than these without the time for which the device idled
     in hooks. Their waits do not lower that bound, because a device may compute meanwhile. If the device idled for too
     long, the price of a move has changed, and no recorded step shows more. On the CPU, which does not compute while it
-    waits, the median of the steps shows the pace better than another step does. ``limited``: see `surprise`.
+    waits, the median of the steps shows the pace better than another step does. If the part after backward alone has
+    changed, nothing has to be recorded for it. ``limited``: see `surprise`.
     """
-    seen = as_recorded(seen, recorded)
+    raw, seen = seen, seen.as_recorded(recorded)
+    same_s = recorded.step_s if _other_changed(raw, recorded) else None
     if recorded.device == "cpu":
-        changed = abs(seen.computed_s - recorded.step_s) > step_change(recorded) * recorded.step_s
-        return (seen.computed_s or None) if changed else None
+        changed = abs(seen.computed_s - recorded.step_s) > step_change(recorded) * recorded.passes_s
+        return (seen.computed_s or None) if changed else same_s
     keep_s = seen.step_s - seen.idle_s
-    if 0 < keep_s < (1 - STEP_CHANGE) * recorded.step_s:
+    if 0 < keep_s < recorded.step_s - STEP_CHANGE * recorded.passes_s:
         return keep_s
-    return recorded.step_s if _idled(seen, limited) else None
+    return recorded.step_s if _idled(seen, limited) else same_s
 
 
 def at_pace(seen: Observed, profile: Profile) -> float:
@@ -365,7 +372,7 @@ def at_pace(seen: Observed, profile: Profile) -> float:
 
     Other programs make a CPU slower or faster by more than a choice of regions does: only the waits are the plan's.
     """
-    seen = as_recorded(seen, profile)
+    seen = seen.as_recorded(profile)
     same = profile.device == "cpu" and seen.computed_s
     return seen.step_s * profile.step_s / seen.computed_s if same else seen.step_s
 
@@ -384,8 +391,7 @@ def step_change(profile: Profile) -> float:
 
 def differ(one: Profile, other: Profile) -> bool:
     """Whether two steps compute for different times, without the part after backward, which some micro-batches lack."""
-    seconds = [profile.forward_s + profile.backward_s for profile in (one, other)]
-    return abs(seconds[0] - seconds[1]) > step_change(other) * seconds[1]
+    return abs(one.passes_s - other.passes_s) > step_change(other) * other.passes_s
 
 
 def link_change(before: Profile, after: Profile) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from ..planning.constants import MOST_KNOWN, MOST_REST, NOTICEABLE
@@ -60,6 +60,14 @@ class Tried:
         """The length of a step: as measured, or else as predicted."""
         return self.plan.predicted_step_s or 0.0 if self.measured_s is None else self.measured_s
 
+    def with_other(self, other_s: float) -> Tried:
+        """The same steps with another part after backward."""
+        profile = self.profile.with_other(other_s)
+        longer_s = profile.step_s - self.profile.step_s
+        plan = replace(self.plan, predicted_step_s=(self.plan.predicted_step_s or 0.0) + longer_s)
+        measured_s = None if self.measured_s is None else self.measured_s + longer_s
+        return replace(self, profile=profile, plan=plan, measured_s=measured_s)
+
 
 class Tries:
     """The steps of a shape under the choices of regions so far, at most `MOST_KNOWN`."""
@@ -85,6 +93,10 @@ class Tries:
     def forget(self) -> None:
         """Forget all: the steps to come are not comparable."""
         self._known.clear()
+
+    def take_other(self, other_s: float) -> None:
+        """Have all steps be as if the part after backward took so long, so that they stay comparable."""
+        self._known = [known.with_other(other_s) for known in self._known]
 
     @property
     def again(self) -> Tried | None:
@@ -190,6 +202,7 @@ class Shape:
         recorded_at: the number of the step that the plan was made from.
         predicted_s: the length of a step, as predicted when the plan was made.
         tried: the steps under the choices of regions so far, this one among them.
+        confirmed: steps were as the recorded one, or another one was recorded in its place.
     """
 
     def __init__(self, key: InputShapes) -> None:
@@ -206,6 +219,15 @@ class Shape:
         self.recorded_at = 0
         self.predicted_s: float | None = None
         self.tried = Tries()
+        self.confirmed = False
+
+    def take_other(self, other_s: float) -> None:
+        """Have all that is known of these steps be as if the part after backward took so long."""
+        self.tried.take_other(other_s)
+        if self.base is not None:
+            self.base = self.base.with_other(other_s)
+        if self.profile is not None and self.predicted_s is not None:
+            self.predicted_s += self.profile.with_other(other_s).step_s - self.profile.step_s
 
     def have_recorded(self, why: str, *, on_paper: bool = False) -> None:
         """Have the next step under the plan recorded; ``on_paper``: no step has followed this plan yet."""

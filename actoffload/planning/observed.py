@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from .profile import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +28,17 @@ class Observed:
     hooks_s: float = 0.0
     idle_s: float = 0.0
     other_s: float | None = None
+
+    def as_recorded(self, profile: Profile) -> Observed:
+        """The step as if the part after backward took as long as in a recorded step.
+
+        It is the optimizer, the data, an evaluation, a checkpoint: nothing in it depends on a plan, or on the pace of
+        forward and backward. Between forwards that are alive at once there are such parts that nobody has measured.
+        """
+        if self.other_s is None or profile.forwards > 1:
+            return self
+        step_s = max(1e-9, self.step_s + profile.other_s - self.other_s)
+        return replace(self, step_s=step_s, other_s=profile.other_s)
 
     @property
     def wait_s(self) -> float:

@@ -186,9 +186,14 @@ class Profile:
                 places[storage.tape] += 1
 
     @property
+    def passes_s(self) -> float:
+        """Compute time of forward and backward, with the recomputations of the regions that ran again."""
+        return self.forward_s + self.backward_s
+
+    @property
     def step_s(self) -> float:
-        """Compute time of a step without waits, with the recomputations of the regions that ran again."""
-        return self.forward_s + self.backward_s + self.other_s
+        """Compute time of a step without waits."""
+        return self.passes_s + self.other_s
 
     @property
     def once(self) -> tuple[int, ...]:
@@ -210,7 +215,7 @@ class Profile:
         changes = sorted(change for s in derived for change in ((s.birth_s, s.nbytes), (s.last_need_s, -s.nbytes)))
         return max(accumulate((nbytes for _, nbytes in changes), initial=0))
 
-    @property
+    @cached_property
     def forwards(self) -> int:
         """Forward passes of the step that are alive at once."""
         return 1 + max((storage.tape for storage in self.storages), default=0)
@@ -269,15 +274,21 @@ class Profile:
                 take them, so they say nothing of the pace of forward and backward.
         """
         other_s = self.other_s if other_s is None else other_s
-        computed_s = self.forward_s + self.backward_s
         # Several forwards that are alive at once may have such a part between two backwards, too.
-        whole = self.forwards > 1 or step_s <= other_s or not computed_s
-        pace = step_s / max(ROUNDING, self.step_s) if whole else (step_s - other_s) / computed_s
-        regions = (_paced(one, pace, saves=tuple(_paced(save, pace) for save in one.saves)) for one in self.regions)
-        # A storage may have died in the part after backward, which may be shorter now.
+        whole = self.forwards > 1 or step_s <= other_s or not self.passes_s
+        pace = step_s / max(ROUNDING, self.step_s) if whole else (step_s - other_s) / self.passes_s
+        # What was held in the part after backward may be held for a shorter time now.
+        saves = (tuple(_paced(save, pace) for save in one.saves) for one in self.regions)
+        regions = (_paced(one, pace, most_s=step_s, saves=s) for one, s in zip(self.regions, saves, strict=True))
         storages = (_paced(one, pace, most_s=step_s) for one in self.storages)
         other_s = pace * self.other_s if whole else other_s
         return _paced(self, pace, storages=tuple(storages), regions=tuple(regions), other_s=other_s)
+
+    def with_other(self, other_s: float) -> Profile:
+        """The same step with another part after backward, unless there may be such parts between backwards as well."""
+        if self.forwards > 1 or self.other_s == other_s:
+            return self
+        return self.lasting(self.passes_s + other_s, other_s)
 
     # -- text ---------------------------------------------------------------------------------------------------------
 

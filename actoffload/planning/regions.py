@@ -78,7 +78,7 @@ def with_regions(base: Profile, once: Collection[int]) -> Profile:
         place = bisect_left(born, sooner(region.begin_s))
         input_s = born[place] if place < len(born) and born[place] < sooner(region.end_s) else 0.0
         for number, s in _saved_once(region, sooner):
-            s = replace(s, birth_s=max(s.birth_s, input_s))
+            s = _born_at(s, max(s.birth_s, input_s))
             # A derived one is made again in each region.
             first = (
                 None if number is None or s.kept == DERIVED else outside.setdefault((region.tape, number), len(placed))
@@ -198,6 +198,12 @@ def _moved_region(region: Region, shift: _Shift) -> Region:
     again_s, end_s = (None if t is None else shift(t) for t in (region.again_s, region.backward_end_s))
     begin_s, forward_end_s = shift(region.begin_s), shift(region.end_s)
     return replace(region, begin_s=begin_s, end_s=forward_end_s, again_s=again_s, backward_end_s=end_s)
+
+
+def _born_at(storage: Storage, birth_s: float) -> Storage:
+    # Backward may begin as forward ends. Both moments are sums, equal up to rounding.
+    need_s = None if storage.need_s is None else max(storage.need_s, birth_s)
+    return replace(storage, birth_s=birth_s, need_s=need_s, last_need_s=max(storage.last_need_s, birth_s))
 
 
 def _needed_by_both(saved: Storage, again: Storage) -> Storage:

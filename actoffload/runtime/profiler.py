@@ -223,9 +223,13 @@ class Profiler:
             evicts_first: as in `Tier`.
         """
         number = self._number_of.get(record) if self.running else None
-        if number is None or self._saved[number].need is not None:
+        if number is None:
             return
         entry = self._saved[number]
+        if entry.need is not None:
+            if self._phases[-1][0] == "other":  # a second run of backward over the same forward
+                self._reach(entry.tape, self.stopwatch.stamp())
+            return
         entry.need = self.stopwatch.stamp()
         entry.let_go = evicts_first and record.waiting <= 0
         run = entry.input_of
@@ -308,8 +312,8 @@ class Profiler:
             held.death = self.stopwatch.stamp()
 
     def _reach(self, tape: int, stamp: Stamp) -> None:
-        """Begin a phase of backward as it reaches a tape for the first time."""
-        if tape not in self._in_backward:
+        """Begin a phase of backward as a run of it reaches a tape for the first time."""
+        if tape not in self._in_backward or self._phases[-1][0] == "other":
             self._in_backward.add(tape)
             self._phases.append(("backward", stamp))
             self._backward_end.expect()
@@ -372,7 +376,8 @@ class Profiler:
         phase, since_s = "forward", 0.0
         for following, stamp in [*self._phases, ("other", self._end)]:
             time_s = max(since_s, self.stopwatch.seconds(stamp))
-            found[phase] += time_s - since_s
+            # "Other" is what follows backward, so time between two runs of backward is none of it.
+            found[following if following == "backward" and phase == "other" else phase] += time_s - since_s
             phase, since_s = following, time_s
         return {f"{name}_s": seconds for name, seconds in found.items()}
 

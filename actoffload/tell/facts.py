@@ -213,6 +213,7 @@ def passes(s: Statistics) -> str:
 
 def machine_changed(profile: Profile, seen: Observed | None) -> str:
     """Whether computing alone takes another time than in the recorded step, so that the prediction must miss."""
+    seen = None if seen is None else seen.as_recorded(profile)
     change = 0.0 if seen is None else (seen.step_s - seen.wait_s) / profile.step_s - 1
     if abs(change) < CHANGED:
         return ""

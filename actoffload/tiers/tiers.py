@@ -210,7 +210,7 @@ class Tiers:
         device = next(copies.device for copies in self._copies)
         if begin.index != end.index:
             return 0.0
-        return max(0.0, device.seconds_between(begin, end)) if device.done(end) else None
+        return max(0.0, device.seconds_between(begin, end)) if device.done(begin) and device.done(end) else None
 
     def start_timeline(self) -> Timeline | None:
         """Note the work of the device and its times from now on; None without a device."""

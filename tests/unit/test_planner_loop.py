@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from actoffload import Plan
 from actoffload.autotune.observations import Recording
@@ -24,7 +25,7 @@ from actoffload.planning.search import plan as make_plan
 from actoffload.runtime.profiler import Profiler
 from tests import planner_cases
 from tests.harness import autopilot_of
-from tests.planner_rig import MIB, MakeRig, Rig, rigs
+from tests.planner_rig import MIB, TOKENS, MakeRig, Rig, rigs
 
 FAST, SLOW = 120e6, 15e6
 """Disks, in bytes a second: one that takes all that a step saves, and one that takes a fraction."""
@@ -332,8 +333,7 @@ PAUSES: dict[str, Collection[int]] = {
     "none": (),
     "after the recorded steps": range(WARM_UP + 2),
     "at first": range(20),
-    "in the end": range(20, 60),
-    "now and then": range(0, 60, 3),
+    "in the end": range(20, 40),
 }
 """After these steps something else takes as long as two steps: an evaluation, say, or the data are late."""
 
@@ -341,12 +341,8 @@ PAUSES: dict[str, Collection[int]] = {
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     "options",
-    [
-        {"bytes_per_s": 40e6},
-        {"bytes_per_s": 4 / 3 * SLOW, "recompute": True},
-        {"bytes_per_s": 3 * SLOW, "recompute": True},
-    ],
-    ids=["nothing recomputed", "some blocks run once", "most blocks run once"],
+    [{"bytes_per_s": 40e6}, {"bytes_per_s": 4 / 3 * SLOW, "recompute": True}],
+    ids=["nothing recomputed", "some blocks run once"],
 )
 def test_the_time_between_backward_and_the_next_forward_changes_no_plan(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], device: str
@@ -358,7 +354,7 @@ def test_the_time_between_backward_and_the_next_forward_changes_no_plan(
         rig = make_rig(announce="none", **options)
         once = []
         recorded.clear()
-        for step in range(60):
+        for step in range(40):
             rig.step()
             once.append(_once(rig))
             rig.clock.compute(5.0 if step in after else 0.0)
@@ -370,6 +366,63 @@ def test_the_time_between_backward_and_the_next_forward_changes_no_plan(
         assert once_beside == once_alone, pauses
         assert highest <= peak, pauses
         assert max(seconds) <= 1.01 * min(found["none"][2]), pauses
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("options", "layer", "backward"),
+    [
+        ({"bytes_per_s": 40e6}, 3, False),
+        ({"bytes_per_s": 4 / 3 * SLOW, "recompute": True}, 3, False),
+        ({"bytes_per_s": 3 * SLOW, "recompute": True}, 7, True),
+    ],
+    ids=["nothing recomputed", "some blocks run once", "in backward"],
+)
+def test_a_stall_in_the_recorded_steps_makes_no_other_plan(
+    make_rig: MakeRig,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    layer: int,
+    backward: bool,
+    device: str,
+) -> None:
+    """A compilation, say: at one pace throughout, the step on paper would have no time for any move."""
+    _as_on(device, monkeypatch)
+    found = []
+    for stalls in False, True:
+        rig = make_rig(announce="none", **options)
+        block: Any = rig.model.layers[layer]
+        plain, left_s = block.compute, [0.0]
+
+        def compute(seconds: float, plain: Any = plain, block: Any = block, left_s: list[float] = left_s) -> None:
+            if (seconds > block.forward_s) == backward:
+                seconds, left_s[0] = seconds + left_s[0], 0.0
+            plain(seconds)
+
+        block.compute = compute
+        for step in range(2 * SOON):
+            left_s[0] = 10.0 if stalls and step < WARM_UP + 2 else 0.0
+            rig.step()
+        rig.steps(SOON)
+        found.append((_once(rig), max(rig.peaks[-SOON:]), max(rig.seconds[-SOON:])))
+    (once_alone, peak, seconds), (once, highest, longest) = found
+    assert once == once_alone
+    assert highest <= peak
+    assert longest <= 1.01 * seconds
+
+
+def test_a_second_backward_over_one_forward_is_no_part_after_backward(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded, rig = _as_on("cpu", monkeypatch), make_rig(bytes_per_s=FAST)
+    for _ in range(WARM_UP + 2):
+        with rig.offloader:
+            out = rig.model(torch.empty(TOKENS))
+        for keep in True, False:
+            out.backward(torch.empty_like(out), retain_graph=keep)
+            rig.clock.compute(0.5)
+    assert recorded[-1].backward_s == pytest.approx(2 * 1.6 + 0.5)
+    assert recorded[-1].other_s == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -389,6 +442,22 @@ def test_a_plan_after_a_pause_is_for_steps_without_it(
         rig.steps(2 * SOON)
         once.append(_once(rig))
     assert once == [7, 7]
+
+
+def test_the_time_after_backward_and_the_pace_change_at_once(make_rig: MakeRig) -> None:
+    """The base takes the new pace in forward and backward alone."""
+    once = []
+    for pause_s in (0.0, 5.0):
+        rig = make_rig(bytes_per_s=SLOW * 4 / 3, recompute=True, announce="none")
+        rig.steps(2 * SOON)
+        rig.clock.speed = 0.5
+        for _ in range(2 * SOON):
+            rig.step()
+            rig.clock.compute(pause_s)
+        once.append(_once(rig))
+        again_s = autopilot_of(rig.offloader).facts().shape.base_s
+        assert again_s == pytest.approx((3.2 + pause_s) / rig.clock.speed, rel=0.005)
+    assert once[0] == once[1] in range(5, 8)
 
 
 def _as_on(device: str, monkeypatch: pytest.MonkeyPatch) -> list[Profile]:

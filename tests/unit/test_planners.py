@@ -255,6 +255,17 @@ def test_the_input_of_a_region_that_runs_once_may_be_saved_by_more_than_one_oper
     assert inputs.count(False) == 1
 
 
+@pytest.mark.parametrize("pace", [0.0669663330639716, 0.925588280783193])
+def test_backward_may_begin_in_the_moment_in_which_the_last_region_ends(pace: float) -> None:
+    """Rounding would have it need the region's last storage before that is saved."""
+    saves = tuple(RegionSave(offset_s=0.1 * part / 4, nbytes=8) for part in range(1, 5))
+    region = Region(place=0, name="block", begin_s=0.0, end_s=0.1, again_s=0.1, recompute_s=0.1, backward_end_s=0.5)
+    held = Storage(index=None, nbytes=32, birth_s=0.1, need_s=None, last_need_s=0.5, kept=KeepReason.RECOMPUTED.value)
+    base = Profile(storages=(held,), regions=(replace(region, saves=saves),), forward_s=0.1, backward_s=0.4)
+    once = with_regions(base.lasting(pace * base.step_s), [0])
+    assert len(once.storages) == 4
+
+
 def test_the_end_of_a_region_that_saves_nothing_moves_no_save() -> None:
     """The region's recomputation ends early, with the last save, and so do its recorded times."""
     region = Region(

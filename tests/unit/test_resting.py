@@ -24,6 +24,7 @@ from actoffload.planning.plan import Plan
 from actoffload.planning.profile import Profile, Region, RegionSave, Storage
 from actoffload.planning.search import Limits
 from actoffload.testing.simulated_device import SimulatedDevice
+from actoffload.tiers.tiers import Tiers
 from tests import host_bound
 from tests.harness import Chain, assert_same_gradients, batch, gradients, train_step
 
@@ -417,6 +418,35 @@ def test_several_forwards_of_a_step_have_one_pace() -> None:
     )
 
 
+def test_the_time_after_a_backward_on_another_stream_is_unknown_while_that_stream_runs() -> None:
+    """PyTorch raises for an event that has not happened."""
+    happened: set[str] = {"end"}
+    device: Any = SimpleNamespace(done=lambda event: event.name in happened, seconds_between=lambda *_: -1.0)
+    tiers: Any = SimpleNamespace(_copies=[SimpleNamespace(device=device)])
+    begin, end, elsewhere = (SimpleNamespace(index=i, name=n) for i, n in ((0, "begin"), (0, "end"), (1, "end")))
+    assert Tiers.seconds_between(tiers, begin, end) is None
+    assert Tiers.seconds_between(tiers, begin, elsewhere) == 0.0
+    happened.add("begin")
+    assert Tiers.seconds_between(tiers, begin, end) == 0.0, "of another stream"
+
+
+def test_the_time_after_backward_is_the_least_of_the_last_steps() -> None:
+    """Otherwise a step of two micro-batches, whose optimizer follows every other one, would change all the time."""
+    steps = StepsUnderPlan()
+    for other_s in (0.5, 0.0, 0.5, 0.0):
+        assert steps.add(Observed(step_s=1.0 + other_s, other_s=other_s), limited=False) is None
+    seen = steps.add(Observed(step_s=1.5, other_s=0.5), limited=False)
+    assert seen is not None
+    assert (seen.step_s, seen.other_s) == (1.0, 0.0)
+    for _ in range(2):
+        seen = steps.add(Observed(step_s=1.5, other_s=None), limited=False)
+    assert seen is not None
+    assert (seen.step_s, seen.other_s) == (1.0, 0.0), "of most steps it is known"
+    seen = steps.add(Observed(step_s=1.5), limited=False)
+    assert seen is not None
+    assert (seen.step_s, seen.other_s) == (1.5, None)
+
+
 def test_a_recorded_step_is_no_faster_because_less_follows_backward() -> None:
     """The cost of moving looks like compute in it, as in any recorded step that took as long as the one before."""
     before = Profile(storages=(), forward_s=1.0, backward_s=2.0, other_s=5.0, device="cuda")
@@ -431,7 +461,8 @@ def test_the_part_after_backward_is_no_pace(device: str) -> None:
     recorded = Profile(storages=(), forward_s=1.0, backward_s=2.0, other_s=1.0, device=device)
     plan = Plan((), planner="auto", predicted_step_s=4.0)
     seen = Observed(step_s=8.0, other_s=5.0)
-    assert pace_of(seen, recorded, limited=False) is None
+    assert pace_of(seen, recorded, limited=False) == 4.0, "as recorded: no other step has to be"
+    assert pace_of(Observed(step_s=4.1, other_s=1.1), recorded, limited=False) is None
     assert at_pace(seen, recorded) == 4.0
     told = surprise(plan, seen, recorded, recorded, limited=False)
     assert told == "the step goes on for 5 s after backward, not 1 s"
