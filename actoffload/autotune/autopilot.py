@@ -144,7 +144,7 @@ class Autopilot:
             say(self._shared.config, f"actoffload: {regions(shape.facts(self._budgets.device_bytes))}")
 
     def _give_up(self, error: Exception) -> None:
-        self._gave_up = True
+        self._gave_up, self._store.run.times_backward = True, False
         self._following.follow(None, self._agreed or frozenset())  # regions run as in the program, or as ranks agreed
         self._profiler.forget()
         self.history.append(f"no plan: {error!r}")
@@ -192,7 +192,7 @@ class Autopilot:
         settled = self._store.run.optimizer.settled
         if shape.stage in (Stage.PAPER, Stage.DUE):
             return settled or not shape.need.settled
-        if shape.stage in UNRECORDED or (shape.base is None and not self._pauses.over):
+        if shape.stage in UNRECORDED or (shape.base is None and not (self._pauses.over or shape.stalled)):
             return False
         found = settled or self._recording.steps <= WARM_UP or self._budgets.all_is_there(shape)
         shape.need.unsettled += not found
@@ -260,7 +260,7 @@ class Autopilot:
         if self._following.placement.mismatched_bytes <= SHAPES_CHANGED * max(1, shape.profile.saved_bytes):
             return False
         self._pauses.back_off()
-        shape.base = None
+        shape.base, shape.confirmed = None, False
         shape.tried.forget()
         self._run_once(shape, AGAIN, "the forward saved other sizes than the plan was made for")
         return True
@@ -277,6 +277,7 @@ class Autopilot:
         profile = self._recording.profile(everything_moved=shape.plan is None)
         if profile is None:
             return
+        shape.stalled = False
         shape.need.take(profile, self._store.run.beside.recorded, once=shape.once, settled=self._recording.settled)
         if shape.stage is Stage.PAPER:
             self._make_real(shape, profile)
@@ -430,7 +431,8 @@ class Autopilot:
         shape.plan, shape.stage = None, Stage.SAFE
         shape.steps = StepsUnderPlan()
         self._shared.accounts.begin_plan()
-        self._profiler.forget()
+        if shape in (self._shape, self._recording.shape):  # else a step of another shape may be under record
+            self._profiler.forget()
         if shape is self._shape:
             self._following.follow(None, shape.once)
 
@@ -476,12 +478,14 @@ class Autopilot:
             self._begin_rest(shape, seen.step_s)
         # Once: a second recording that is as long shows that recording takes the host so long.
         elif self._agreed is None and not shape.confirmed and had_stall(seen, shape.profile):
-            shape.confirmed, shape.base = True, None
+            shape.confirmed, shape.stalled, shape.base = True, True, None
             shape.tried.forget()
             self._run_once(shape, AGAIN, reason)
         else:
             self._pauses.back_off()
             pace = pace_of(seen, shape.profile, limited=limited)
+            if not surprise(shape.plan, seen.as_recorded(shape.profile), shape.profile, present, limited=limited):
+                pace = shape.profile.step_s  # only the part after backward has changed, which needs no recording
             if pace is None:
                 shape.have_recorded(reason)
             else:

@@ -117,6 +117,7 @@ class Watch(Generic[S]):
                 if backward is not None and backward.index == ended.index:
                     # None also if backward was called on a stream that the end of the step has not waited for.
                     other_s = self._tiers.seconds_between(backward, ended)
+                other_s = None if other_s is None else min(step_s, other_s)
                 yield steps_of, plan, replace(observed, step_s=step_s, idle_s=idle_s, other_s=other_s)
 
     def _idled(self, idle_s: float, watched: int, step_s: float) -> float:
@@ -323,16 +324,9 @@ def surprise(plan: Plan, seen: Observed, before: Profile, after: Profile, *, lim
         return f"the step takes {seen.step_s:.3g} s, not {predicted_s:.3g} s"
     if predicted_bytes and abs((seen.peak_bytes or 0) - predicted_bytes) > PEAK_CHANGE * predicted_bytes:
         return f"the peak is {format_size(seen.peak_bytes or 0)}, not {format_size(predicted_bytes)}"
-    if _other_changed(raw, before):
+    if raw.other_s is not None and before.forwards == 1 and abs(raw.other_s - before.other_s) > most_s:
         return f"the step goes on for {raw.other_s:.3g} s after backward, not {before.other_s:.3g} s"
     return ""
-
-
-def _other_changed(seen: Observed, recorded: Profile) -> bool:
-    """Whether the part after backward takes another time than in the recorded step."""
-    if seen.other_s is None or recorded.forwards > 1:
-        return False
-    return abs(seen.other_s - recorded.other_s) > step_change(recorded) * recorded.passes_s
 
 
 def had_stall(seen: Observed, recorded: Profile) -> bool:
@@ -341,9 +335,12 @@ def had_stall(seen: Observed, recorded: Profile) -> bool:
     It may be a compilation, kernels that were tuned, or a rank that waited for another one. At one pace throughout the
     rest would have too little time on paper, and nothing would be moved. On a CPU other programs slow all of a step.
     """
-    computed_s = seen.as_recorded(recorded).computed_s - recorded.other_s
+    seen = seen.as_recorded(recorded)
+    # A device may compute while the host waits, so that waits are no part to leave out.
+    busy_s = seen.computed_s if recorded.device == "cpu" else seen.step_s - seen.idle_s
+    other_s = 0.0 if seen.other_s is None or recorded.forwards > 1 else recorded.other_s
     most = 1 / 2 if recorded.device == "cpu" else 1 - LINK_CHANGE
-    return computed_s < most * recorded.passes_s
+    return busy_s - other_s < most * (recorded.step_s - other_s)
 
 
 def pace_of(seen: Observed, recorded: Profile, *, limited: bool) -> float | None:
@@ -353,18 +350,16 @@ def pace_of(seen: Observed, recorded: Profile, *, limited: bool) -> float | None
     everything takes no longer than the steps under a plan, and than these without the time for which the device idled
     in hooks. Their waits do not lower that bound, because a device may compute meanwhile. If the device idled for too
     long, the price of a move has changed, and no recorded step shows more. On the CPU, which does not compute while it
-    waits, the median of the steps shows the pace better than another step does. If the part after backward alone has
-    changed, nothing has to be recorded for it. ``limited``: see `surprise`.
+    waits, the median of the steps shows the pace better than another step does. ``limited``: see `surprise`.
     """
-    raw, seen = seen, seen.as_recorded(recorded)
-    same_s = recorded.step_s if _other_changed(raw, recorded) else None
+    seen = seen.as_recorded(recorded)
     if recorded.device == "cpu":
         changed = abs(seen.computed_s - recorded.step_s) > step_change(recorded) * recorded.passes_s
-        return (seen.computed_s or None) if changed else same_s
+        return (seen.computed_s or None) if changed else None
     keep_s = seen.step_s - seen.idle_s
     if 0 < keep_s < recorded.step_s - STEP_CHANGE * recorded.passes_s:
         return keep_s
-    return recorded.step_s if _idled(seen, limited) else same_s
+    return recorded.step_s if _idled(seen, limited) else None
 
 
 def at_pace(seen: Observed, profile: Profile) -> float:

@@ -202,7 +202,7 @@ class Shape:
         recorded_at: the number of the step that the plan was made from.
         predicted_s: the length of a step, as predicted when the plan was made.
         tried: the steps under the choices of regions so far, this one among them.
-        confirmed: steps were as the recorded one, or another one was recorded in its place.
+        confirmed: steps were as the recorded one, or another one takes its place; ``stalled``: it is not recorded yet.
     """
 
     def __init__(self, key: InputShapes) -> None:
@@ -219,15 +219,15 @@ class Shape:
         self.recorded_at = 0
         self.predicted_s: float | None = None
         self.tried = Tries()
-        self.confirmed = False
+        self.confirmed = self.stalled = False
 
     def take_other(self, other_s: float) -> None:
         """Have all that is known of these steps be as if the part after backward took so long."""
         self.tried.take_other(other_s)
         if self.base is not None:
             self.base = self.base.with_other(other_s)
-        if self.profile is not None and self.predicted_s is not None:
-            self.predicted_s += self.profile.with_other(other_s).step_s - self.profile.step_s
+        if self.profile is not None and self.profile.forwards == 1 and self.predicted_s is not None:
+            self.predicted_s += other_s - self.profile.other_s
 
     def have_recorded(self, why: str, *, on_paper: bool = False) -> None:
         """Have the next step under the plan recorded; ``on_paper``: no step has followed this plan yet."""

@@ -288,7 +288,13 @@ class Profile:
         """The same step with another part after backward, unless there may be such parts between backwards as well."""
         if self.forwards > 1 or self.other_s == other_s:
             return self
-        return self.lasting(self.passes_s + other_s, other_s)
+        ends = [one.last_need_s for one in self.storages] + [one.backward_end_s or 0.0 for one in self.regions]
+        if max(ends, default=0.0) > self.passes_s + other_s:
+            return self.lasting(self.passes_s + other_s, other_s)
+        # As in `with_links`: nothing else changes, and a check of every storage takes long.
+        same = copy.copy(self)
+        vars(same)["other_s"] = other_s
+        return same
 
     # -- text ---------------------------------------------------------------------------------------------------------
 

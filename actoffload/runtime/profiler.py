@@ -313,7 +313,9 @@ class Profiler:
 
     def _reach(self, tape: int, stamp: Stamp) -> None:
         """Begin a phase of backward as a run of it reaches a tape for the first time."""
-        if tape not in self._in_backward or self._phases[-1][0] == "other":
+        # Outside of backward, the program only looks at a saved tensor after it.
+        again = tape in self._in_backward and self._phases[-1][0] == "other" and self._backward_end.expect()
+        if again or tape not in self._in_backward:
             self._in_backward.add(tape)
             self._phases.append(("backward", stamp))
             self._backward_end.expect()

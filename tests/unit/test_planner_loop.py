@@ -425,6 +425,22 @@ def test_a_second_backward_over_one_forward_is_no_part_after_backward(
     assert recorded[-1].other_s == pytest.approx(0.5)
 
 
+def test_a_look_at_saved_tensors_after_backward_begins_no_backward(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded, rig = _as_on("cpu", monkeypatch), make_rig(bytes_per_s=FAST)
+    for _ in range(WARM_UP + 2):
+        with rig.offloader:
+            out = rig.model(torch.empty(TOKENS))
+        node: Any = out.grad_fn
+        out.backward(torch.empty_like(out), retain_graph=True)
+        assert node.saved_tensors
+        rig.clock.compute(0.5)
+        del out, node
+    assert recorded[-1].backward_s == pytest.approx(1.6)
+    assert recorded[-1].other_s == pytest.approx(0.5)
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_plan_after_a_pause_is_for_steps_without_it(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, device: str
@@ -444,8 +460,12 @@ def test_a_plan_after_a_pause_is_for_steps_without_it(
     assert once == [7, 7]
 
 
-def test_the_time_after_backward_and_the_pace_change_at_once(make_rig: MakeRig) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_time_after_backward_and_the_pace_change_at_once(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
     """The base takes the new pace in forward and backward alone."""
+    _as_on(device, monkeypatch)
     once = []
     for pause_s in (0.0, 5.0):
         rig = make_rig(bytes_per_s=SLOW * 4 / 3, recompute=True, announce="none")

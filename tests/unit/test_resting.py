@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from actoffload import Attachment, attach, no_offload, offload_activations
 from actoffload.autograd.hook_stack import Hooks, top
-from actoffload.autotune.observations import Recording, StepsUnderPlan, Watch, at_pace, pace_of, surprise
+from actoffload.autotune.observations import Recording, StepsUnderPlan, Watch, at_pace, had_stall, pace_of, surprise
 from actoffload.planning.constants import MOST_REST, REVIEW_STEPS
 from actoffload.planning.observed import Observed
 from actoffload.planning.plan import Plan
@@ -447,6 +447,20 @@ def test_the_time_after_backward_is_the_least_of_the_last_steps() -> None:
     assert (seen.step_s, seen.other_s) == (1.5, None)
 
 
+def test_a_recorded_step_had_a_stall_if_steps_compute_for_much_less() -> None:
+    recorded = Profile(storages=(), forward_s=1.0, backward_s=3.0, other_s=1.0, device="cuda")
+    on_cpu = replace(recorded, device="cpu")
+    assert had_stall(Observed(step_s=2.9, other_s=0.0), recorded)
+    assert not had_stall(Observed(step_s=3.1, other_s=0.0), recorded)
+    assert had_stall(Observed(step_s=3.2, idle_s=0.3, other_s=0.0), recorded), "in hooks, which is no compute"
+    assert not had_stall(Observed(step_s=4.9, backward_wait_s=1.8, other_s=1.0), recorded), "it may compute meanwhile"
+    assert not had_stall(Observed(step_s=2.9, other_s=0.0), on_cpu), "other programs may have slowed all of it"
+    assert had_stall(Observed(step_s=2.9, backward_wait_s=1.0, other_s=0.0), on_cpu)
+    one = Storage(index=0, nbytes=8, birth_s=0.0, need_s=2.0, last_need_s=3.0)
+    several = replace(recorded, storages=(one, replace(one, tape=1)))
+    assert not had_stall(Observed(step_s=4.0, other_s=0.1), several), "of 5 s, with time between backwards"
+
+
 def test_a_recorded_step_is_no_faster_because_less_follows_backward() -> None:
     """The cost of moving looks like compute in it, as in any recorded step that took as long as the one before."""
     before = Profile(storages=(), forward_s=1.0, backward_s=2.0, other_s=5.0, device="cuda")
@@ -461,7 +475,7 @@ def test_the_part_after_backward_is_no_pace(device: str) -> None:
     recorded = Profile(storages=(), forward_s=1.0, backward_s=2.0, other_s=1.0, device=device)
     plan = Plan((), planner="auto", predicted_step_s=4.0)
     seen = Observed(step_s=8.0, other_s=5.0)
-    assert pace_of(seen, recorded, limited=False) == 4.0, "as recorded: no other step has to be"
+    assert pace_of(seen, recorded, limited=False) is None
     assert pace_of(Observed(step_s=4.1, other_s=1.1), recorded, limited=False) is None
     assert at_pace(seen, recorded) == 4.0
     told = surprise(plan, seen, recorded, recorded, limited=False)
