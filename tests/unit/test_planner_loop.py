@@ -480,6 +480,22 @@ def test_the_time_after_backward_and_the_pace_change_at_once(
     assert once[0] == once[1] in range(5, 8)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_slower_machine_is_seen_although_less_follows_backward(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    _as_on(device, monkeypatch)
+    rig = make_rig(bytes_per_s=40e6, device_budget=BUDGET)
+    for _ in range(SOON):
+        rig.step()
+        rig.clock.compute(5.0)
+    rig.clock.speed = 0.5
+    rig.steps(2 * SOON)
+    profile = autopilot_of(rig.offloader).profile
+    assert profile.passes_s == pytest.approx(2 * 2.4, rel=0.05)
+    assert profile.other_s == pytest.approx(0.0, abs=0.01)
+
+
 def _as_on(device: str, monkeypatch: pytest.MonkeyPatch) -> list[Profile]:
     """Have recorded steps be of this device, whose rules differ, and collect them."""
     recorded, steps = Profiler.profile, list[Profile]()
