@@ -192,7 +192,7 @@ class Autopilot:
         settled = self._store.run.optimizer.settled
         if shape.stage in (Stage.PAPER, Stage.DUE):
             return settled or not shape.need.settled
-        if shape.stage in UNRECORDED or (shape.base is None and not (self._pauses.over or shape.stalled)):
+        if shape.stage in UNRECORDED or (shape.base is None and not self._pauses.over):
             return False
         found = settled or self._recording.steps <= WARM_UP or self._budgets.all_is_there(shape)
         shape.need.unsettled += not found
@@ -277,7 +277,6 @@ class Autopilot:
         profile = self._recording.profile(everything_moved=shape.plan is None)
         if profile is None:
             return
-        shape.stalled = False
         shape.need.take(profile, self._store.run.beside.recorded, once=shape.once, settled=self._recording.settled)
         if shape.stage is Stage.PAPER:
             self._make_real(shape, profile)
@@ -374,8 +373,8 @@ class Autopilot:
         each new plan near the device's limit the allocator gives its cache back once, and the device idles meanwhile.
         """
         assert shape.profile is not None, "a plan was made from it"
-        # On the CPU other programs may have made this one step longer.
         recorded = recorded.with_other(shape.profile.other_s)  # to compare it with other choices
+        # On the CPU other programs may have made this one step longer.
         recorded = recorded.lasting(shape.profile.step_s) if recorded.device == "cpu" else recorded
         profile = self._recording.on_links(recorded if self._following.placement.mismatched_bytes else shape.profile)
         try:
@@ -431,8 +430,7 @@ class Autopilot:
         shape.plan, shape.stage = None, Stage.SAFE
         shape.steps = StepsUnderPlan()
         self._shared.accounts.begin_plan()
-        if shape in (self._shape, self._recording.shape):  # else a step of another shape may be under record
-            self._profiler.forget()
+        self._profiler.forget()
         if shape is self._shape:
             self._following.follow(None, shape.once)
 
@@ -476,9 +474,9 @@ class Autopilot:
             return
         if not reason or not self._may_change:  # nothing changes for the moment
             self._begin_rest(shape, seen.step_s)
-        # Once: a second recording that is as long shows that recording takes the host so long.
+        # Once: if a second recorded step is as long, recording itself takes the host so long.
         elif self._agreed is None and not shape.confirmed and had_stall(seen, shape.profile):
-            shape.confirmed, shape.stalled, shape.base = True, True, None
+            shape.confirmed, shape.base = True, None
             shape.tried.forget()
             self._run_once(shape, AGAIN, reason)
         else:
@@ -557,7 +555,7 @@ class Autopilot:
             shape.base = profile
         elif other:
             passes_s = shape.base.passes_s * profile.passes_s / paper.passes_s
-            shape.base = shape.base.lasting(passes_s + profile.other_s, profile.other_s)
+            shape.base = shape.base.lasting(passes_s + shape.base.other_s)
 
     # -- for all ranks ------------------------------------------------------------------------------------------------
 

@@ -117,7 +117,7 @@ class Watch(Generic[S]):
                 if backward is not None and backward.index == ended.index:
                     # None also if backward was called on a stream that the end of the step has not waited for.
                     other_s = self._tiers.seconds_between(backward, ended)
-                other_s = None if other_s is None else min(step_s, other_s)
+                    other_s = other_s and min(step_s, other_s)
                 yield steps_of, plan, replace(observed, step_s=step_s, idle_s=idle_s, other_s=other_s)
 
     def _idled(self, idle_s: float, watched: int, step_s: float) -> float:
@@ -282,7 +282,7 @@ class StepsUnderPlan:
             return None
         steps = self._steps
         known = [(o.step_s - o.other_s, o.other_s) for o in steps if o.other_s is not None]
-        # The least: a pause after some steps, or an optimizer that follows some micro-batches, is no change.
+        # The least counts: pauses after some of the steps, or an optimizer after some micro-batches, are no change.
         other_s = min(other_s for _, other_s in known) if 2 * len(known) > len(steps) else None
         passes_s = median(o.step_s for o in steps) if other_s is None else median(passes_s for passes_s, _ in known)
         self.seen = Observed(
@@ -332,8 +332,9 @@ def surprise(plan: Plan, seen: Observed, before: Profile, after: Profile, *, lim
 def had_stall(seen: Observed, recorded: Profile) -> bool:
     """Whether a recorded step computed for so much longer than the steps since that something in it stood still.
 
-    It may be a compilation, kernels that were tuned, or a rank that waited for another one. At one pace throughout the
-    rest would have too little time on paper, and nothing would be moved. On a CPU other programs slow all of a step.
+    It may be a compilation, kernels that were tuned, or a rank that waited for another one. If the whole step were
+    scaled to the length of the others, its compute would have too little time on paper, and nothing would be moved. On
+    a CPU the bound is lower, because other programs slow all of a step there.
     """
     seen = seen.as_recorded(recorded)
     # A device may compute while the host waits, so that waits are no part to leave out.

@@ -202,7 +202,7 @@ class Shape:
         recorded_at: the number of the step that the plan was made from.
         predicted_s: the length of a step, as predicted when the plan was made.
         tried: the steps under the choices of regions so far, this one among them.
-        confirmed: steps were as the recorded one, or another one takes its place; ``stalled``: it is not recorded yet.
+        confirmed: later steps took as long as the recorded one, or it was dropped once because of a stall.
     """
 
     def __init__(self, key: InputShapes) -> None:
@@ -219,7 +219,7 @@ class Shape:
         self.recorded_at = 0
         self.predicted_s: float | None = None
         self.tried = Tries()
-        self.confirmed = self.stalled = False
+        self.confirmed = False
 
     def take_other(self, other_s: float) -> None:
         """Have all that is known of these steps be as if the part after backward took so long."""

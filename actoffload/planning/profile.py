@@ -277,7 +277,7 @@ class Profile:
         # Several forwards that are alive at once may have such a part between two backwards, too.
         whole = self.forwards > 1 or step_s <= other_s or not self.passes_s
         pace = step_s / max(ROUNDING, self.step_s) if whole else (step_s - other_s) / self.passes_s
-        # What was held in the part after backward may be held for a shorter time now.
+        # A storage that lives until after backward may die sooner: the part after backward may be shorter now.
         saves = (tuple(_paced(save, pace) for save in one.saves) for one in self.regions)
         regions = (_paced(one, pace, most_s=step_s, saves=s) for one, s in zip(self.regions, saves, strict=True))
         storages = (_paced(one, pace, most_s=step_s) for one in self.storages)

@@ -355,9 +355,8 @@ def test_the_time_between_backward_and_the_next_forward_changes_no_plan(
         once = []
         recorded.clear()
         for step in range(40):
-            rig.step()
+            _steps_beside(rig, 1, 5.0 if step in after else 0.0)
             once.append(_once(rig))
-            rig.clock.compute(5.0 if step in after else 0.0)
         assert len(recorded) <= 4, pauses
         settled = slice(SOON, None)
         found[pauses] = (set(once[settled]), max(rig.peaks[settled]), rig.seconds[settled])
@@ -411,6 +410,25 @@ def test_a_stall_in_the_recorded_steps_makes_no_other_plan(
     assert longest <= 1.01 * seconds
 
 
+def test_a_stall_in_the_step_that_is_recorded_after_a_change_of_the_model(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps were as the first recorded one, which says nothing of the one that takes its place."""
+    _as_on("cuda", monkeypatch)
+    rig = make_rig(bytes_per_s=40e6)
+    rig.steps(2 * SOON)
+    blocks: list[Any] = list(rig.model.layers)
+    for block in blocks:
+        block.sizes = (3 * MIB,) * 4
+    plain_s = blocks[3].forward_s
+    for step in range(2 * SOON):
+        blocks[3].forward_s = plain_s + (10.0 if step < WARM_UP + 2 else 0.0)
+        rig.step()
+    *_, reason, last = autopilot_of(rig.offloader).history
+    assert "a step computes for" in reason
+    assert last == "first plan"
+
+
 def test_a_second_backward_over_one_forward_is_no_part_after_backward(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -450,9 +468,7 @@ def test_a_plan_after_a_pause_is_for_steps_without_it(
     once = []
     for pause_s in (0.0, 5.0):
         rig = make_rig(bytes_per_s=4 / 3 * SLOW, recompute=True, announce="none")
-        for _ in range(2 * SOON):
-            rig.step()
-            rig.clock.compute(pause_s)
+        _steps_beside(rig, 2 * SOON, pause_s)
         rig.steps(2 * SOON)
         rig.disk.bytes_per_s = 3 * SLOW
         rig.steps(2 * SOON)
@@ -460,20 +476,18 @@ def test_a_plan_after_a_pause_is_for_steps_without_it(
     assert once == [7, 7]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("device", "before"), [("cpu", WARM_UP + 2), ("cpu", 2 * SOON), ("cuda", 2 * SOON)])
 def test_the_time_after_backward_and_the_pace_change_at_once(
-    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, device: str
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, device: str, before: int
 ) -> None:
-    """The base takes the new pace in forward and backward alone."""
+    """The base takes the new pace in forward and backward alone. The first steps under a plan show both changes."""
     _as_on(device, monkeypatch)
     once = []
     for pause_s in (0.0, 5.0):
         rig = make_rig(bytes_per_s=SLOW * 4 / 3, recompute=True, announce="none")
-        rig.steps(2 * SOON)
+        rig.steps(before)
         rig.clock.speed = 0.5
-        for _ in range(2 * SOON):
-            rig.step()
-            rig.clock.compute(pause_s)
+        _steps_beside(rig, 2 * SOON, pause_s)
         once.append(_once(rig))
         again_s = autopilot_of(rig.offloader).facts().shape.base_s
         assert again_s == pytest.approx((3.2 + pause_s) / rig.clock.speed, rel=0.005)
@@ -484,16 +498,22 @@ def test_the_time_after_backward_and_the_pace_change_at_once(
 def test_a_slower_machine_is_seen_although_less_follows_backward(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
+    """The first steps under the plan show both at once."""
     _as_on(device, monkeypatch)
     rig = make_rig(bytes_per_s=40e6, device_budget=BUDGET)
-    for _ in range(SOON):
-        rig.step()
-        rig.clock.compute(5.0)
+    _steps_beside(rig, WARM_UP + 1, 5.0)
     rig.clock.speed = 0.5
     rig.steps(2 * SOON)
     profile = autopilot_of(rig.offloader).profile
     assert profile.passes_s == pytest.approx(2 * 2.4, rel=0.05)
     assert profile.other_s == pytest.approx(0.0, abs=0.01)
+
+
+def _steps_beside(rig: Rig, count: int, pause_s: float) -> None:
+    """Train steps, each with time after it that is none of forward or backward."""
+    for _ in range(count):
+        rig.step()
+        rig.clock.compute(pause_s)
 
 
 def _as_on(device: str, monkeypatch: pytest.MonkeyPatch) -> list[Profile]:
