@@ -40,7 +40,7 @@ ELSEWHERE = {
     r"ACTOFF.* accelerate launch train\.py": "integration/test_switch.py::test_launchers_hand_the_switch_on",
     r".* -m actoffload\.integrations\.examples\..*": "integration/test_examples.py::test_same_losses",
     r"torchrun .*\.pretrain_gpt --pp 2 .*": "integration/test_megatron.py::test_same_bits",
-    r"python .*\.pretrain_gpt .*": "integration/test_megatron.py::test_the_example_runs_and_ends_with_a_row",
+    r"python .*\.pretrain_gpt .*": "integration/test_megatron.py::test_the_example_runs_and_is_summed_up",
     r"README\.md, .*": "unit/test_readme.py::test_the_examples_run",
     r"CONTRIBUTING\.md, Add an? (engine|policy|integration|planner)": "unit/test_contributing.py::example",
     r"docs/tuning\.md, Tuning a slow step.*": "unit/test_causes.py::test_the_tuning_page_shows_its_programs_output",
