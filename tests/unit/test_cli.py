@@ -49,7 +49,7 @@ BAD_OPTIONS = [
     (f"plan {__file__}", "not a profile of version 2"),
     ("plan PROFILE --device-budget much", "--device-budget 'much': not a size"),
     ("plan PROFILE --device-budget much%", "--device-budget 'much%': give a size"),
-    ("rok --preset huge", "--preset 'huge': no such preset; there are ssdtrain, ssdtrain-batches, cpu, simulated"),
+    ("rok --preset huge", "--preset 'huge': no such preset; there are ssdtrain, ssdtrain-batches, cpu, own"),
     ("rok --gpu abacus", "--gpu 'abacus': no such preset; there are a100-pcie"),
     ("rok --batch 7", "--batch 7: the preset has no such case"),
     ("rok --preset own", "--model None: the preset has no such case; your own is FILE.py:FUNCTION"),
