@@ -32,7 +32,6 @@ ELSEWHERE = {
     r"actoffload demo( --profile \S+)?": "unit/test_cli.py::test_the_demo_is_identical_and_its_counters_agree",
     r"make options": "integration/test_options.py::test_the_repetitions_are_those_of_make_options",
     r"actoffload trace -o before\.json .*": "unit/test_benchmarks.py::test_the_study_runs",
-    r"actoffload estimate --check": "unit/test_cli_estimate.py::test_published_figures_are_beside_ours",
     r"actoffload rok --model .*": "unit/test_cli_rok.py::test_ones_own_model_is_measured_with_its_dropout",
     r"ACTOFFLOAD=(host|nvme) python train\.py": "integration/test_switch.py::test_losses_and_weights_are_those_"
     "of_the_program_alone",
