@@ -99,11 +99,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "mine.py").write_text(pages.BLOCKS["docs/commands.md, A model of your own in the commands"])
     (place / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 256}))
     shutil.copy(pages.ROOT / "tests/recorded/gpt.json", place / "profile.json")
-    for name in ("run.json", "before.json"):
-        names: dict[str, Any] = {}
-        mine = f'"path": {str(place)!r}, "trace": {str(place / name)!r}'
-        exec(pages.BLOCKS[TWICE].replace('"path": "."', mine), names)
-        names["offloader"].close()
+    names: dict[str, Any] = {}
+    mine = f'"path": {str(place)!r}, "trace": {str(place / "run.json")!r}'
+    exec(pages.BLOCKS[TWICE].replace('"path": "."', mine), names)
+    names["offloader"].close()
     return place
 
 
