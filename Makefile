@@ -30,7 +30,7 @@ PYTEST_ARGS ?= -n auto --dist loadscope --no-loadscope-reorder --durations=30
 SIMULATED_ARGS ?=
 GPU_ARGS ?=
 # What a machine with PyTorch, Transformers, Accelerate, PEFT and pytest lacks.
-GPU_WHEELS ?= trl datasets dill multiprocess megatron-core einops psutil expecttest pytest-timeout \
+GPU_WHEELS ?= trl datasets dill multiprocess psutil expecttest pytest-timeout \
   rich markdown-it-py mdurl pygments typer click shellingham annotated-doc pydantic pydantic-core annotated-types \
   typing-inspection msgspec
 
