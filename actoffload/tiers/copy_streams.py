@@ -315,13 +315,17 @@ class CopyStreams:
         if batch.happened:
             return
         timeline, stopwatch = self.timeline, self.stopwatch
+        looked_at = timeline is not None or (stopwatch is not None and stopwatch.running)
+        stands_for = 1 if looked_at else self.waits.stands_for()
         recorded, self.device.hook.recorded = self.device.hook.recorded, None
         here = recorded is not None and recorded[0] == stream  # nothing was enqueued on it since
-        begin = recorded[1] if here and recorded is not None else self.waits.moment(stream)
+        begin = recorded[1] if here and recorded is not None else None
+        if begin is None and stands_for:
+            begin = self.waits.moment(stream)
         self.device.wait(stream, batch.event)
-        if begin is None or not batch.timed:
+        if begin is None or not batch.timed or not stands_for:
             return
-        self.waits.add(why, batch.index, begin, batch.event, stream)
+        self.waits.add(why, batch.index, begin, batch.event, stream, stands_for)
         if timeline is not None:
             timeline.add(f"wait for {why.value}", batch.index, begin, batch.event, batch.about)
         if stopwatch is not None and stopwatch.running:

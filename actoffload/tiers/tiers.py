@@ -359,6 +359,7 @@ class Tiers:
             with suppress(OSError):  # no usable path: host memory only
                 spool = self._open_spool(BEHIND_A_DEVICE)
         copies = CopyStreams(device)
+        copies.waits.samples = self.shared.config.policy != "auto"  # which plans from them
         self.hook = device.hook
         window = None if config.pending_bytes is None else config.size("pending_bytes", 0)
         if config.target == "nvme" and spool is not None and spool.capabilities.device_memory and not config.verify:

@@ -21,6 +21,14 @@ Stamp = Any
 MOST_OPEN = 4096
 """Most entries of a timeline that were not taken yet; later ones are dropped."""
 
+
+TIMED_WAITS = 32
+"""This many waits of a step are timed; after that, unless a planner needs the times, ..."""
+SAMPLE = 7
+"""... one of this many, which stands for all of them."""
+GOLDEN = 0.6180339887498949
+"""Its multiples are spread evenly, so that a sample by them follows no period of the step's, as every seventh may."""
+
 Traced = tuple[str | None, int, int, tuple[int, ...]]
 """A tensor of a transfer, for a trace: its module, its bytes, the number of its record and its shape."""
 
@@ -273,15 +281,28 @@ class StreamWaits:
     """Times the waits of compute streams for copies: from an event before each to the one after the copy.
 
     Nothing here blocks the host or fails.
+
+    Attributes:
+        samples: of many waits a part is timed, see `SAMPLE`: to time one takes three calls of the driver or more.
     """
 
     def __init__(self, device: Accelerator) -> None:
         self._device = device
+        self.samples = False
+        self._count = 0
+        """Waits since the times were taken."""
         self._refused = False  # no timed events here, or a broken device
-        self._open: list[tuple[Stream, deque[tuple[WaitFor, int, Event, Event]]]] = []
+        self._open: list[tuple[Stream, deque[tuple[WaitFor, int, Event, Event, int]]]] = []
         """By compute stream, in its order."""
         self._found: dict[int, dict[WaitFor, float]] = {}
         """The seconds of the waits that were looked at, by device."""
+
+    def stands_for(self) -> int:
+        """For how many waits the next one stands: 0 if it is not timed."""
+        self._count += 1
+        if not self.samples or self._count <= TIMED_WAITS:
+            return 1
+        return SAMPLE if self._count * GOLDEN % 1 < 1 / SAMPLE else 0
 
     def moment(self, stream: Stream) -> Event | None:
         """A moment of ``stream``, just before it is made to wait or after a copy; None when that is not timed."""
@@ -296,13 +317,15 @@ class StreamWaits:
             self._refuse()
             return None
 
-    def add(self, why: WaitFor, index: int, begin: Event, end: Event, stream: Stream = None) -> None:
+    def add(
+        self, why: WaitFor, index: int, begin: Event, end: Event, stream: Stream = None, stands_for: int = 1
+    ) -> None:
         """Note a wait of a stream of device ``index``, from a moment of its own to the end of a copy."""
         waits = next((waits for known, waits in self._open if known == stream), None)
         if waits is None:
             waits = deque()
             self._open.append((stream, waits))
-        waits.append((why, index, begin, end))
+        waits.append((why, index, begin, end, stands_for))
 
     def look(self) -> None:
         """Time the waits that are over, for the next `take`. Not for several threads at once."""
@@ -311,26 +334,27 @@ class StreamWaits:
                 if waits and self._device.capturing(waits[0][1]):  # nor may an event be queried then
                     continue
                 for _ in range(self._over(waits)):
-                    why, index, begin, end = waits.popleft()
+                    why, index, begin, end, stands_for = waits.popleft()
                     of_device = self._found.get(index)  # mostly it is there: a new dict costs more than a wait
                     if of_device is None:
                         of_device = self._found[index] = dict.fromkeys(WaitFor, 0.0)
-                    of_device[why] += max(0.0, self._device.seconds_between(begin, end))
+                    of_device[why] += stands_for * max(0.0, self._device.seconds_between(begin, end))
         except RuntimeError:
             self._refuse()
 
     def take(self) -> dict[WaitFor, float]:
         """Remove the waits that are over; return the seconds of the device that waited most."""
+        self._count = 0
         self.look()
         found, self._found = self._found, {}
         return max(found.values(), key=lambda waits: sum(waits.values()), default=dict.fromkeys(WaitFor, 0.0))
 
-    def _over(self, waits: deque[tuple[WaitFor, int, Event, Event]]) -> int:
+    def _over(self, waits: deque[tuple[WaitFor, int, Event, Event, int]]) -> int:
         """How many of a stream's waits are over: if one is, all before it are. Queries few events."""
         fewest, most = 0, len(waits)
         look_at = most - 1  # mostly all are
         while fewest < most:
-            if all(map(self._device.done, waits[look_at][2:])):
+            if all(map(self._device.done, waits[look_at][2:4])):
                 fewest = look_at + 1
             else:
                 most = look_at

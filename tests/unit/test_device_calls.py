@@ -177,7 +177,7 @@ def test_a_step_makes_few_calls_for_each_tensor_that_moves(
 ) -> None:
     """Five for each copy: two events, two waits, and the copy; one more for each source, which notifies the allocator.
 
-    Each wait is timed: an event before it in backward, and its time between steps. A tensor saved again on the
+    A few of the waits are timed: an event before the wait, and a query between steps. A tensor saved again on the
     stream that saved it needs none. The host is ahead and the link is slow, so that no copy has ended when the library
     queries it.
     """
@@ -204,8 +204,8 @@ def test_a_step_makes_few_calls_for_each_tensor_that_moves(
     assert moved >= tensors - 1
     assert calls["copy"] >= 1.5 * moved
     assert calls["capture"] <= (4 * tensors + 8 if other else 0)
-    assert 0 < calls["elapsed time"] <= 2 * moved, calls
-    assert calls.total() - calls["capture"] <= 14.2 * moved, calls
+    assert 0 < calls["elapsed time"] <= moved / 2, calls
+    assert calls.total() - calls["capture"] <= 11.6 * moved, calls
 
 
 def test_a_tensor_that_a_captured_graph_fills_stays(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,6 +202,24 @@ def test_statistics_have_the_waits_of_streams(accelerator: SimulatedAccelerator,
         assert offloader.statistics().wait_s == statistics.wait_s, "once"
 
 
+def test_a_sample_of_many_waits_is_timed_and_stands_for_all(
+    accelerator: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No planner uses the waits under ``policy="all"``."""
+    model = nn.Sequential(nn.Linear(64, 64), *[nn.Hardtanh() for _ in range(150)]).to(NAME)
+    asked: list[None] = []
+
+    def seconds_between(begin: Any, end: Any) -> float:
+        asked.append(None)
+        return SimulatedAccelerator.seconds_between(accelerator, begin, end)
+
+    monkeypatch.setattr(accelerator, "seconds_between", seconds_between)
+    with simulated(accelerator, pending_bytes=1, policy="all") as offloader:
+        waited_s = _step(offloader, model)
+        assert offloader.statistics().wait_s == pytest.approx(waited_s, rel=0.1)
+    assert 40 < len(asked) < 120
+
+
 def test_a_window_that_shortens_no_wait_is_widened_no_more(accelerator: SimulatedAccelerator) -> None:
     model, seen = _model(), []
     with simulated(accelerator, pending_bytes=1, policy="all") as offloader:
