@@ -10,13 +10,12 @@
 #   make options     the class `Options` and the entries of docs/configuration.md, after a change of an option
 #   make docs        the documentation's pages, in build/site (a part of `make test`)
 #   make newest      the tests of frameworks on the newest release of each; writes what broke (6 GB; goes on where it was
-#                    stopped in the same week); with MEGATRON_LM=CLONE, those of Megatron also on a clone of Megatron-LM
+#                    stopped in the same week)
 #   make versions    tests on several releases of PyTorch and Python, each installed by pip (25 GB, an hour)
 #
 # PYTHON      the interpreter that makes the environment, and that `make gpu` runs
 # PIP_ARGS    more arguments for pip, e.g. the index of PyTorch's CPU builds, which saves gigabytes
 # DEMO_ARGS   arguments for `actoffload demo`;  PYTEST_ARGS, SIMULATED_ARGS  for pytest;  GPU_ARGS  for benchmarks.gpu
-# MEGATRON_LM a clone of Megatron-LM, for `make newest`
 # VERSIONS    pairs for `make versions`, e.g. 2.15:3.11
 
 PYTHON ?= python3
@@ -30,7 +29,7 @@ PYTEST_ARGS ?= -n auto --dist loadscope --no-loadscope-reorder --durations=30
 SIMULATED_ARGS ?=
 GPU_ARGS ?=
 # What a machine with PyTorch, Transformers, Accelerate, PEFT and pytest lacks.
-GPU_WHEELS ?= trl datasets dill multiprocess megatron-core einops psutil expecttest pytest-timeout \
+GPU_WHEELS ?= trl datasets dill multiprocess psutil expecttest pytest-timeout \
   rich markdown-it-py mdurl pygments typer click shellingham annotated-doc pydantic pydantic-core annotated-types \
   typing-inspection msgspec
 

@@ -36,7 +36,7 @@ BUDGET_S = 510
 TESTS_LIMIT_S, CASE_LIMIT_S = 120, 300
 HANG_S = 60
 """A test that takes longer has its threads' stacks shown, before all tests are stopped."""
-PEERS = ("megatron", "peft", "transformers", "trl")
+PEERS = ("peft", "transformers", "trl")
 """Packages without which the suite does not say what it is to say."""
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
 LEAST_S = 15

@@ -15,11 +15,10 @@ GOALS = (
     *("host", "budget 35 %", "nvme"),
 )
 """The modes that a goal or a verdict is about: those of every case are run before any other mode."""
-PEERS = ("transformers offload", "Megatron")
 CODED = ("checkpointed, no codec", "default, exact", "budget 35 %, exact")
-EVERYTHING = (*GOALS, *PEERS, *CODED, "host, all", "tiered")
+EVERYTHING = (*GOALS, *CODED, "host, all", "tiered")
 PAPER = ("recompute", "host", "default", "selective", "TRL")
-CHECKPOINTED = ("checkpointed, ours at equal memory", "recompute + host", "transformers offload", "recompute + nvme")
+CHECKPOINTED = ("checkpointed, ours at equal memory", "recompute + host", "recompute + nvme")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +36,7 @@ class GpuCase:
 
     name: str
     spec: dict[str, Any] = field(hash=False)
-    modes: tuple[str, ...] = (*GOALS, *PEERS)
+    modes: tuple[str, ...] = GOALS
     reference: str = "keep"
     ssdtrain: bool = False
     optimizer: bool = True
@@ -53,7 +52,7 @@ def cases(tiny: bool) -> list[GpuCase]:
     found = [
         _case("llama, 8k tokens", "llama", 1, llama | {"layers": 16, "seq": 8192}, modes=EVERYTHING),
         _case("1B, 2k tokens", "llama", 1, small),
-        _case("qwen, LoRA", "qwen2", 1, qwen | {"lora": 16}, modes=(*GOALS, *PEERS, *CODED)),
+        _case("qwen, LoRA", "qwen2", 1, qwen | {"lora": 16}, modes=(*GOALS, *CODED)),
         _case("llama, 32k tokens", "llama", 1, llama | {"layers": 4, "seq": 32768}),
         _paper("gpt2", 12288, 3, EVERYTHING),
         _paper("bert", 12288, 3),
@@ -73,7 +72,7 @@ def _case(name: str, model: str, batch: int, sizes: dict[str, int], **more: Any)
     return GpuCase(name=name, spec={"model": model, "batch": batch, "dtype": "bfloat16", "sizes": sizes}, **more)
 
 
-def _paper(model: str, hidden: int, layers: int, modes: tuple[str, ...] = (*GOALS, *PEERS)) -> GpuCase:
+def _paper(model: str, hidden: int, layers: int, modes: tuple[str, ...] = GOALS) -> GpuCase:
     """One of SSDTrain's: sequences of 1024 tokens, batch 16, heads of 128, bf16; no room is left for AdamW's states."""
     sizes = {"hidden": hidden, "layers": layers, "seq": 1024, "vocab": VOCAB[model], "head_width": 128}
     return _case(f"{model}, {hidden} × {layers}", model, 16, sizes, modes=modes, ssdtrain=True, optimizer=False)

@@ -24,7 +24,7 @@ COLUMNS = (
 PEAK_GOAL, TIME_GOAL, TRL_GOAL, IDEAL_GOAL = 0.40, 1.02, 1.5, 0.95
 CHECKPOINTED, CHECKPOINTED_GOAL = "checkpointed, ours at equal memory", 0.94
 """Times the step of the same checkpoints alone; the peak must not be above theirs."""
-RECOMPUTING = ("recompute", "selective", "transformers offload")
+RECOMPUTING = ("recompute", "selective")
 SAME_PEAK = 1.02
 """Peaks that differ by less are one peak."""
 

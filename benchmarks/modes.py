@@ -13,7 +13,7 @@ from torch import nn
 
 import actoffload
 from actoffload.testing.faults import SlowEngine
-from benchmarks.peers import Megatron, Peer, SaveOnCpu, TorchSave, Transformers, Trl
+from benchmarks.peers import Peer, SaveOnCpu, TorchSave, Trl
 from benchmarks.workloads import Workload
 
 _ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
@@ -86,10 +86,8 @@ MODES = {
     "attached": Mode(peer="attached", options={"target": "nvme"}),
     "attached, kept": Mode(peer="attached", options={"target": "nvme", "policy": KeepAll()}),  # counts, moves nothing
     "save_on_cpu": Mode(peer="save_on_cpu"),
-    "transformers offload": Mode(peer="transformers"),
     "torch.save": Mode(peer="torch.save"),
     "TRL": Mode(peer="trl"),
-    "Megatron": Mode(peer="megatron"),
 }
 
 
@@ -155,8 +153,6 @@ def open_peer(mode: Mode, work: Workload, device: torch.device, path: str | None
         "attached": lambda: Attached(work.model, path, {**mode.options, **options}),
         "save_on_cpu": lambda: SaveOnCpu(device),
         "torch.save": lambda: TorchSave(path),
-        "transformers": lambda: Transformers(work.model),
         "trl": lambda: Trl(work.model, device),
-        "megatron": lambda: Megatron(work.model, work.blocks, device),
     }
     return makers[mode.peer]()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -118,22 +116,6 @@ class Trl(Peer):
         self._undo()
 
 
-class Transformers(Peer):
-    """What ``gradient_checkpointing_kwargs={"offload": True}`` of Transformers' trainer does to a model."""
-
-    def __init__(self, model: Any) -> None:
-        enable = getattr(model, "activation_checkpointing_enable", None)
-        if enable is None or "offload" not in inspect.signature(enable).parameters:
-            raise Unavailable("this version of transformers has no checkpoints that are offloaded")
-        self._undo = restore_module_hooks(model)
-        self._model = model
-        enable(offload=True)
-
-    def close(self) -> None:
-        self._model.activation_checkpointing_disable()
-        self._undo()
-
-
 def restore_module_hooks(model: nn.Module) -> Callable[[], None]:
     """What sets every module's forward hooks back to what they are now."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called")
@@ -145,53 +127,3 @@ def restore_module_hooks(model: nn.Module) -> Callable[[], None]:
             hooks.update(kept)
 
     return undo
-
-
-class Megatron(Peer):
-    """Megatron-core's fine-grained offloading, a group for each block, as its own transformer layers use it."""
-
-    def __init__(self, model: nn.Module, blocks: tuple[str, ...], device: torch.device) -> None:
-        if device.type != "cuda":
-            raise Unavailable("needs CUDA")
-        try:
-            from megatron.core.extensions import transformer_engine
-            from megatron.core.pipeline_parallel import fine_grained_activation_offload as offload
-        except ImportError as error:
-            raise Unavailable(f"megatron-core does not import: {error}") from error
-        if getattr(transformer_engine, "cpu_offload", None) is None:
-            # TransformerEngine is missing: Megatron sets one flag there, which only TransformerEngine's modules read.
-            transformer_engine.cpu_offload = SimpleNamespace(CPUOffloadEnabled=False)
-        self.interface: Any = offload.FineGrainedActivationOffloadingInterface
-        self.interface.reset_instance()
-        self.manager: Any = offload.PipelineOffloadManager.get_instance()
-        self.weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        self._save = self.manager.on_save_for_backward
-        self.manager.on_save_for_backward = self._leave_weights
-        self.modules = [model.get_submodule(name) for name in blocks]
-        for module in self.modules:
-            object.__setattr__(module, "forward", self._grouped(module.forward))
-
-    def _leave_weights(self, tensor: Tensor) -> Any:
-        # A Linear saves a view of its weight, which Megatron's own mark on the parameter does not reach.
-        if tensor.untyped_storage().data_ptr() in self.weights:
-            self.interface.mark_not_offloadable(tensor)
-        return self._save(tensor)
-
-    def _grouped(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(hidden: Tensor, *args: Any, **options: Any) -> Any:
-            with self.interface(True, hidden, "block") as started:
-                out = forward(started, *args, **options)
-            return self.interface.group_commit(out, name="block")
-
-        return run
-
-    @contextmanager
-    def context(self) -> Iterator[None]:
-        self.interface.reset()
-        self.interface.init_chunk_handler(1, None, 1 << 20)
-        yield
-
-    def close(self) -> None:
-        for module in self.modules:
-            object.__delattr__(module, "forward")
-        self.interface.reset_instance()

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             trace, page = Path(folder) / f"{name}.json", Path(folder) / f"{name}.html"
             train(work, options.steps, trace, path=options.path, policy="all", **more)
             run = look_at(load(trace))
-            write_page([run], page)
+            write_page(run, page)
             draw(page, images)
             rows[name] = run.as_dict() | {"path": f"{name}.json"}
     results.write(rows=rows)

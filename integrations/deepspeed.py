@@ -58,10 +58,9 @@ _attached: weakref.WeakSet[Attachment] = weakref.WeakSet()
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     """``deepspeed.initialize``, which also reads and removes the ``"actoffload"`` section of the configuration.
 
-    The section's keys are the fields of `OffloadConfig` and ``"enabled"`` (default true). ``"device"`` (``"cpu"`` or
-    ``"nvme"``) and ``"nvme_path"`` in the section ``"activation_checkpointing"`` set its target and path. With
-    none of these, or with ``"enabled": false``, ``engine.actoffload`` is None; else it is an `EngineAttachment`.
-    ``announce`` is by default DeepSpeed's print of rank 0. The arguments are not changed.
+    The section's keys are the fields of `OffloadConfig` and ``"enabled"`` (default true). Without it, or with
+    ``"enabled": false``, ``engine.actoffload`` is None; else it is an `EngineAttachment`. ``announce`` is by default
+    DeepSpeed's print of rank 0. The arguments are not changed.
 
     Args:
         args: positional arguments of ``deepspeed.initialize``.
@@ -159,9 +158,7 @@ def read_section(config: dict[str, Any], above: dict[str, Any] | None = None) ->
     for name in section.keys() - set(known):
         near = difflib.get_close_matches(str(name), known, 1) or [f"one of {', '.join(known)}"]
         raise ConfigError(f"{SECTION}.{name}", section[name], f"no such key; did you mean {near[0]}?")
-    checkpointed = _checkpointing_options(config)
-    switched_on = SECTION in config or bool(checkpointed) or above is not None
-    options = {"enabled": switched_on, **checkpointed, **section, **(above or {})}
+    options = {"enabled": SECTION in config or above is not None, **section, **(above or {})}
     if not isinstance(enabled := options.pop("enabled"), bool):
         raise ConfigError(f"{SECTION}.enabled", enabled, "give true or false")
     OffloadConfig(**options)  # a bad value raises before DeepSpeed builds anything
@@ -172,19 +169,6 @@ def read_section(config: dict[str, Any], above: dict[str, Any] | None = None) ->
         if _part({**config, **configured}, part).get(name):
             raise ConfigError(f"{part}.{name}", True, f"{why}; switch one of the two off ({SECTION}.enabled: false)")
     return options
-
-
-def _checkpointing_options(config: dict[str, Any]) -> dict[str, Any]:
-    """The options that ``"device"`` and ``"nvme_path"`` in the section "activation_checkpointing" stand for."""
-    part, name = _part(config, "activation_checkpointing"), "activation_checkpointing"
-    device, path = part.get("device"), part.get("nvme_path")
-    if device not in (None, "none", "cpu", "nvme"):
-        raise ConfigError(f"{name}.device", device, "choose one of 'none', 'cpu', 'nvme'")
-    if path is not None and device != "nvme":
-        raise ConfigError(f"{name}.nvme_path", path, f'is read only with "device": "nvme" in {name}')
-    if device in (None, "none"):
-        return {}
-    return {"target": "host" if device == "cpu" else "nvme"} | ({} if path is None else {"path": path})
 
 
 def _part(config: dict[str, Any], name: str) -> dict[str, Any]:

@@ -7,9 +7,8 @@ is not on this machine, or a release that pip does not find, is named in the tab
 the rows of other pairs.
 
 The release ``newest`` (`make newest`) is the newest of PyTorch and of all frameworks that pip finds to fit together.
-Its row has their versions, and which tests of the frameworks failed. Megatron-LM's main branch is on no index: where
-the variable MEGATRON_LM names a clone of it, the tests of Megatron run on that, too. This takes hours, file by file, so
-it may be stopped: the next run of the same week takes the same environment, and only the files that have not passed.
+Its row has their versions, and which tests of the frameworks failed. This takes hours, file by file, so it may be
+stopped: the next run of the same week takes the same environment, and only the files that have not passed.
 """
 
 from __future__ import annotations
@@ -46,9 +45,8 @@ SUITES = {
         *(f"tests/unit/test_simulated_{name}.py" for name in ("accelerator", "copies", "storage")),
     ],
 }
-NEWEST = "newest"
-FRAMEWORKS = {"frameworks": "test_*.py", "Megatron-LM main": "test_megatron*.py"}
-"""Files of tests/integration."""
+NEWEST, FRAMEWORKS = "newest", "frameworks"
+"""A release, and its one suite: the files of tests/integration."""
 FOLDER = harness.ROOT / ".versions"
 INSTALL_S, SUITE_S = 3600, 3600
 WEEK_S = 6 * 86400
@@ -66,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
         for row in run_pair(torch, python):
             rows[pair] = row
             results.write(rows=rows)  # a run that is stopped leaves its rows so far
-    columns = ("PyTorch, Python", *SUITES, *FRAMEWORKS)
+    columns = ("PyTorch, Python", *SUITES, FRAMEWORKS)
     results.finish(harness.markdown_table(columns, [_shown(row) for row in rows.values()]))
     return int(any("missing" in row or any(map(_failed, row["suites"].values())) for row in rows.values()))
 
@@ -89,7 +87,7 @@ def run_pair(torch: str, python: str) -> Iterator[dict[str, Any]]:
         return
     if torch == NEWEST:
         for found in _run_files(folder, interpreter):
-            yield row | {"files": found, "suites": {suite: _sum(found[suite].values()) for suite in found}}
+            yield row | {"files": found, "suites": {FRAMEWORKS: _sum(found.values())}}
         return
     for name, files in SUITES.items():
         row["suites"][name] = _run_suite(folder, interpreter, files)
@@ -105,7 +103,7 @@ def _environment(folder: Path, torch: str, python: str) -> str:
         pip = [interpreter, "-m", "pip", "install", "--no-compile", "--no-cache-dir"]
         pip += shlex.split(os.environ.get("PIP_ARGS", ""))
         if torch == NEWEST:
-            # torchtitan and Megatron-LM's main branch import Triton, which a PyTorch for the CPU does not bring.
+            # torchtitan imports Triton, which a PyTorch for the CPU does not bring.
             _output([*pip, "--editable", f"{harness.ROOT}[all,test]", "triton"])
         else:
             _output([*pip, f"torch=={torch}.*", *PACKAGES])
@@ -119,24 +117,17 @@ def _output(command: list[str]) -> str:
     return done.stdout
 
 
-def _run_files(folder: Path, interpreter: str) -> Iterator[dict[str, dict[str, Any]]]:
+def _run_files(folder: Path, interpreter: str) -> Iterator[dict[str, Any]]:
     """Yield all results so far after each file: a file that hangs or ends pytest costs only its own results."""
-    kept = folder / "files.json"
-    found: dict[str, dict[str, Any]] = json.loads(kept.read_text()) if kept.exists() else {}
+    kept = folder / "tested.json"
+    found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
     commit = commit_of(harness.ROOT)
-    clone, alone = os.environ.get("MEGATRON_LM"), folder / "megatron"
-    if clone:  # its package alone: the clone has a package `tests`, too
-        alone.mkdir(exist_ok=True)
-        (alone / "megatron").unlink(missing_ok=True)
-        (alone / "megatron").symlink_to(Path(clone, "megatron").absolute())
-    for suite, path in ({"frameworks": None} | ({"Megatron-LM main": str(alone)} if clone else {})).items():
-        files = found.setdefault(suite, {})
-        for file in sorted((harness.ROOT / "tests" / "integration").glob(FRAMEWORKS[suite])):
-            if file.stem not in files or _failed(files[file.stem]):
-                files[file.stem] = _run_suite(folder, interpreter, [str(file)], path) | {"commit": commit}
-                kept.write_text(json.dumps(found))
-                print(f"{suite}, {file.stem}: {_reported(files[file.stem])}", flush=True)
-            yield found
+    for file in sorted((harness.ROOT / "tests" / "integration").glob("test_*.py")):
+        if file.stem not in found or _failed(found[file.stem]):
+            found[file.stem] = _run_suite(folder, interpreter, [str(file)]) | {"commit": commit}
+            kept.write_text(json.dumps(found))
+            print(f"{file.stem}: {_reported(found[file.stem])}", flush=True)
+        yield found
 
 
 def _sum(files: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -146,14 +137,12 @@ def _sum(files: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return total
 
 
-def _run_suite(folder: Path, interpreter: str, files: list[str], path: str | None = None) -> dict[str, Any]:
+def _run_suite(folder: Path, interpreter: str, files: list[str]) -> dict[str, Any]:
     """How many tests passed, were skipped and failed, and which."""
     report = folder / "report.xml"
     report.unlink(missing_ok=True)
     # A native program refuses releases that it does not know: here it is tried on them.
     variables = os.environ | {"ACTOFFLOAD_NATIVE": "1", "OMP_NUM_THREADS": "1"}
-    if path:
-        variables["PYTHONPATH"] = path
     command = [
         interpreter,
         "-m",
@@ -183,9 +172,9 @@ def _failed(suite: dict[str, Any]) -> bool:
 def _shown(row: dict[str, Any]) -> list[str]:
     name = f"{row['torch']}, {row['python']}"
     if "missing" in row:
-        return [name, row["missing"], *["-"] * (len(SUITES) + len(FRAMEWORKS) - 1)]
+        return [name, row["missing"], *["-"] * len(SUITES)]
     suites = row["suites"]
-    return [name, *(_reported(suites[suite]) if suite in suites else "-" for suite in (*SUITES, *FRAMEWORKS))]
+    return [name, *(_reported(suites[suite]) if suite in suites else "-" for suite in (*SUITES, FRAMEWORKS))]
 
 
 def _reported(suite: dict[str, Any]) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 from ..errors import TraceFileError
 from ..sizes import format_size, format_time
 from ..tell.causes import NEXT
-from ..tools.rok_points import Spread, verdict
 from .trace_file import LINKS, PHASES, Amount, CounterValues, Span, TraceFile
 
 SAVED, AWAY = "saved activations", "away"
@@ -56,7 +55,7 @@ class Run:
 
     Attributes:
         count: the number of its steps.
-        step_s: their median, without the steps before the last plan; ``lengths_s``: the length of each of them.
+        step_s: their median, without the steps before the last plan.
         shown: the number of the step of median length, from 0.
         begin_s: its begin on the host or the device; ``end_s``: its end on both.
     """
@@ -64,7 +63,6 @@ class Run:
     trace: TraceFile
     count: int
     step_s: float
-    lengths_s: tuple[float, ...]
     shown: int
     begin_s: float
     end_s: float
@@ -80,7 +78,7 @@ class Run:
         return found if isinstance(found, dict) else {}  # a file may hold anything under the name
 
     def numbers(self) -> dict[str, float]:
-        """Return the numbers by which runs are compared (see `LABELS`): bytes, seconds, and a count."""
+        """Return the numbers that sum a run up (see `LABELS`): bytes, seconds, and a count."""
         memory, statistics = self.memory(), self.known("statistics")
         saved = [moment.by_kind[SAVED] for moment in memory]
         unmoved = [moment.by_kind[SAVED] + moment.by_kind[AWAY] for moment in memory]
@@ -364,27 +362,11 @@ def look_at(trace: TraceFile) -> Run:
     # Without the first step, which allocates and compiles, and without those under an earlier plan.
     usual = [n for n in range(count) if n and steps[n][0] >= planned_s] or list(range(count))
     # The low median is the length of a real step, never the mean of two, so `shown` finds that step below.
-    counted = tuple(lengths_s[n] for n in usual)
-    step_s = median_low(counted)
+    step_s = median_low(lengths_s[n] for n in usual)
     shown = next(n for n in usual if lengths_s[n] == step_s)
     begin_s, end_s = steps[shown]
     place: dict[str, Any] = {"shown": shown, "begin_s": begin_s, "end_s": end_s}
-    return Run(trace=trace, count=count, step_s=step_s, lengths_s=counted, **place)
-
-
-def verdict_of(before: Run, after: Run) -> str:
-    """Say what a run gained over another one, beyond the noise of their steps."""
-    first, then = before.numbers(), after.numbers()
-    parts = []
-    for key, label in (("saved_peak_bytes", "activations"), ("peak_bytes", "memory")):
-        change = (then[key] - first[key]) / max(1.0, first[key])
-        low = "lower" if change < 0 else "higher"
-        parts.append(f"{label} peak {abs(change):.0%} {low}" if abs(change) >= 0.01 else f"{label} peak as high")
-    noise, ratio = (Spread.of([s / before.step_s for s in run.lengths_s]) for run in (before, after))
-    told = verdict(ratio, noise)
-    change = ratio.median - 1
-    step = "a step takes as long, within the noise" if told == "as keep" else f"a step is {abs(change):.0%} {told}"
-    return f"{after.name}: {', '.join(parts)}; {step}"
+    return Run(trace=trace, count=count, step_s=step_s, **place)
 
 
 def format_number(name: str, value: float | None) -> str:

@@ -36,7 +36,7 @@ from ..sizes import parse_size
 from ..statistics import Statistics
 from ..tell.facts import Facts
 from ..tell.plans import explain_plans, render_decisions
-from ..tell.report import Report, announcement, diagnose, explain_causes, render_report, say
+from ..tell.report import announcement, diagnose, explain_causes, render_report, say
 from ..tiers.accelerator import Accelerator
 from ..tiers.tiers import Tiers
 from .checkpoints import Checkpoints, install
@@ -419,10 +419,10 @@ class Offloader:
         """Return the counts since the offloader began, or since the last interrupt."""
         return self.store.statistics()
 
-    def report(self) -> Report:
-        """Return the run's counts and their reasons as text (in a notebook a table), with limits and remedies last."""
+    def report(self) -> str:
+        """Return the run's counts and their reasons as text, with limits and remedies last."""
         facts = self._facts()
-        return Report("\n".join([render_report(facts), *diagnose(facts)]))
+        return "\n".join([render_report(facts), *diagnose(facts)])
 
     def sum_up(self, *, at_end: bool = False) -> None:
         """Write the run in one line, where the option ``announce`` directs it.

@@ -82,14 +82,6 @@ class Prefetch:
             tape.walk.rewind()
         self._shared.events += tape.advance(record.index, self.orders)
 
-    def given(self, record: Record, waited_s: float) -> None:
-        """Note that backward has received a record; count the wait, and the bytes, if backward has just begun."""
-        tape, accounts = record.tape, self._shared.accounts
-        if tape.is_first:
-            accounts.first_wait_s += waited_s
-            accounts.first_bytes = max(accounts.first_bytes, tape.walk.bytes_up_to(record.index))
-        tape.walk.given_bytes += record.nbytes
-
     def during_backward(self, tape: Tape[Record]) -> None:
         """Fill the window along the tape that backward walks, and the rest of it along the next backward's tape."""
         if not tape.walk.exhausted:

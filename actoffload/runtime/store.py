@@ -321,7 +321,7 @@ class ActivationStore:
         self.speak()
         with self.shared.lock, tier.watched():
             self._reach(record, round_, tier)
-            first, on_device, since_s, waited_s = record.state, record.on_device, now(), 0.0
+            first, on_device, since_s = record.state, record.on_device, now()
             storage = record.original()  # first, copy or not: plain PyTorch would read its present contents
             if storage is not None:
                 tier.original_taken(record)
@@ -334,10 +334,9 @@ class ActivationStore:
                     self.out_of_memory.note(error, record.tape.decisions)
                     raise
                 if not on_device and first in (State.FETCHING, State.SPILLED):
-                    self.shared.accounts.unpack_wait_s += (waited_s := now() - since_s)
+                    self.shared.accounts.unpack_wait_s += now() - since_s
                     self.shared.reporter.event(EventKind.UNPACK_WAIT, record, since_s=since_s)
                     self.prefetch.window.waited()
-            self.prefetch.given(record, waited_s)
             next_round = self._pass(record, round_, tier)
             if record.waiting <= 0:  # `storage` holds the bytes for this unpack, later ones have the weak reference
                 tier.evict(record)

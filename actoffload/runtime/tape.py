@@ -17,8 +17,6 @@ GROWTH_LIMIT = 8
 """... up to this multiple of its first size."""
 FOR_EVER = 1 << 62
 """More bytes than any forward saves."""
-FIRST = 1 / 16
-"""Backward has just begun while it has received at most this share of the bytes that the forward saved."""
 MOST = 1 / 4
 """The window spans at most this share of the bytes that a forward saved: else all would be back at once."""
 
@@ -88,14 +86,13 @@ class Walk(Generic[R]):
     Attributes:
         length: of the tape as the order was chosen.
         ahead: by index, the bytes of each record that was fetched ahead and not reached; ``ahead_bytes``: of all.
-        given_bytes: bytes that backward has received of moved records; ``seen``: the indices that it reached, in order.
+        seen: the indices that backward reached, in order.
     """
 
     def __init__(self) -> None:
         self.length = 0
         self.ahead: dict[int, int] = {}
         self.ahead_bytes = 0
-        self.given_bytes = 0
         self.seen: dict[int, None] = {}
         self._order: tuple[int, ...] = ()
         self._position: dict[int, int] = {}
@@ -169,10 +166,6 @@ class Walk(Generic[R]):
     def exhausted(self) -> bool:
         """Whether every record of the order was fetched or passed."""
         return self._frontier >= len(self._order)
-
-    def bytes_up_to(self, index: int) -> int:
-        """Return the bytes that backward needs up to the record at ``index``, itself included."""
-        return self._reach[self._position[index] + 1] if index in self._position else 0
 
     @property
     def left_bytes(self) -> int:
@@ -300,8 +293,3 @@ class Tape(Generic[R]):
         if length != self.walk.length:
             order = orders.get(self.signature)  # else the reverse of saving, which backward usually follows
             self.walk.begin(tuple(range(length - 1, -1, -1)) if order is None else order, self._sizes, length)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether the record that backward needs now is among its first."""
-        return self.walk.given_bytes <= FIRST * self.total_bytes

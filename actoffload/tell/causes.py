@@ -27,11 +27,6 @@ LEAST_LATE = 1 << 20
 """Bytes. In steps of milliseconds, less is late by the disk's latency alone."""
 WORTH_SAYING = 0.05
 """Share of a step. The report names another budget if the step is predicted to be shorter by this."""
-PART_OF_WAITS = 0.25
-"""Share of a slow step's waits. If this much goes to one thing, that is a cause."""
-LARGE_FIRST = 0.1
-"""Share of the activations' peak. If the first tensor that backward needs is smaller, a wait for it is blamed on the
-link, which is behind."""
 HELD = 0.05
 """Share of the activations' peak. If this many bytes stay for one reason, that is a cause."""
 LEAST_OTHERS = 64 << 20
@@ -75,10 +70,9 @@ def causes(facts: Facts) -> tuple[list[Cause], list[Cause]]:
 
 def slow_link(f: Facts) -> Cause | None:
     """The disk, or the way to host memory, is slower than the step needs it."""
-    waited_s = max(0.0, f.wait_s - _first_wait_s(f))
-    if f.step is None or f.share(f.wait_s) < SLOW or waited_s < PART_OF_WAITS * f.wait_s:
+    if f.step is None or f.share(f.wait_s) < SLOW:
         return None
-    writes = f.step.forward_wait_s > waited_s - f.step.forward_wait_s
+    writes = f.step.forward_wait_s > f.step.backward_wait_s
     disk, planned, config = bool(f.counts.nvme_written_bytes), f.planned, f.config
     rate, link = "", f.disk if disk else planned.profile.host if planned is not None else None
     if link is not None:
@@ -100,25 +94,8 @@ def slow_link(f: Facts) -> Cause | None:
     if disk:
         remedies.append(FASTER_DISK)
     medium, part = "the disk" if disk else "host memory", "forward" if writes else "backward"
-    evidence = f"{f.share(waited_s):.0%} of a step waits for {medium}, mostly in {part}{rate}"
-    return Cause(waited_s, evidence, remedies or ["name modules in exclude=: what they save stays"])
-
-
-def _first_wait_s(f: Facts) -> float:
-    """The wait for the first tensor that backward needs; 0 if the tensor is small, or a plan has weighed the wait."""
-    weighed = f.planned is not None and f.planned.seen is not None
-    little = f.accounts.first_bytes < LARGE_FIRST * f.counts.baseline_peak_bytes
-    return 0.0 if weighed or little else f.first_wait_s
-
-
-def first_moves(f: Facts) -> Cause | None:
-    """The last tensors of forward, such as a loss's logits, move, and backward waits for them as it begins."""
-    waited_s, size = _first_wait_s(f), format_size(f.accounts.first_bytes)
-    if f.share(f.wait_s) < SLOW or waited_s < PART_OF_WAITS * f.wait_s:
-        return None
-    keeps = f"keep_last_bytes={size!r}" if f.config.policy in ("auto", "greedy") else "policy='auto'"
-    evidence = f"{f.share(waited_s):.0%} of a step waits as backward begins: the last {size} that forward saves move"
-    return Cause(waited_s, evidence, [f"{keeps} keeps them", "or name the last module, such as the head, in exclude="])
+    evidence = f"{f.share(f.wait_s):.0%} of a step waits for {medium}, mostly in {part}{rate}"
+    return Cause(f.wait_s, evidence, remedies or ["name modules in exclude=: what they save stays"])
 
 
 def host_bound(f: Facts) -> Cause | None:
@@ -293,7 +270,7 @@ def _peak(f: Facts) -> tuple[int, str]:
     return (s.device_peak_bytes, "device") if s.device_peak_bytes else (s.process_peak_bytes, "process")
 
 
-SLOWER = (slow_link, first_moves, host_bound, pageable_copies)
+SLOWER = (slow_link, host_bound, pageable_copies)
 MEMORY = (
     nothing_reached,
     stays,

@@ -115,7 +115,6 @@ class Facts:
         counts: its statistics; ``accounts``: the counts that no statistic shows.
         planned: its plan, if there is one.
         step: a step under the plan, else the mean of all steps but the first; None if the first one alone was seen.
-        first_wait_s: how long backward waits in a step for the first tensor that it needs.
         disk: the measured rates of the disk.
         engine: the storage engine; None without a disk.
         host_bytes: the most host memory; ``pageable``: some of it could not be page-locked.
@@ -130,7 +129,6 @@ class Facts:
     accounts: Accounts = field(default_factory=Accounts)
     planned: Planned | None = None
     step: Observed | None = None
-    first_wait_s: float = 0.0
     disk: Link | None = None
     engine: EngineCapabilities | None = None
     host_bytes: int = 0
@@ -227,7 +225,6 @@ def facts_of(store: ActivationStore, planned: Planned | None, held_bytes: Mappin
     if planned is not None:
         planned = replace(planned, unit=planned.profile.unit(counts.microbatches, counts.optimizer_steps))
     before, peak_before = store.run.memory_before
-    step, first_wait_s = _step(store)
     # Advice with a cause of the same meaning would tell the user twice, and once without this run's figures.
     advice = (text for key, text in store.shared.reporter.advice.items() if key not in CAUSES_TOO)
     return Facts(
@@ -235,8 +232,7 @@ def facts_of(store: ActivationStore, planned: Planned | None, held_bytes: Mappin
         counts=counts,
         accounts=store.shared.accounts,
         planned=planned,
-        step=planned.seen if planned is not None and planned.seen is not None else step,
-        first_wait_s=first_wait_s,
+        step=planned.seen if planned is not None and planned.seen is not None else _step(store),
         disk=planned.profile.disk if planned is not None else _disk(spool),
         engine=None if spool is None else spool.capabilities,
         host_bytes=sum(pool.capacity_bytes for pool in pools),
@@ -248,20 +244,19 @@ def facts_of(store: ActivationStore, planned: Planned | None, held_bytes: Mappin
     )
 
 
-def _step(store: ActivationStore) -> tuple[Observed | None, float]:
-    """The mean of all steps but the first, and its wait for the first tensor that backward needs."""
+def _step(store: ActivationStore) -> Observed | None:
+    """The mean of all steps but the first."""
     if store.run.first_step is None:
-        return None, 0.0
+        return None
     accounts, (began_s, before) = store.shared.accounts, store.run.first_step
     steps = max(1, accounts.optimizer_steps - before.optimizer_steps or accounts.microbatches - before.microbatches)
     forwards, unhooked = accounts.steps - before.steps, accounts.unhooked - before.unhooked
     hooked = 1 - unhooked / max(1, forwards)  # only such are among the steps that were counted
-    step = Observed(
+    return Observed(
         step_s=max(1e-9, hooked * (now() - began_s)) / steps,
         forward_wait_s=(accounts.pack_wait_s - before.pack_wait_s) / steps,
         backward_wait_s=(accounts.unpack_wait_s - before.unpack_wait_s) / steps,
     )
-    return step, (accounts.first_wait_s - before.first_wait_s) / steps
 
 
 def _disk(spool: Spool | None) -> Link | None:

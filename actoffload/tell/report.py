@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import html
-import re
 import sys
 from itertools import zip_longest
 
@@ -21,22 +19,6 @@ from .facts import Facts
 MOST_CAUSES = 3
 """Causes that a report names, each with one remedy."""
 KEEPS = "nothing moves, as policy='keep' says"
-
-
-class Report(str):
-    """The text of a report. A notebook shows it as a table: two spaces or more separate columns."""
-
-    __slots__ = ()
-
-    def _repr_html_(self) -> str:
-        lines = [(line.startswith(" "), re.split(r"\s{2,}", html.escape(line.strip()))) for line in self.splitlines()]
-        width = max((len(cells) for _, cells in lines), default=1)
-        rows = []
-        for indented, (*cells, last) in lines:
-            tag = "td" if indented else "th"
-            wide = f'<{tag} colspan="{width - len(cells)}" style="text-align: left">{last}</{tag}>'
-            rows.append("".join([*(f"<{tag}>{cell}</{tag}>" for cell in cells), wide]))
-        return "<table>" + "".join(f"<tr>{row}</tr>" for row in rows) + "</table>"
 
 
 def render_report(facts: Facts) -> str:

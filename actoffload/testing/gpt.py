@@ -24,8 +24,6 @@ class GPTConfig:
     dropout: float = 0.0
     recompute: bool = False
     """Checkpoint every block (non-reentrant)."""
-    tensor: int = 1
-    """Ranks of tensor parallelism. The model is one rank's share without communication, to count its bytes."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "seq", "head_width", "vocab"):
@@ -33,8 +31,6 @@ class GPTConfig:
                 raise ConfigError(name, getattr(self, name), "must be 1 or more")
         if self.width > self.head_width and self.width % self.head_width:
             raise ConfigError("width", self.width, f"must be a multiple of head_width={self.head_width}")
-        if self.tensor < 1 or self.heads % self.tensor:
-            raise ConfigError("tensor", self.tensor, f"must divide heads={self.heads}")
 
     @property
     def heads(self) -> int:
@@ -47,16 +43,14 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.heads = config.heads // config.tensor
+        self.heads = config.heads
         self.dropout = config.dropout
-        # The split of Megatron: by columns into a pair of layers and by rows out of it, so only `inner` shrinks.
-        inner = config.width // config.tensor
         self.norm1 = nn.LayerNorm(config.width)
-        self.qkv = nn.Linear(config.width, 3 * inner)
-        self.proj = nn.Linear(inner, config.width)
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.proj = nn.Linear(config.width, config.width)
         self.norm2 = nn.LayerNorm(config.width)
-        self.up = nn.Linear(config.width, 4 * inner)
-        self.down = nn.Linear(4 * inner, config.width)
+        self.up = nn.Linear(config.width, 4 * config.width)
+        self.down = nn.Linear(4 * config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the block on ``x`` (batch, seq, width)."""
@@ -96,11 +90,11 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.tokens = nn.Embedding(config.vocab // config.tensor, config.width)
+        self.tokens = nn.Embedding(config.vocab, config.width)
         self.positions = nn.Embedding(config.seq, config.width)
         self.stack = Stack(config)
         self.norm = nn.LayerNorm(config.width)
-        self.head = nn.Linear(config.width, config.vocab // config.tensor, bias=False)
+        self.head = nn.Linear(config.width, config.vocab, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return the mean cross-entropy in nats with ``targets``, else logits (batch, seq, vocab).

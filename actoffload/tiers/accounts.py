@@ -53,8 +53,6 @@ class Accounts:
     baseline_peak_bytes: int = 0
     pack_wait_s: float = 0.0
     unpack_wait_s: float = 0.0
-    first_wait_s: float = 0.0  # the part of `unpack_wait_s` for the record that backward needs first
-    first_bytes: int = 0  # of that record
     at_once_bytes: int = 0  # the most that one autograd node saved, where that was most of a forward
     refused_bytes: int = 0  # stayed because host memory was short
     degraded_bytes: int = 0  # stayed because a write or an allocation failed

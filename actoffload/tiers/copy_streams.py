@@ -46,7 +46,6 @@ class Batch:
     """The batches that this one has replaced in ``used_by``, by owner, until it begins."""
     timed: bool = False  # the event tells the time
     happened: bool = False  # the event is known to have happened
-    needed_first: bool = False  # on the way in: most of it is for the first unpack of a backward
     awaited_by: list[Stream] = field(default_factory=list)  # on the way in: the streams that have waited for the copies
     about: tuple[Traced, ...] = ()  # while tracing is on: the tensor of each copy
 
@@ -290,7 +289,7 @@ class CopyStreams:
         batch.replaced.clear()
 
     def _order_use_after_fill(self, current: Stream, incoming: Batch) -> None:
-        self._compute_waits(WaitFor.FIRST if incoming.needed_first else WaitFor.DATA, current, incoming)
+        self._compute_waits(WaitFor.DATA, current, incoming)
 
     def _order_reuse_after_fill(self, incoming: Batch) -> None:
         self._compute_waits(WaitFor.ROOM, incoming.stream, incoming)

@@ -521,7 +521,6 @@ class DeviceTier(Tier):
         if incoming is not None:
             if incoming.event is None:
                 self._begin_reloads()
-            incoming.needed_first = record.tape.is_first and 2 * record.nbytes >= incoming.nbytes
             self.copies.before_use(incoming, record.flat)
         if record.state is State.RELOADING:
             del self._reloading[record]
@@ -586,6 +585,5 @@ class DeviceTier(Tier):
         with self.shared.lock:
             waited = self.copies.waits.take()
             self.shared.accounts.pack_wait_s += waited[WaitFor.ROOM]
-            self.shared.accounts.unpack_wait_s += waited[WaitFor.DATA] + waited[WaitFor.FIRST]
-            self.shared.accounts.first_wait_s += waited[WaitFor.FIRST]
+            self.shared.accounts.unpack_wait_s += waited[WaitFor.DATA]
             self.shared.late_s += waited[WaitFor.DATA]

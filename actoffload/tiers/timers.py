@@ -214,7 +214,6 @@ class WaitFor(Enum):
 
     ROOM = "room"  # memory that is being copied out is to be used again
     DATA = "data"  # memory that is being copied in is needed
-    FIRST = "first"  # as DATA, by a backward that has just begun
 
 
 class Timeline:

@@ -20,11 +20,9 @@ from ..sizes import format_size
 from ..storage.endurance import YEAR_S, format_decimal, format_duration, written_per_day
 from .console import JsonOption, grouped, option, print_json, print_rows
 from .on_paper import (
-    BUILT_IN,
     DRIVES,
     GPUS,
     MODELS,
-    PUBLISHED,
     RESERVED_BYTES,
     SOURCES,
     SPLIT,
@@ -43,7 +41,7 @@ if TYPE_CHECKING:
 
     from .models import Trainee
 
-COUNTED: dict[str, Any] = {"sequence": 2048, "micro_batch": 1, "gpu": "rtx-4090"}
+COUNTED: dict[str, Any] = {"sequence": 2048, "gpu": "rtx-4090"}
 """The preset for ``--from-model``."""
 ZERO = {"parameters": 3, "gradients": 2, "optimizer": 1}
 """The stages of ZeRO from which on the states of a model are split."""
@@ -59,9 +57,8 @@ class Question:
     drive: Annotated[str, option("Preset of the SSD.")] = "980pro-1tb"
     step_s: Annotated[float | None, option("Seconds of a measured step. Default: from FLOPs.")] = None
     sequence: Annotated[int | None, option(min=1, panel=SPLIT)] = None
-    micro_batch: Annotated[int | None, option(min=1, panel=SPLIT)] = None
+    micro_batch: Annotated[int, option(min=1, panel=SPLIT)] = 1
     adapters: Annotated[int | None, option("Rank of LoRA beside each linear layer; the rest is frozen.", min=1)] = None
-    trained: Annotated[float, option("Share of parameters that is trained, for other adapters.", min=0, max=1)] = 1.0
     optimizer_bytes: Annotated[
         float | None, option("Per trained parameter. Default: AdamW's 12, 8 in float32.", min=0, panel=SPLIT)
     ] = None
@@ -83,20 +80,18 @@ def command(
     split: Annotated[dict[str, Any], Parallelism],
     machine: Annotated[dict[str, Any], Hardware],
     presets: Annotated[bool, option("List the presets and leave.", "--presets")] = False,
-    check: Annotated[bool, option("Set published figures beside ours and leave.", "--check")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say on paper what offloading needs: memory, bandwidth, the share that hides, the SSDs' life on rated TBW.
 
     FUNCTION returns a model and make_batch(size), which returns the model's arguments for that many samples.
     """
-    if presets or check:
-        rows = list_presets() if presets else list_published()
+    if presets:
+        rows = list_presets()
         if as_json:
             print_json(rows)
         else:
-            cells = [[value if isinstance(value, str) else f"{value:.3g}" for value in row.values()] for row in rows]
-            print_rows(cells, *rows[0], title="GB that a step saves" if check else None)
+            print_rows([list(row.values()) for row in rows], *rows[0])
         return
     found = Estimate(question, split, machine)
     if as_json:
@@ -133,14 +128,8 @@ class Estimate:
         start = question.start
         self.split = replace(start.split, **split)
         self.hardware = hardware_of(question.gpu or start.gpu, question.drive, **machine)
-        micro_batch = question.micro_batch or start.micro_batch
-        # The built-in GPT can be built as one rank's share: without sequence parallelism its norms stay whole there.
-        rank_only = start.kind == BUILT_IN and not self.split.sequence_parallel
-        if self.split.tensor > 1 and not (rank_only or self.split.sequence_parallel):
-            remedy = "a model other than Megatron's needs --sequence-parallel, under which every tensor is split"
-            raise ConfigError("tensor", self.split.tensor, remedy)
-        ranks = 1 if rank_only else self.split.tensor
-        workload, label = build_on_paper(question, self.split.tensor // ranks)
+        micro_batch, ranks = question.micro_batch, self.split.tensor
+        workload, label = build_on_paper(question)
         if not workload.blocks:
             remedy = "no layers found: some of one class must be in a ModuleList"
             raise ConfigError("from_model", question.from_model, remedy)
@@ -207,26 +196,18 @@ class Estimate:
         return {name: None if value == math.inf else value for name, value in found.items()}
 
 
-def build_on_paper(question: Question, tensor: int = 1) -> tuple[Trainee, str]:
-    """Return the model on meta tensors, adapters included, and its name; ``tensor`` ranks share the built-in GPT."""
+def build_on_paper(question: Question) -> tuple[Trainee, str]:
+    """Return the model on meta tensors, adapters included, and its name."""
     import torch
 
-    from ..testing.gpt import GPTConfig
-    from .models import adapt, build_gpt, build_own, build_transformers, configuration
+    from .models import adapt, build_own, build_transformers, configuration
 
-    if question.adapters is not None and question.trained < 1:
-        remedy = "the rank of adapters says what is trained: leave one of the two out"
-        raise ConfigError("trained", question.trained, remedy)
     start, source, meta = question.start, question.from_model, torch.device("meta")
     sequence = question.sequence or start.sequence
     if source is not None and is_own(source):
         if question.sequence is not None:
             raise ConfigError("sequence", sequence, "your own make_batch(size) says it; leave it out")
         workload, label = build_own("from_model", source, meta), source
-    elif start.kind == BUILT_IN:
-        sizes = GPTConfig(**start.config, seq=sequence, tensor=tensor)
-        workload = build_gpt(sizes, dtype=torch.bfloat16, device=meta)
-        label = f"GPT of {sizes.layers} layers × {sizes.width}, sequence {sequence}"
     else:
         config = configuration(source or start.kind, **start.config)
         workload = build_transformers(config, sequence=sequence, dtype=torch.bfloat16, device=meta)
@@ -242,14 +223,14 @@ def states_of(model: nn.Module, question: Question) -> dict[str, float]:
 
     By default the optimizer is AdamW: two moments in float32, and a float32 copy of narrower parameters.
     """
-    given, share = question.optimizer_bytes, question.trained
+    given = question.optimizer_bytes
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     default = sum(parameter.numel() * (8 if parameter.itemsize >= 4 else 12) for parameter in trained)
     elements = sum(parameter.numel() for parameter in trained)
     return {
         "parameters": sum(parameter.nbytes for parameter in model.parameters()),
-        "gradients": share * sum(parameter.nbytes for parameter in trained),
-        "optimizer": share * (default if given is None else given * elements),
+        "gradients": sum(parameter.nbytes for parameter in trained),
+        "optimizer": default if given is None else given * elements,
     }
 
 
@@ -296,11 +277,10 @@ def advice(found: Estimate) -> str:
 
 def _activation_rows(found: Estimate) -> list[tuple[str, str]]:
     split = found.split
-    tensor = f"tensor {split.tensor}{' + sequence' if split.sequence_parallel else ''}"
     small = f", and {format_size(found.small_bytes)} in tensors too small to move" if found.small_bytes else ""
     return [
         ("model", found.label),
-        ("split", f"{tensor}, data {split.data}, ZeRO {split.zero}"),
+        ("split", f"tensor {split.tensor}, data {split.data}, ZeRO {split.zero}"),
         ("activations of a step", f"{format_size(found.activation_bytes_per_step)} (S){small}"),
         ("outside of layers", f"{format_size(found.ends_bytes)} of them: embedding, last norm and loss"),
         ("step time", f"{found.step_s:.3g} s ({found.step_flops / found.step_s / 1e12:.0f} TFLOP/s)"),
@@ -344,17 +324,7 @@ def _machine_rows(found: Estimate) -> list[tuple[str, str]]:
 
 def list_presets() -> list[dict[str, Any]]:
     """Return the presets and their sources."""
-    rows = [("--model", name, SOURCES[entry.source]) for name, entry in MODELS.items()]
+    rows = [("--model", name, SOURCES["transformers"]) for name in MODELS]
     rows += [("--gpu", name, SOURCES[entry["source"]]) for name, entry in GPUS.items()]
     rows += [("--drive", name, entry.source) for name, entry in DRIVES.items()]
     return [{"option": option, "name": name, "source": source} for option, name, source in rows]
-
-
-def list_published() -> list[dict[str, Any]]:
-    """Return published figures, GB that a step saves, with the estimates of the same runs as ``ours``."""
-    rows = []
-    for row in PUBLISHED:
-        found = Estimate(Question(model=row["model"]), {}, {})
-        ours = sum(found.layers_bytes) / 1e9
-        rows.append(row | {"ours": ours, "difference": f"{ours / row['value'] - 1:+.1%}"})
-    return rows

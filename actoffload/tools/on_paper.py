@@ -62,10 +62,9 @@ class Drive:
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """How a step is split over GPUs. ``sequence_parallel``: norms and dropout, too (Korthikanti et al. 2022)."""
+    """How a step is split over GPUs."""
 
-    tensor: Annotated[int, option(min=1, panel=SPLIT)] = 1
-    sequence_parallel: Annotated[bool, option(panel=SPLIT)] = False
+    tensor: Annotated[int, option("Ranks of tensor with sequence parallelism.", min=1, panel=SPLIT)] = 1
     data: Annotated[int, option(min=1, panel=SPLIT)] = 1
     zero: Annotated[int, option("Stage of ZeRO over --data ranks; FSDP is 3.", panel=SPLIT)] = 0
 
@@ -124,26 +123,20 @@ class Hardware:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPreset:
-    """A model, its micro-batch and split, and the GPU that it ran on or that suits it."""
+    """A model type of Transformers with the sizes of a model, its split, and the GPU that suits it."""
 
     kind: str
     config: dict[str, Any]
     sequence: int
-    micro_batch: int = 1
     split: Parallelism = field(default_factory=Parallelism)
     gpu: str = "h100-sxm"
-    source: str = "transformers"
 
 
-BUILT_IN = "gpt"
-"""The kind of the built-in GPT; each other kind is a model type of Transformers."""
 TABLES: dict[str, Any] = tomllib.loads(files(__package__).joinpath("presets.toml").read_text(encoding="utf-8"))
 SOURCES: dict[str, str] = TABLES["source"]
 GPUS: dict[str, dict[str, Any]] = TABLES["gpu"]
 DRIVES = msgspec.convert(TABLES["drive"], dict[str, Drive])
 MODELS = msgspec.convert(TABLES["model"], dict[str, ModelPreset])
-PUBLISHED: list[dict[str, Any]] = [row | {"source": SOURCES[row["source"]]} for row in TABLES["published"]["rows"]]
-"""GB that a step of a model preset saves, as published."""
 
 
 def preset(option: str, name: str, known: Mapping[str, T]) -> T:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,12 +17,8 @@ from ..planning.profile import Profile
 from ..planning.search import Limits, best, bounded
 from ..tell.parts import Analysis, BudgetRow, analyse, budget_table
 from ..tell.plans import render_budgets, render_plan
-from .console import JsonOption, PathOption, grouped, option, print_json
-from .environment import find_device, prepare_process
-from .rok_points import is_own
+from .console import JsonOption, grouped, option, print_json
 
-RECORDED_STEPS = 3
-"""The second is recorded; the profile is there in the third."""
 SIZES = ("device_budget", "host_budget", "nvme_budget")
 TIERS = {"host": ("host",), "nvme": ("nvme",)}
 """Of the targets that have one."""
@@ -52,21 +47,13 @@ class Budget:
 
 @grouped
 def command(
-    profile: Annotated[
-        Path,
-        typer.Argument(help="A recorded step, as `actoffload demo --profile FILE` writes it; or FILE.py:FUNCTION."),
-    ],
+    profile: Annotated[Path, typer.Argument(help="A recorded step, as `actoffload demo --profile FILE` writes it.")],
     budget: Budget,
-    batch: Annotated[int, option("Samples of FUNCTION's batch.", min=1)] = 1,
-    path: PathOption = None,
     plan_out: Annotated[Path | None, option("Write the plan here; Plan.from_json reads it.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Plan a recorded step: which checkpointed regions run once, what stays and leaves, why, its time and its peak.
-
-    FUNCTION returns a model and make_batch(size), which returns the model's arguments; the model returns its loss.
-    """
-    recorded = record(str(profile), batch, path) if is_own(str(profile)) else read_profile(profile)
+    """Plan a recorded step: which checkpointed regions run once, what stays and leaves, why, its time and its peak."""
+    recorded = read_profile(profile)
     limits = budget.of(recorded)
     budgets = budget_table(recorded, limits)
     step, plan = best(recorded, limits)
@@ -87,31 +74,6 @@ def read_profile(path: Path) -> Profile:
         problem = getattr(error, "strerror", None) or getattr(error, "remedy", "").partition(";")[0]
         remedy = "`actoffload demo --profile FILE` writes one, and so does offloader.profile.save(FILE) after 3 steps"
         raise ConfigError("profile", str(path), f"{problem}; give a recorded step: {remedy}") from error
-
-
-def record(source: str, batch: int, path: list[str] | None) -> Profile:
-    """Return the profile of a user's own model: three steps without an optimizer, each of the same batch."""
-    import torch
-
-    from ..autograd.offloader import Offloader
-    from .models import build_own
-
-    device = find_device()
-    prepare_process(device, None, seed=0)
-    workload = build_own("profile", source, torch.device(device))
-    inputs = workload.batch(batch)
-    config = OffloadConfig(path=path, target="nvme" if device == "cpu" else "auto")
-    with closing(Offloader(config).use(workload.model)) as offloader:
-        for step in range(RECORDED_STEPS):
-            with offloader:
-                loss = workload.loss(inputs)
-            if not step:  # backward of a short step takes everything before it has left, and no link would be known
-                offloader.synchronize()
-            torch.autograd.backward(loss)
-            workload.model.zero_grad()
-        if offloader.profile is None:
-            raise ConfigError("batch", batch, "nothing that its step saves may move; give a larger one")
-        return offloader.profile
 
 
 def as_dict(profile: Profile, plan: Plan, analysis: Analysis, budgets: Sequence[BudgetRow]) -> dict[str, Any]:

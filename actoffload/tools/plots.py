@@ -15,16 +15,15 @@ if TYPE_CHECKING:
 
 LINES = {"keep": (":", "s"), "recompute": ("--", "^"), "offload": ("-.", "D"), "hybrid": ("-", "oPX*hv")}
 """The line and the marker of each series, in the order of the legend. The hybrid has a marker for each budget."""
-BRIGHT = {"keep": "white", "recompute": "#e69f00", "offload": "#00c08b", "hybrid": "#56b4e9"}
-DEEP = {"keep": "black", "recompute": "#d55e00", "offload": "#009e73", "hybrid": "#0072b2"}
-"""On white. Both are Okabe and Ito's colours, which colour-blind people can tell apart."""
+COLOURS = {"keep": "black", "recompute": "#d55e00", "offload": "#009e73", "hybrid": "#0072b2"}
+"""Okabe and Ito's, which colour-blind people can tell apart."""
 COLUMN = 3.3
 """The width of a paper's column in inches."""
 LETTERS = 60
 """The letters that fit in it."""
 
 
-def draw_rok(points: Sequence[Point], paths: Sequence[Path], title: str, *, dark: bool = False) -> None:
+def draw_rok(points: Sequence[Point], paths: Sequence[Path], title: str) -> None:
     """Draw a panel for each model and size, throughput over activation peak; upper left is better.
 
     A line joins a variant's batches, whose numbers stand beside its points. A band is the A/A noise of keep.
@@ -43,7 +42,7 @@ def draw_rok(points: Sequence[Point], paths: Sequence[Path], title: str, *, dark
     columns = 1 if len(panels) <= 3 else 2
     rows = -(-len(panels) // columns)
     sizes: dict[str, Any] = {"font.size": 7.0, "axes.titlesize": "medium", "figure.titlesize": "medium"}
-    with pyplot.style.context(["dark_background" if dark else "default", sizes]):
+    with pyplot.style.context(["default", sizes]):
         shape = (COLUMN, 1.4 + 1.25 * rows)
         figure, grid = pyplot.subplots(rows, columns, figsize=shape, squeeze=False, layout="constrained")
         try:
@@ -52,7 +51,7 @@ def draw_rok(points: Sequence[Point], paths: Sequence[Path], title: str, *, dark
                 if panel is None:
                     axis.set_axis_off()
                     continue
-                _draw_panel(axis, [p for p in points if p.case.panel == panel], BRIGHT if dark else DEEP)
+                _draw_panel(axis, [p for p in points if p.case.panel == panel])
                 axis.set_title(textwrap.fill(panel, LETTERS // columns - 4))
                 handles, labels = axis.get_legend_handles_labels()
                 known |= dict(zip(labels, handles, strict=True))
@@ -65,7 +64,7 @@ def draw_rok(points: Sequence[Point], paths: Sequence[Path], title: str, *, dark
             pyplot.close(figure)
 
 
-def _draw_panel(axis: Any, points: Sequence[Point], colours: dict[str, str]) -> None:
+def _draw_panel(axis: Any, points: Sequence[Point]) -> None:
     axis.grid(alpha=0.15)
     axis.spines[["top", "right"]].set_visible(False)
     order = list(LINES)
@@ -73,7 +72,7 @@ def _draw_panel(axis: Any, points: Sequence[Point], colours: dict[str, str]) -> 
     markers = {series: iter(kinds * len(variants)) for series, (_, kinds) in LINES.items()}
     for variant in variants:
         mine = sorted((p for p in points if p.variant == variant), key=lambda p: p.case.batch)
-        _draw_variant(axis, variant, mine, next(markers[variant.series]), colours[variant.series])
+        _draw_variant(axis, variant, mine, next(markers[variant.series]))
     failed = {
         "no room": [p.label for p in points if p.oom],
         "not measured": [p.label for p in points if not p.tflops and not p.oom],
@@ -84,8 +83,9 @@ def _draw_panel(axis: Any, points: Sequence[Point], colours: dict[str, str]) -> 
     axis.xaxis.set_major_formatter(lambda nbytes, _: format_size(nbytes).replace(".0 ", " "))
 
 
-def _draw_variant(axis: Any, variant: Variant, points: Sequence[Point], marker: str, colour: str) -> None:
+def _draw_variant(axis: Any, variant: Variant, points: Sequence[Point], marker: str) -> None:
     """Draw a line through a variant's points, with batches and bars, and the noise of keep."""
+    colour = COLOURS[variant.series]
     drawn = [(float(p.peak_bytes), p.tflops, p) for p in points if p.tflops]
     below, above = [y.median - y.low for _, y, _ in drawn], [y.high - y.median for _, y, _ in drawn]
     axis.errorbar(

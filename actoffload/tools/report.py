@@ -7,7 +7,7 @@ readers can distinguish, and each thing has one. Text and lines follow the reade
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import floor, log10
 from pathlib import Path
@@ -18,18 +18,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 
 from ..analysis.trace_file import LINKS, load
-from ..analysis.traced_run import (
-    AWAY,
-    KINDS,
-    LABELS,
-    MOST_WAITS,
-    SAVED,
-    Moment,
-    Run,
-    format_number,
-    look_at,
-    verdict_of,
-)
+from ..analysis.traced_run import AWAY, KINDS, LABELS, MOST_WAITS, SAVED, Moment, Run, format_number, look_at
 from ..errors import ActOffloadError, ConfigError, TraceFileError, printable
 from ..sizes import format_size, format_time
 from .console import JsonOption, option, plain, print_json, table_of
@@ -60,15 +49,14 @@ TraceArgument = Annotated[Path, typer.Argument(help="The trace of a run, as trac
 def command(
     run: TraceArgument,
     html: Annotated[Path | None, option("Write a page with pictures here.")] = None,
-    compare: Annotated[Path | None, option("Another trace, put before this one, to compare with.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say what a traced run did: memory, links, waits, what was predicted, and what to do next."""
-    with _sound(run if compare is None else f"{compare} or {run}"):
-        runs = [look_at(load(path)) for path in (compare, run) if path is not None]
-        shown = [each.as_dict() for each in runs] if as_json else render(runs)
+    with _sound(run):
+        found = look_at(load(run))
+        shown = found.as_dict() if as_json else render(found)
     if html is not None:
-        write_page(runs, html)
+        write_page(found, html)
     if as_json:
         print_json(shown)
         return
@@ -87,7 +75,7 @@ def top(
         while True:
             began_s = time.monotonic()
             found = _so_far(run)
-            live.update("waiting for the first step" if found is None else render([found]), refresh=True)
+            live.update("waiting for the first step" if found is None else render(found), refresh=True)
             if found is not None and not found.trace.truncated:
                 return  # the trace has its end, so the run is over
             try:
@@ -108,7 +96,7 @@ def _so_far(path: Path) -> Run | None:
 
 
 @contextmanager
-def _sound(file: Path | str) -> Iterator[None]:
+def _sound(file: Path) -> Iterator[None]:
     """Refuse a trace with other notes on the run than the library writes: they have no schema."""
     try:
         yield
@@ -118,17 +106,15 @@ def _sound(file: Path | str) -> Iterator[None]:
         raise TraceFileError(printable(f"{file}: broken ({error!r}): trace the run again")) from error
 
 
-def render(runs: list[Run]) -> RenderableType:
-    """Return the report on runs, one after the other, for a terminal."""
-    head, *numbers = comparison(runs)
+def render(run: Run) -> RenderableType:
+    """Return the report on a run for a terminal."""
+    head, *numbers = numbers_of(run)
     parts: list[RenderableType] = [table_of(numbers, *head)]
-    parts += [f"[bold]{plain(verdict_of(*runs))}[/bold]"] if runs[1:] else []
-    for run in runs:
-        parts += [f"\n[bold]{plain(run.name)}[/bold]: {plain(run.about())}\n", *map(plain, run.report.splitlines())]
-        for section in sections(run):
-            head, *rows = section.table
-            if rows:
-                parts += [f"\n[bold]{section.title}[/bold]: {plain(section.meaning)}", table_of(rows, *head)]
+    parts += [f"\n[bold]{plain(run.name)}[/bold]: {plain(run.about())}\n", *map(plain, run.report.splitlines())]
+    for section in sections(run):
+        head, *rows = section.table
+        if rows:
+            parts += [f"\n[bold]{section.title}[/bold]: {plain(section.meaning)}", table_of(rows, *head)]
     return Group(*parts)
 
 
@@ -144,11 +130,10 @@ class Section(NamedTuple):
     table: Rows
 
 
-def comparison(runs: Sequence[Run]) -> Rows:
-    """Return the runs' numbers under a heading, with a column for each run."""
-    numbers = [run.numbers() for run in runs]
-    rows: Rows = [("", *(run.name for run in runs))]
-    return rows + [(label, *(format_number(name, each[name]) for each in numbers)) for name, label in LABELS.items()]
+def numbers_of(run: Run) -> Rows:
+    """Return a run's numbers under a heading."""
+    numbers = run.numbers()
+    return [("", run.name), *((label, format_number(name, numbers[name])) for name, label in LABELS.items())]
 
 
 def sections(run: Run) -> list[Section]:
@@ -190,8 +175,8 @@ def sections(run: Run) -> list[Section]:
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 
-def write_page(runs: Sequence[Run], path: Path) -> None:
-    """Write the page for one run or for two."""
+def write_page(run: Run, path: Path) -> None:
+    """Write the page for a run."""
     try:  # an optional package, which only this page needs
         import jinja2
     except ImportError as error:
@@ -200,22 +185,16 @@ def write_page(runs: Sequence[Run], path: Path) -> None:
 
     page = jinja2.Environment(autoescape=True)  # a trace is untrusted, and its texts go into the page
     page.filters["percent"] = lambda share: f"{100 * share:.2f}%"
-    # One scale for both runs, so that a reader can compare their charts by eye.
-    length_s = max(run.end_s - run.begin_s for run in runs)
-    shown: list[dict[str, Any]] = [
-        {"name": run.name, "about": run.about(), "tiles": tiles(run), "next_steps": run.next_steps}
-        | {"bands": _bands(run, length_s), "report": run.report}
-        for run in runs
-    ]
-    memories = [run.memory() for run in runs]
-    top = max(sum(moment.by_kind.values()) for memory in memories for moment in memory)
-    for one, run, memory in zip(shown, runs, memories, strict=True):
-        one["chart"] = _chart(run, memory, max(1.0, 1.08 * top), length_s)
     text = page.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8")).render(
-        title=verdict_of(*runs) if len(runs) > 1 else f"{runs[0].name}: {runs[0].report.splitlines()[0]}",
-        runs=shown,
-        numbers=comparison(runs),
-        sections=list(zip(*map(sections, runs), strict=True)),
+        title=f"{run.name}: {run.report.splitlines()[0]}",
+        about=run.about(),
+        tiles=tiles(run),
+        next_steps=run.next_steps,
+        chart=_chart(run, run.memory()),
+        bands=_bands(run),
+        report=run.report,
+        numbers=numbers_of(run),
+        sections=sections(run),
         colours=COLOURS,
     )
     path.write_text(text, encoding="utf-8")
@@ -239,9 +218,10 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     ]
 
 
-def _chart(run: Run, memory: list[Moment], top: float, length_s: float) -> dict[str, Any]:
+def _chart(run: Run, memory: list[Moment]) -> dict[str, Any]:
     """Return the parts of a chart of memory over the step that is shown. Sizes are shares of its width and height."""
-    ends = [*(moment.time_s for moment in memory[1:]), run.end_s - run.begin_s]
+    length_s, top = run.end_s - run.begin_s, max(1.0, 1.08 * max(sum(moment.by_kind.values()) for moment in memory))
+    ends = [*(moment.time_s for moment in memory[1:]), length_s]
     unit, name = (GIB, "GiB") if top >= GIB else (MIB, "MiB")
     labels = [("y", "bottom", at * unit / top, f"{at:g} {name}") for at in _ticks(top / unit)]
     labels += [("x", "left", at / 1e3 / length_s, f"{at:g} ms") for at in _ticks(800 * length_s, most=3)]
@@ -271,8 +251,9 @@ Bars = list[tuple[float, float, float, str]]
 """Left, width and height of each bar in shares of its band, and its text."""
 
 
-def _bands(run: Run, length_s: float) -> list[tuple[str, str, Bars]]:
+def _bands(run: Run) -> list[tuple[str, str, Bars]]:
     """Return label, class and bars of a band for each way of each link, writes first, for waits and for processors."""
+    length_s = run.end_s - run.begin_s
     waits, transfers = run.of_step(run.trace.waits), run.of_step(run.trace.transfers)
     labels = {"wait": f"waits: {format_time(sum(wait.duration_s for wait in waits))} in this step"}
     for link in run.links():
@@ -287,15 +268,14 @@ def _bands(run: Run, length_s: float) -> list[tuple[str, str, Bars]]:
         place = (begin_s / length_s, (span.end_s - begin_s) / length_s)
         bands[name].append((*place, 1.0, f"{what}, {format_size(span.nbytes)}, {when}"))
     found = [(labels.get(name, name), name.split()[-1], bars) for name, bars in bands.items() if bars]
-    step, lasts_s = (run.begin_s, run.end_s, PARTS), run.end_s - run.begin_s
+    step = (run.begin_s, run.end_s, PARTS)
     levels: list[tuple[str, str, list[float], Callable[[float], str]]] = [
         (f"{name}, by others", "others", run.moved(name, *step, ours=False), format_size) for name in LINKS
     ]
     label = f"processor time, of {run.threads} threads of PyTorch"
     levels.append((label, "processors", run.processor_s(*step), format_time))
-    width = lasts_s / length_s / PARTS
     for label, kind, parts, text in levels:
-        top = max(parts) if kind == "others" else max(run.threads * lasts_s / PARTS, *parts)
-        bars = [(at * width, width, part / top, text(part)) for at, part in enumerate(parts) if part > 0]
+        top = max(parts) if kind == "others" else max(run.threads * length_s / PARTS, *parts)
+        bars = [(at / PARTS, 1 / PARTS, part / top, text(part)) for at, part in enumerate(parts) if part > 0]
         found += [(f"{label}: {text(sum(parts))} in this step", kind, bars)] if bars else []
     return found

@@ -6,7 +6,6 @@ saved activations in bytes, y the throughput in algorithmic TFLOP/s (recomputati
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -34,8 +33,8 @@ from .plots import draw_rok
 from .rok_points import SERIES, Case, Point, Spread, Variant, is_own, verdict
 from .workers import FAILURES, failure, run_worker
 
-SIMULATED, PREDICTED = "sim", "predicted"
-"""The type of the simulated device of `actoffload.testing.simulated_device`; and, in place of a device, no run."""
+PREDICTED = "predicted"
+"""In place of a device: nothing is run."""
 OWN, OWN_BATCHES = "own", (1, 2, 4)
 """The preset of a user's own model."""
 WORKER, VERSION, LIMIT_S = "actoffload.tools.rok_worker", 2, 3600.0
@@ -51,7 +50,7 @@ Launch = Callable[[dict[str, Any]], dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """Cases, and how they are measured. ``keep`` is the first series, and takes both ends of each turn.
+    """Cases, and how they are measured. Keep, the first series, takes both ends of each turn.
 
     Attributes:
         levels: budgets of the hybrid; it always runs without one, too.
@@ -63,7 +62,6 @@ class Preset:
     """
 
     cases: tuple[Case, ...]
-    series: tuple[str, ...] = SERIES
     levels: tuple[str, ...] = ("recompute", "0.4")
     warm_up: int = 4
     steps: int = 10
@@ -74,7 +72,7 @@ class Preset:
     @property
     def variants(self) -> tuple[Variant, ...]:
         """The variants of each case; each comes after the variants whose peaks are its budgets."""
-        plain = [Variant(series=name) for name in self.series]
+        plain = [Variant(series=name) for name in SERIES]
         return (*plain, *(Variant(series="hybrid", level=level) for level in self.levels))
 
 
@@ -142,7 +140,7 @@ def _point(case: Case, variant: Variant, samples: Sequence[Sample]) -> Point:
 
 
 class RokRun:
-    """One run, or the continuation of one: cases in ``file`` are not measured again, unless something in them failed.
+    """One run, whose results go into a new ``file``.
 
     ``about``: ``environment`` and ``command`` of the results. ``launch`` measures a case; a failure is a result, too.
     ``path``: directories of the spool, which the results do not name.
@@ -151,32 +149,20 @@ class RokRun:
     def __init__(
         self, preset: Preset, file: Path, about: dict[str, Any], launch: Launch, path: list[str] | None = None
     ) -> None:
-        self.file, self._cases, self._launch, self._path = file, preset.cases, launch, path
+        if file.exists():
+            raise ConfigError("out", str(file), "there is such a file already; name a new one, or remove it")
+        self.file, self.cases, self._launch, self._path = file, preset.cases, launch, path
         names = ("threads", "warm_up", "steps", *(["gpu"] if preset.gpu else []))
         how = {name: getattr(preset, name) for name in names}
         how |= {"device": preset.device or find_device(), "variants": list(map(asdict, preset.variants))}
         self._how: dict[str, Any] = how
         self.payload: dict[str, Any] = {"benchmark": "rok", "version": VERSION, **about}
         self.payload |= {"measured_with": how, "samples": []}
-        if not file.exists():
-            return
-        old = load_results(file)
-        different = [name for name, value in how.items() if old["measured_with"].get(name) != value]
-        if different:
-            raise ConfigError("out", str(file), f"was measured with another {', '.join(different)}; name a new file")
-        # A lack of room is a result, so these cases are not measured again.
-        failed = [s["case"] for s in old["samples"] if "error" in s and not s.get("oom")]
-        self.payload["samples"] = [s for s in old["samples"] if s["case"] not in failed]
-
-    def missing(self) -> list[Case]:
-        """Return the cases that the results do not hold yet."""
-        there = {Case(**sample["case"]) for sample in self.payload["samples"]}
-        return [case for case in self._cases if case not in there]
 
     def run(self) -> Generator[tuple[Case, list[dict[str, Any]]]]:
-        """Measure each missing case; yield it with its samples, one for each variant, when they are in the file."""
+        """Measure each case; yield it with its samples, one for each variant, when they are in the file."""
         environment = self.payload["environment"]
-        for case in self.missing():
+        for case in self.cases:
             result = self._launch(self._how | {"case": asdict(case), "path": self._path})
             head = {"case": asdict(case), "commit": environment.get("commit")}
             head["others_cpu_share"] = result.pop("others_cpu_share", None)
@@ -187,20 +173,6 @@ class RokRun:
             # After each case, so that an interrupt loses the running one at most.
             write_json(self.file, self.payload)
             yield case, samples
-
-
-def load_results(file: Path) -> dict[str, Any]:
-    """Return the results in a file."""
-    try:
-        data: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        if data["benchmark"] != "rok" or data["version"] != VERSION:
-            raise ValueError("of another kind or version")
-        for sample in data["samples"]:
-            Case(**sample["case"])
-        data["measured_with"].get("device")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError("results", str(file), f"no results of `actoffload rok` ({error})") from error
-    return data
 
 
 # -- predicted cases --------------------------------------------------------------------------------------------------
@@ -268,9 +240,7 @@ def predict_variant(base: Profile, plain: Profile, series: str, budget: int | No
 class Measured:
     """The user's choice; None for the preset's."""
 
-    preset: Annotated[
-        str | None, option(f"One of {', '.join(PRESETS)}; default: cpu. simulated is a small GPU in virtual time.")
-    ] = None
+    preset: Annotated[str | None, option(f"One of {', '.join(PRESETS)}; default: cpu.")] = None
     gpu: Annotated[str | None, option("Run nothing: predict from shapes, for this GPU of `estimate --presets`.")] = None
     model: Annotated[str | None, option("Your own, FILE.py:FUNCTION; or the preset's cases of this model.")] = None
     batch: Annotated[
@@ -296,7 +266,7 @@ class Measured:
             environment["gpu"] = f"{self.gpu}, {speed}; {machine.drives} SSDs, {rates}"
             # A prediction has no noise and no plan that has to settle.
             once: dict[str, Any] = {"warm_up": 0, "steps": 1, "threads": None}
-            chosen = replace(chosen, gpu=self.gpu, device=PREDICTED, series=SERIES, **once)
+            chosen = replace(chosen, gpu=self.gpu, device=PREDICTED, **once)
             command, file = f"actoffload rok --preset {name} --gpu {self.gpu}", f"{file}_{self.gpu}"
         about = {"command": command, "environment": environment}
         return RokRun(chosen, out or Path(f"{file}.json"), about, launch, path)
@@ -319,9 +289,7 @@ class Measured:
 @grouped
 def command(
     measured: Measured,
-    out: Annotated[Path | None, option("Results (JSON); continued if it exists. Default: rok_NAME.json.")] = None,
-    redraw: Annotated[Path | None, option("Measure nothing; draw and compare these results.")] = None,
-    dark: Annotated[bool, option("Draw on black.", "--dark")] = False,
+    out: Annotated[Path | None, option("Results (JSON), a new file. Default: rok_NAME.json.")] = None,
     path: PathOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -329,21 +297,17 @@ def command(
 
     FUNCTION returns a model and make_batch(size), which returns the model's arguments; the model returns its loss.
     """
-    if redraw is not None:
-        raise typer.Exit(finish(load_results(redraw), redraw, dark, as_json))
     rok = measured.run(out, path)
     take(rok, quiet=as_json)
-    raise typer.Exit(finish(rok.payload, rok.file, dark, as_json))
+    raise typer.Exit(finish(rok.payload, rok.file, as_json))
 
 
 def take(run: RokRun, *, quiet: bool) -> None:
-    """Measure all missing cases behind a progress bar."""
-    total = len(run.missing())
+    """Measure all cases behind a progress bar."""
+    total = len(run.cases)
     with progress_bar(TimeElapsedColumn(), quiet=quiet) as progress:
         if not quiet:
-            there = len(run.payload["samples"])
-            goes_on = "where the same command goes on if it was stopped"
-            progress.console.print(f"{total} cases to measure, {there} samples there; results in {run.file}, {goes_on}")
+            progress.console.print(f"{total} cases to measure; results in {run.file}")
         bar = progress.add_task("cases", total=total)
         for case, samples in run.run():
             progress.update(bar, advance=1)
@@ -352,7 +316,7 @@ def take(run: RokRun, *, quiet: bool) -> None:
                 progress.console.print(text, style="yellow", markup=False)
 
 
-def finish(payload: dict[str, Any], file: Path, dark: bool, as_json: bool) -> int:
+def finish(payload: dict[str, Any], file: Path, as_json: bool) -> int:
     """Draw and compare; return 1 if losses or gradients differ, or a point failed otherwise than by a lack of room."""
     points, machine = points_of(payload["samples"]), payload["environment"]
     share = max((s.get("others_cpu_share") or 0.0 for s in payload["samples"]), default=0.0)
@@ -360,16 +324,14 @@ def finish(payload: dict[str, Any], file: Path, dark: bool, as_json: bool) -> in
     title = f"{machine.get('gpu') or machine.get('cpu')}, {torch}"
     if device == PREDICTED:
         title = f"PREDICTED from shapes, nothing was run\n{machine['gpu']}"
-    elif device == SIMULATED:
-        title = f"SIMULATED GPU, virtual time; {torch}"
-    if share <= BUSY_SHARE or device in (PREDICTED, SIMULATED):
+    if share <= BUSY_SHARE or device == PREDICTED:
         share = 0.0
     busy = f"the machine was busy: others took up to {share:.0%} of the processors" if share else ""
-    pictures = [file.with_name(f"{file.stem}{'_dark' * dark}{ending}") for ending in (".png", ".svg")]
+    pictures = [file.with_suffix(ending) for ending in (".png", ".svg")]
     drawn = f"written beside {file.name}: {', '.join(picture.name for picture in pictures)}"
     try:
         if points:
-            draw_rok(points, pictures, "\n".join(filter(None, (title, busy))), dark=dark)
+            draw_rok(points, pictures, "\n".join(filter(None, (title, busy))))
     except ImportError:
         drawn = "a picture needs matplotlib: pip install actoffload[plots]"
     if as_json:

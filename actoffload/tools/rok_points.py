@@ -80,7 +80,7 @@ class Spread:
 def verdict(ratio: Spread, noise: Spread) -> str:
     """Compare a ratio to keep with the A/A noise: a difference needs a middle half that lies outside the noise's.
 
-    The noise counts as 1 % at least: virtual time has none, and is no more exact than that.
+    The noise counts as 1 % at least: predictions have none, and are no more exact than that.
 
     >>> verdict(Spread(1.3, 1.2, 1.4), Spread(1.0, 0.9, 1.1)), verdict(Spread(1.05, 1.0, 1.2), Spread(1.0, 0.9, 1.1))
     ('slower', 'as keep')

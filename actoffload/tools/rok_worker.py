@@ -30,11 +30,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from .. import OffloadConfig, Offloader
 from ..errors import ActOffloadError
 from ..memory import cpu_allocator
-from ..testing import simulated_device
-from ..tiers.accelerator import Accelerator
 from .environment import prepare_process
 from .models import Trainee, build
-from .rok import NO_BLOCKS, OFFLOAD_READS_AHEAD, SIMULATED, budget_of
+from .rok import NO_BLOCKS, OFFLOAD_READS_AHEAD, budget_of
 from .rok_points import Case, Variant, is_own
 from .saved_bytes import BACKWARD_FACTOR
 from .workers import FAILURES, failure, serve
@@ -42,15 +40,6 @@ from .workers import FAILURES, failure, serve
 SEED = 0
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Types of as many bytes as a gradient's elements."""
-SIMULATED_GPU = {
-    "flops": 250e12 / 96,
-    "memory_bytes_per_s": 1.5e12,
-    "to_device_bytes_per_s": 25e9,
-    "to_host_bytes_per_s": 25e9,
-    "latency_s": 2e-6,
-}
-"""An A100 on PCIe 4 (80 % of its FLOP/s in bfloat16) that computes 96 times as slowly: a model of width 256 in float32
-has 96 times fewer FLOPs for each byte that it saves than one of width 12288 in bfloat16, as SSDTrain measured."""
 
 
 @dataclass
@@ -91,12 +80,6 @@ class Round:
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self.spec = spec
-        self.accelerator: Accelerator | None = None
-        self.clock: Callable[[], float] = time.perf_counter
-        if spec["device"] == SIMULATED:
-            simulated = simulated_device.install()  # PyTorch knows its name from now on
-            simulated.model(**SIMULATED_GPU)
-            self.accelerator, self.clock = simulated_device.SimulatedAccelerator(), lambda: simulated.clock_s
         self.device = torch.device(spec["device"])
         self.on_cpu = self.device.type == "cpu"
         case = Case(**spec["case"])
@@ -157,8 +140,7 @@ class Round:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
     def _offloader(self, mode: Mode, **options: Any) -> Offloader:
-        config = OffloadConfig(path=self.spec["path"], **options)
-        return Offloader(config, accelerator=self.accelerator).use(mode.workload.model)
+        return Offloader(OffloadConfig(path=self.spec["path"], **options)).use(mode.workload.model)
 
     def _take_turn(self, order: list[Mode]) -> None:
         """Let each take a step; its ratio is to keep's two, the first and the last of the turn.
@@ -198,7 +180,7 @@ class Round:
         """The time at which the device has done its work."""
         if not self.on_cpu:
             torch.accelerator.synchronize()
-        return self.clock()
+        return time.perf_counter()
 
     def _timed_step(self, mode: Mode) -> float:
         if not self.on_cpu:

@@ -19,7 +19,7 @@ from ..sizes import format_size
 from .console import JsonOption, PathOption, check_paths, grouped, option, plain, print_busy, print_json, print_rows
 from .environment import find_device
 from .estimate import Question, build_on_paper, states_of
-from .on_paper import BUILT_IN, MODELS, Hardware, hardware_of
+from .on_paper import MODELS, Hardware, hardware_of
 from .rok import NO_BLOCKS, WORKER, predict_variant
 from .rok_points import Case, Variant, is_own
 from .workers import run_worker, turn_ratios
@@ -155,7 +155,7 @@ def measured(model: str, setup: Setup, path: list[str] | None) -> dict[str, Any]
         from .models import configuration
 
         kind = MODELS[model].kind if model in MODELS else str(configuration(model).model_type)
-        case = Case(model="gpt-small" if kind == BUILT_IN else kind, batch=SMALL_BATCH, **SMALL, **adapters)
+        case = Case(model=kind, batch=SMALL_BATCH, **SMALL, **adapters)
         label = f"a small {kind}: {case.layers} layers of width {case.hidden}, {case.batch} × {case.seq} tokens"
     about: dict[str, Any] = {"label": label, "device": find_device()}
     spec = {"case": asdict(case), "variants": [asdict(variant) for variant in VARIANTS], "device": about["device"]}

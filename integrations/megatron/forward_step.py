@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
-import os
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from actoffload import Offloader, Statistics, keep, offload_activations
+from actoffload import Offloader, keep, offload_activations
 from actoffload.errors import ConfigError, SpoolPathError
 
 from .arguments import flag, options_of
@@ -110,34 +107,8 @@ class OffloadedForwardStep:
             except SpoolPathError as error:
                 raise ConfigError("--actoffload-path", options.get("path"), str(error)) from error
             self._names_mlp_act = "mlp_act" in (getattr(args, "actoffload_modules", None) or ())
-            if options["announce"] != "none":
-                _print_row_at_exit(self.offloader)
+            self.offloader.sum_up(at_end=True)
         self._began = True  # last: a call after an error raises the same error again
-
-
-def row(rank: str, found: Statistics) -> str:
-    """One rank's row of the table at the end of a training."""
-
-    def mib(nbytes: int) -> str:
-        return f"{nbytes / 2**20:10.1f}"
-
-    return (
-        f"actoffload rank {rank:>4}: moved {mib(found.moved_bytes)} MiB | resident peak "
-        f"{mib(found.resident_peak_bytes)} of {mib(found.baseline_peak_bytes)} MiB | waited {found.wait_s:8.2f} s | "
-        f"host {mib(found.host_written_bytes)} MiB | disk {mib(found.nvme_written_bytes)} MiB"
-    )
-
-
-@functools.cache
-def _print_row_at_exit(offloader: Offloader) -> None:
-    """Print this rank's row when the process ends. No rank waits for another, which may have died."""
-
-    def print_row() -> None:
-        found = offloader.statistics()
-        if found.steps:
-            print(row(os.environ.get("RANK", "0"), found), file=sys.stderr, flush=True)
-
-    atexit.register(print_row)
 
 
 def _megatron_args() -> Any:

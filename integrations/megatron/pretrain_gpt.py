@@ -3,8 +3,8 @@
     python -m actoffload.integrations.megatron.pretrain_gpt --actoffload-target nvme --actoffload-min-bytes 16KiB
     torchrun --nproc-per-node 2 -m actoffload.integrations.megatron.pretrain_gpt --pp 2 --actoffload-target nvme
 
-The text is PyTorch's own source, a token a byte. The program prints each step's loss, and at its end a row of each
-rank. Comments mark the two lines that switch actoffload on.
+The text is PyTorch's own source, a token a byte. The program prints each step's loss, and a line at its end.
+Comments mark the two lines that switch actoffload on.
 """
 
 from __future__ import annotations

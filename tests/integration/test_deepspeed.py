@@ -223,30 +223,6 @@ def test_both_offloaders_on_are_refused(part: dict[str, Any], message: str) -> N
         adapter.initialize(config={**part, "actoffload": {"enabled": False}})
 
 
-@pytest.mark.usefixtures("never_built")
-@pytest.mark.parametrize(
-    ("part", "message"),
-    [
-        ({"device": "floppy"}, r"activation_checkpointing\.device='floppy': choose one of 'none', 'cpu', 'nvme'"),
-        ({"nvme_path": "/"}, r"activation_checkpointing\.nvme_path='/': is read only with \"device\": \"nvme\""),
-        ({"device": "cpu", "nvme_path": "/"}, r"activation_checkpointing\.nvme_path='/': is read only with"),
-        ({"device": "nvme", "nvme_path": 3}, "path=3: "),
-    ],
-)
-def test_a_device_for_checkpoints_that_cannot_work_is_refused(part: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        adapter.initialize(config={"activation_checkpointing": part})
-
-
-def test_a_device_for_checkpoints_stands_for_target_and_path() -> None:
-    def options(**part: str) -> Any:
-        return adapter.read_section({"activation_checkpointing": part})
-
-    assert options(device="cpu") == {"target": "host"}
-    assert options(device="nvme", nvme_path="/d") == {"target": "nvme", "path": "/d"}
-    assert options(device="none") is None
-
-
 def test_the_environment_goes_before_a_section_as_it_does_for_a_trainer() -> None:
     section = {"actoffload": {"target": "host", "min_bytes": 7}}
     assert adapter.read_section(section, {"target": "nvme"}) == {"target": "nvme", "min_bytes": 7}

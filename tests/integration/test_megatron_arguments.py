@@ -17,9 +17,8 @@ import torch
 pytest.importorskip("megatron.core.package_info")
 
 from actoffload.integrations.megatron import add_actoffload_args, arguments, microbatches, wrap_forward_step
-from actoffload.integrations.megatron.forward_step import row
 
-from actoffload import OffloadConfig, Plan, Statistics
+from actoffload import OffloadConfig, Plan
 from actoffload.errors import ConfigError
 
 pytestmark = [
@@ -216,12 +215,6 @@ def test_names_of_modules_that_the_model_has_not_are_refused(tmp_path: Path) -> 
             step(None, chunk)
         assert step.offloader is not None
         step.offloader.close()
-
-
-def test_the_row_of_a_rank_has_its_figures() -> None:
-    found = Statistics(nvme_written_bytes=3 << 20, resident_peak_bytes=1 << 20, baseline_peak_bytes=5 << 20)
-    expected = "moved 3.0 MiB | resident peak 1.0 of 5.0 MiB | waited 0.00 s | host 0.0 MiB | disk 3.0 MiB"
-    assert " ".join(row("7", found).split()) == f"actoffload rank 7: {expected}"
 
 
 def test_a_plan_that_is_none_names_its_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -172,7 +172,7 @@ def test_a_text_is_a_trace_or_an_error_that_names_the_file(text: str, tmp_path: 
     file = tmp_path / "run.json"
     file.write_bytes(text.encode("utf-8", "surrogatepass"))
     try:
-        _made(lambda: render([look_at(load(file))]), TraceFileError, "run.json")
+        _made(lambda: render(look_at(load(file))), TraceFileError, "run.json")
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         done = CliRunner().invoke(app, ["report", str(file)])  # the notes on a run have no schema
         assert done.exit_code == 1

@@ -43,7 +43,7 @@ OPTIONAL = {
     "jinja2": "tools.report",
     "kvikio": "storage.engines.gds tools.doctor",
     "matplotlib": "tools.plots benchmarks.study",
-    "megatron": "integrations.megatron integrations.megatron.* benchmarks.peers",
+    "megatron": "integrations.megatron integrations.megatron.*",
     "rich": "tools.*",
     "torch_remat": "integrations.remat",
     "torchtitan": "integrations.torchtitan",

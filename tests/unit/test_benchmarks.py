@@ -394,7 +394,7 @@ def test_the_suite_on_the_simulated_device(
     pytest.importorskip("transformers")
     monkeypatch.setenv("OUT", str(tmp_path))
     budgets = ("recompute's peak",)  # in a tiny model, the recomputation of one block needs more than 35 %
-    modes = ("recompute", "default", "TRL", *budgets, "transformers offload", "host, all")
+    modes = ("recompute", "default", "TRL", *budgets, "host, all")
     gpt = next(case for case in cases(True) if case.name.startswith("gpt2"))
     case = replace(gpt, modes=modes, optimizer=True)
     monkeypatch.setattr(gpu, "cases", lambda tiny: [case])

@@ -135,11 +135,8 @@ def test_the_last_saved_tensors_move_and_are_needed_at_once(make_rig: MakeRig) -
         rig.clock.compute(1.0)
         out.backward(torch.empty_like(out))
     slower, _ = reported(rig.offloader)
-    assert "as backward begins: the last 62.0 MiB that forward saves move" in slower[0]
-    assert slower[1:] == [
-        "next: policy='auto' keeps them",
-        "next: or name the last module, such as the head, in exclude=",
-    ]
+    assert "of a step waits for the disk, mostly in backward" in slower[0]
+    assert slower[1] == "next: policy='auto' keeps what cannot be moved in time"
 
 
 # -- why did memory not fall ------------------------------------------------------------------------------------------
@@ -416,14 +413,6 @@ def test_a_run_that_keeps_everything_gets_the_bytes_that_could_move() -> None:
     for kept, reported in (({"policy": 80 * MIB}, [could]), ({}, [])):
         lines = diagnose(facts({"kept_bytes": kept, "optimizer_steps": 10}, config=config))
         assert lines == ["diagnosis: nothing moves, as policy='keep' says", *reported]
-
-
-def test_greedy_gets_the_bytes_to_keep() -> None:
-    config = make_config({"policy": "greedy"})
-    first = Accounts(first_bytes=60 * MIB)
-    lines = diagnose(facts(config=config, step={"backward_wait_s": 3.0}, first_wait_s=2.5, accounts=first))
-    assert lines[0].startswith("diagnosis: 25% of a step waits as backward begins: the last 60.0 MiB")
-    assert lines[1] == "  next: keep_last_bytes='60.0 MiB' keeps them"
 
 
 def test_with_micro_batches_the_needed_rate_is_a_micro_batchs() -> None:

@@ -7,11 +7,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
-from actoffload import OffloadConfig, Offloader, Plan
+from actoffload import Plan
 from actoffload.planning.profile import Profile
-from actoffload.testing.gpt import GPT, GPTConfig
 from tests import commands
 from tests.profiles import Accelerator, checkpointed, link, transformer_profile
 
@@ -82,32 +80,9 @@ def test_options_reach_the_planner(file: Path, tmp_path: Path) -> None:
     assert {entry["tier"] for entry in hosted["plan"]["entries"]} == {"", "host"}
 
 
-MINE = """
-import torch
-from actoffload.testing.gpt import GPT, GPTConfig
-
-def build():
-    tokens = lambda size: torch.ones(size, 128, dtype=torch.long)
-    return GPT(GPTConfig(layers=2, width=128, seq=128, vocab=64)), lambda size: (tokens(size), tokens(size))
-"""
-
-
-def test_a_model_of_ones_own_is_recorded_and_its_plan_can_be_followed(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(MINE)
-    source = [f"{tmp_path}/mine.py:build", "--batch", "4", "--path", str(tmp_path)]
-    text = invoke(*source, "--device-budget", "70%", "--plan-out", str(tmp_path / "p"))
-    assert "stack.blocks.1" in text
-    plan = Plan.from_json((tmp_path / "p").read_text())
-    assert plan.offloaded_bytes > 0
-    model, tokens = GPT(GPTConfig(layers=2, width=128, seq=128, vocab=64)), torch.ones(4, 128, dtype=torch.long)
-    following = Offloader(OffloadConfig(target="nvme", path=str(tmp_path), policy=plan)).use(model)
-    with following:
-        loss = model(tokens, tokens)
-    loss.backward()
-    seen = following.plan
-    following.close()
-    moved = {entry.index for entry in plan.entries if entry.action == "offload"}
-    assert {entry.index for entry in seen.entries if entry.reason == "policy"} <= set(range(len(seen.entries))) - moved
+def test_a_plan_is_written_to_a_file(file: Path, tmp_path: Path) -> None:
+    invoke(str(file), "--device-budget", "2GiB", "--plan-out", str(tmp_path / "plan.json"))
+    assert Plan.from_json((tmp_path / "plan.json").read_text()).offloaded_bytes > 0
 
 
 @pytest.mark.parametrize("kind", ["missing", "binary", "other"])
@@ -124,11 +99,6 @@ def test_a_wrong_file_is_refused_with_the_command_that_writes_one(kind: str, tmp
     assert f"PROFILE '{wrong}': {problem}" in printed
     assert "`actoffload demo --profile FILE` writes one" in printed
     assert "offloader.profile.save(FILE)" in printed
-
-
-def test_a_model_that_saves_nothing_that_may_move_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(MINE.replace("128", "8"))
-    assert "--batch 1: nothing that its step saves may move" in invoke(f"{tmp_path}/mine.py:build", status=2)
 
 
 def test_the_error_of_a_budget_below_the_floor_names_the_floor(file: Path) -> None:

@@ -1,9 +1,9 @@
-"""``actoffload rok``: taking samples, resuming, failures as results, the command, a real run."""
+"""``actoffload rok``: taking samples, failures as results, the command, a real run."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
@@ -16,7 +16,7 @@ import torch
 from actoffload.errors import ActOffloadError, BudgetError, ConfigError
 from actoffload.tools import models, rok_worker
 from actoffload.tools import rok as rok_command
-from actoffload.tools.rok import Preset, RokRun, load_results, points_of
+from actoffload.tools.rok import RokRun, points_of
 from actoffload.tools.rok_points import Variant
 from actoffload.tools.workers import failure, serve
 from tests import commands
@@ -42,8 +42,8 @@ class Launcher:
         }
 
 
-def make_run(file: Path, launch: Any, preset: Preset = PRESET, **options: Any) -> RokRun:
-    return RokRun(preset, file, {"environment": dict(MACHINE), "command": "rok"}, launch, **options)
+def make_run(file: Path, launch: Any) -> RokRun:
+    return RokRun(PRESET, file, {"environment": dict(MACHINE), "command": "rok"}, launch)
 
 
 def worker_spec(*variants: Variant, **changes: Any) -> dict[str, Any]:
@@ -54,19 +54,19 @@ def worker_spec(*variants: Variant, **changes: Any) -> dict[str, Any]:
 # -- taking rounds ----------------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_resumed_and_only_failures_are_taken_again(tmp_path: Path) -> None:
+def test_each_case_is_in_the_file_at_once(tmp_path: Path) -> None:
     file = tmp_path / "r.json"
-    first = Launcher(offload={"error": "boom", "oom": False})
-    cases = make_run(file, first).run()
+    launch = Launcher(offload={"error": "boom", "oom": False})
+    cases = make_run(file, launch).run()
     next(cases)
-    cases.close()
-    assert len(load_results(file)["samples"]) == len(PRESET.variants) == 6
+    assert len(json.loads(file.read_text())["samples"]) == len(PRESET.variants) == 6
+    next(cases)
+    assert launch.asked == [2, 4]
+    samples = json.loads(file.read_text())["samples"]
+    assert len(samples) == 2 * 6
+    assert {s["series"] for s in samples if "error" in s} == {"offload"}
+    assert {s["others_cpu_share"] for s in samples} == {0.5}
     assert not list(tmp_path.glob("*.partial"))
-    second = Launcher(keep={"error": "out of memory", "oom": True}, hybrid={"error": "floor", "oom": True})
-    assert len(list(make_run(file, second).run())) == 2
-    assert second.asked == [2, 4], "the first case runs again, because it has a failure"
-    assert make_run(file, second).missing() == [], "out of memory and a budget below the floor are results"
-    assert len(load_results(file)["samples"]) == 2 * 6
 
 
 def test_a_case_that_fails_whole_fails_in_every_variant(tmp_path: Path) -> None:
@@ -78,14 +78,12 @@ def test_a_case_that_fails_whole_fails_in_every_variant(tmp_path: Path) -> None:
     assert all(p.oom for p in points_of(samples))
 
 
-def test_results_of_other_options_are_not_mixed(tmp_path: Path) -> None:
+def test_a_file_that_exists_is_left_as_it_is(tmp_path: Path) -> None:
     file = tmp_path / "r.json"
-    list(make_run(file, Launcher()).run())
-    with pytest.raises(ConfigError, match="another warm_up, variants; name a new file"):
-        make_run(file, Launcher(), replace(PRESET, warm_up=2, levels=()))
-    file.write_text('{"benchmark": "gpu"}')
-    with pytest.raises(ConfigError, match="no results of `actoffload rok`"):
-        make_run(file, Launcher())
+    file.write_text("{}")
+    refused = invoke("--preset", "tiny", "--out", str(file), status=2)
+    assert f"--out '{file}': there is such a file already; name a new one, or remove it" in refused
+    assert file.read_text() == "{}"
 
 
 # -- the worker -------------------------------------------------------------------------------------------------------
@@ -274,34 +272,36 @@ def test_transformers_models(model: str) -> None:
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def write(file: Path, samples: Sequence[dict[str, Any]]) -> Path:
-    payload = {"benchmark": "rok", "version": 2, "environment": MACHINE, "measured_with": {}, "samples": samples}
-    file.write_text(json.dumps(payload))
-    return file
+@pytest.fixture
+def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Runs the command, as if it had measured some samples."""
+
+    def run(samples: Sequence[dict[str, Any]], *options: str, status: int = 0) -> str:
+        monkeypatch.setattr(rok_command, "take", lambda run, *, quiet: run.payload["samples"].extend(samples))
+        return invoke("--preset", "tiny", "--out", str(tmp_path / "r.json"), *options, status=status)
+
+    return run
 
 
-def test_redraw_prints_the_dominant_points_and_draws(tmp_path: Path) -> None:
-    file = write(tmp_path / "r.json", all_points()[:-1])
-    text = invoke("--redraw", str(file))
+def test_points_are_compared_and_drawn(finished: Callable[..., str], tmp_path: Path) -> None:
+    text = finished(all_points()[:-1])
     for printed in ("out of memory", "hybrid ≤ 60% of keep", "slower", "A/A noise", "Losses and gradients are equal"):
         assert printed in text
     assert "busy" not in text
     assert (tmp_path / "r.png").exists() == (find_spec("matplotlib") is not None)
-    data = json.loads(invoke("--redraw", str(file), "--json"))
+    data = json.loads(finished(all_points()[:-1], "--json"))
     assert [row["verdict"] for row in data["points"]] == ["A/A noise", "slower", "slower", "slower", ""]
 
 
-def test_a_busy_machine_is_reported(tmp_path: Path) -> None:
-    file = write(tmp_path / "r.json", [sample("keep"), sample("offload", others_cpu_share=0.41)])
-    assert "WARNING: the machine was busy: others took up to 41% of the processors" in invoke("--redraw", str(file))
+def test_a_busy_machine_is_reported(finished: Callable[..., str]) -> None:
+    text = finished([sample("keep"), sample("offload", others_cpu_share=0.41)])
+    assert "WARNING: the machine was busy: others took up to 41% of the processors" in text
 
 
-def test_redraw_fails_when_bits_differ_or_a_point_failed(tmp_path: Path) -> None:
-    different = [sample("keep"), sample("offload", identical=False)]
-    assert "BITS DIFFER" in invoke("--redraw", str(write(tmp_path / "a.json", different)), status=1)
-    invoke("--redraw", str(write(tmp_path / "b.json", all_points())), status=1)
-    floor = [sample("keep"), failed("hybrid", "BudgetError: the floor is 5", oom=True)]
-    invoke("--redraw", str(write(tmp_path / "c.json", floor)))
+def test_the_command_fails_when_bits_differ_or_a_point_failed(finished: Callable[..., str]) -> None:
+    assert "BITS DIFFER" in finished([sample("keep"), sample("offload", identical=False)], status=1)
+    finished(all_points(), status=1)
+    finished([sample("keep"), failed("hybrid", "BudgetError: the floor is 5", oom=True)])
 
 
 def test_options_select_from_the_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +309,7 @@ def test_options_select_from_the_preset(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(rok_command, "take", lambda run, *, quiet: chosen.append(run))
     monkeypatch.setattr(rok_command, "finish", lambda *_: 0)
     invoke("--out", str(tmp_path / "r.json"), "--model", "bert", "--batch", "4", "--steps", "3")
-    assert [(case.model, case.batch) for case in chosen[0].missing()] == [("bert", 4)]
+    assert [(case.model, case.batch) for case in chosen[0].cases] == [("bert", 4)]
     assert chosen[0].payload["measured_with"]["steps"] == 3
 
 
@@ -323,19 +323,16 @@ def test_a_model_of_ones_own_takes_the_place_of_the_presets_cases(
     invoke("--model", "mine.py:build", "--batch", "3")
     invoke("--model", "mine.py:build", "--preset", "tiny")
     assert [run.file.name for run in chosen] == ["rok_mine.json"] * 2
-    assert [case.name for case in chosen[0].missing()] == ["mine.py:build, batch 3"]
-    assert [case.batch for case in chosen[1].missing()] == [1, 2, 4]
+    assert [case.name for case in chosen[0].cases] == ["mine.py:build, batch 3"]
+    assert [case.batch for case in chosen[1].cases] == [1, 2, 4]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm_workers")
-def test_a_real_run_is_resumed_and_drawn(tmp_path: Path) -> None:
+def test_a_real_run_is_drawn(tmp_path: Path) -> None:
     file = tmp_path / "tiny.json"
-    options = ["--preset", "tiny", "--out", str(file), "--path", str(tmp_path)]
-    invoke(*options, "--batch", "2")
-    assert len(load_results(file)["samples"]) == 5
-    text = invoke(*options)
-    samples = load_results(file)["samples"]
+    text = invoke("--preset", "tiny", "--out", str(file), "--path", str(tmp_path))
+    samples = json.loads(file.read_text())["samples"]
     assert [s["case"]["batch"] for s in samples] == [2] * 5 + [4] * 5
     assert not any("error" in s for s in samples)
     assert str(tmp_path) not in file.read_text()

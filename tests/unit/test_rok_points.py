@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ import torch
 
 from actoffload.tools import models
 from actoffload.tools.on_paper import hardware_of
-from actoffload.tools.plots import BRIGHT, DEEP, draw_rok
-from actoffload.tools.rok import PRESETS, load_results, points_of, predict
+from actoffload.tools.plots import COLOURS, draw_rok
+from actoffload.tools.rok import PRESETS, points_of, predict
 from actoffload.tools.rok_points import Case, Variant
 from actoffload.tools.saved_bytes import WatchedStep
 from tests.commands import invoke
@@ -51,7 +52,7 @@ def test_no_verdict_is_stronger_than_the_noise_between_keeps_own_steps(ratios: l
     assert (keep.verdict, other.verdict) == ("A/A noise", verdict)
 
 
-def test_in_virtual_time_keeps_own_speed_is_no_noise_and_a_hundredth_no_difference() -> None:
+def test_in_predictions_keeps_own_speed_is_no_noise_and_a_hundredth_no_difference() -> None:
     found = points_of([sample("keep", ratios=[1.0]), *(sample("offload", ratios=[r]) for r in (1.0, 1.009))])
     assert [p.verdict for p in found] == ["A/A noise", "as keep"]
     assert points_of([sample("keep", ratios=[1.0]), sample("offload", ratios=[1.02])])[1].verdict == "slower"
@@ -95,14 +96,13 @@ def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not none[0].exists()
 
 
-@pytest.mark.parametrize("dark", [False, True])
-def test_the_picture_is_as_wide_as_a_column_and_has_its_colours(dark: bool, tmp_path: Path) -> None:
+def test_the_picture_is_as_wide_as_a_column_and_has_its_colours(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "rok.svg"
-    draw_rok(points_of(all_points()), [file], "title", dark=dark)
+    draw_rok(points_of(all_points()), [file], "title")
     text = file.read_text(encoding="utf-8")
     assert 'width="237.6pt"' in text
-    assert (BRIGHT if dark else DEEP)["hybrid"] in text
+    assert COLOURS["hybrid"] in text
 
 
 def test_the_picture_has_a_legend_for_exactly_its_series(tmp_path: Path) -> None:
@@ -185,10 +185,9 @@ def test_a_sample_without_a_prediction_has_its_error(tmp_path: Path) -> None:
 def test_one_command_predicts_and_writes_both_pictures_marked_as_predicted(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "r.json"
-    options = ["rok", "--preset", "tiny", "--gpu", "h100-sxm", "--out", str(file)]
-    for again in (options, ["rok", "--redraw", str(file), "--dark"]):
-        invoke(*again)
-    assert load_results(file)["measured_with"]["gpu"] == "h100-sxm"
-    assert {p.name for p in tmp_path.iterdir()} == {"r.json", "r.png", "r.svg", "r_dark.png", "r_dark.svg"}
+    invoke("rok", "--preset", "tiny", "--gpu", "h100-sxm", "--out", str(file))
+    results = json.loads(file.read_text())
+    assert results["measured_with"]["gpu"] == "h100-sxm"
+    assert {p.name for p in tmp_path.iterdir()} == {"r.json", "r.png", "r.svg"}
     assert "PREDICTED from shapes, nothing was run" in (tmp_path / "r.svg").read_text()
-    assert Variant(series="hybrid", level="0.6") in {p.variant for p in points_of(load_results(file)["samples"])}
+    assert Variant(series="hybrid", level="0.6") in {p.variant for p in points_of(results["samples"])}

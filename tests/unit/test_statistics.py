@@ -7,7 +7,6 @@ import json
 import sys
 from types import FrameType
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from actoffload.policy import KeepReason
 from actoffload.runtime import optimizer_steps
 from actoffload.statistics import Statistics
 from actoffload.tell.facts import Facts
-from actoffload.tell.report import Report, closing_line, render_report
+from actoffload.tell.report import closing_line, render_report
 from actoffload.tiers.accounts import Accounts
 from tests.harness import Chain, MakeOffloader, batch, train_step
 
@@ -243,21 +242,6 @@ def test_metrics_have_changes_of_counts_and_present_peaks() -> None:
         "actoffload/baseline_peak_bytes": 40 * MIB,
     }
     assert before.metrics()["actoffload/moved_bytes"] == 90 * MIB
-
-
-def test_a_notebook_shows_the_report_as_a_table(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(policy="keep")
-    train_step(Chain(), batch(), offloader)
-    report = offloader.report()
-    assert isinstance(report, str)
-    table = ElementTree.fromstring(report._repr_html_())
-    rows = [["".join(cell.itertext()) for cell in row] for row in table]
-    assert len(rows) == len(report.splitlines())
-    assert [row[0] for row in rows][:3] == [report.splitlines()[0], "moved", "saved activations"]
-    widths = {sum(int(cell.get("colspan", "1")) for cell in row) for row in table}
-    assert len(widths) == 1
-    assert [row for row in rows if row[1:] == ["policy", "the policy said so"]]
-    assert "&lt;b&gt;" in Report("<b>")._repr_html_()
 
 
 # -- optimizers' steps are counted -------------------------------------------------------------------------------------

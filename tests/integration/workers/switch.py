@@ -154,7 +154,7 @@ def loop(checkpointed: bool, way: str) -> Found:
 
 
 def engine(checkpointed: bool, way: str) -> Found:
-    """A loop of DeepSpeed's; with ``ACTOFFLOAD`` and checkpoints, its configuration has a device for them."""
+    """A loop of DeepSpeed's."""
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo suffices; this op takes a minute to compile
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
@@ -165,8 +165,6 @@ def engine(checkpointed: bool, way: str) -> Found:
     initialize: Any = deepspeed.initialize
     if way == "flag":
         config["actoffload"], initialize = options(), actoffload.integrations.deepspeed.initialize
-    elif way == "env" and checkpointed:
-        config["activation_checkpointing"] = {"device": "nvme", "nvme_path": str(scratch())}
     model: Any = llama()
     if checkpointed:
         for layer in model.model.layers:
