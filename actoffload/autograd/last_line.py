@@ -14,6 +14,9 @@ from ..runtime.store import ActivationStore
 from ..tell.facts import Facts, Planned, facts_of
 from ..tell.report import closing_line, say
 
+_called_for: weakref.WeakSet[object] = weakref.WeakSet()
+"""The offloaders for which `sum_up_at_end` was called."""
+
 
 def facts_so_far(store: ActivationStore, pilot: Autopilot | None, held_bytes: Mapping[str, int] | None = None) -> Facts:
     """Return the facts of an offloader's run; ``held_bytes``: see `Facts`."""
@@ -33,9 +36,13 @@ def sum_up(parts: Mapping[str, Any]) -> None:
 def sum_up_at_end(offloader: object) -> None:
     """Write the line at exit, or as the offloader dies, whichever comes first. Nothing of it lives longer for that.
 
-    Its model often goes before the process ends, and its host memory and files on disk with it. An offloader whose
-    model never ran adds no line: trainers also prepare adapters, for their parameters alone.
+    The model often goes before the process ends, and the offloader's host memory and files on disk with it. A second
+    call adds no line, nor does an offloader whose model never ran: trainers also prepare adapters, for their parameters
+    alone.
     """
+    if offloader in _called_for:  # two forward steps of Megatron with equal options share an offloader
+        return
+    _called_for.add(offloader)
     # The finalizer holds the attributes, which never refer to the offloader itself: it would live for ever.
     dying = weakref.finalize(offloader, _sum_up_later, vars(offloader))
     dying.atexit = False  # the registry of finalizers may end after the stores, which have lost their counts by then
