@@ -180,7 +180,6 @@ class Attachment(Hooking):
         try:
             self._prepare(args, kwargs)
             with self.offloader:
-                self.offloader.look_inside(self.module)
                 return function(*args, **kwargs)
         finally:
             self._entered.value = False

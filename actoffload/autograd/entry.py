@@ -28,6 +28,7 @@ class Entry:
         rests: whether the forward runs without hooks, as nothing would move.
         tape: the tape of the running forward.
         region: the running checkpointed region, with all that it calls; None outside of regions.
+        reentrant: the number of reentrant checkpoints so far.
         moved: the counts at its begin.
     """
 
@@ -41,6 +42,7 @@ class Entry:
         self.hooks = None if alone else Hooks(*packer.hooks())
         self.tape: Tape[Record] = Tape()
         self.region: Region | None = None
+        self.reentrant = 0
         self.moved = MovedSince(store.shared.accounts)
 
     def rest(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import os
 import threading
 import weakref
@@ -39,11 +40,10 @@ from ..tell.plans import explain_plans, render_decisions
 from ..tell.report import announcement, diagnose, explain_causes, render_report, say
 from ..tiers.accelerator import Accelerator
 from ..tiers.tiers import Tiers
-from .checkpoints import Checkpoints, install
+from .checkpoints import REENTRANT, Checkpoints, install
 from .entry import Entry
 from .exclusions import Exclusions
 from .function_tensors import held_by_functions
-from .inner_hooks import InnerHooks
 from .last_line import facts_so_far, sum_up, sum_up_at_end
 from .module_names import PATTERNS, ModelInputs, ModuleScopes, check_patterns
 from .packing import Forwards, Packer
@@ -123,9 +123,7 @@ class Offloader:
         elif self.config.policy == "auto":
             self.autopilot = Autopilot(store, following)
         called = None if self.autopilot is None else weakref.WeakMethod(self._model_begins)
-        chooses = self._checkpoints is not None and (given is not None or self.autopilot is not None)
-        self._inner_hooks = InnerHooks(store.shared, chooses=chooses)
-        self._inputs = ModelInputs(self.exclusions.static, called, self._inner_hooks.begin)
+        self._inputs = ModelInputs(self.exclusions.static, called)
         if store.trace is not None:
             store.trace.ask = weakref.WeakMethod(self._known)
         # A store that dies without `close()` ends its threads and files. At exit `_at_exit` does that instead.
@@ -188,11 +186,6 @@ class Offloader:
     def note_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note tensors that the program passes to a model. It holds them anyway, so they never move."""
         self._inputs.note(args, kwargs)
-
-    @untraced
-    def look_inside(self, model: nn.Module) -> None:
-        """Look for the program's own hooks in the forward that begins, if it is the model's first."""
-        self._inner_hooks.begin(model)
 
     @property
     def _needs_names(self) -> bool:
@@ -286,7 +279,6 @@ class Offloader:
         store = self.store
         if store.trace is not None:
             store.trace.forward_ended()
-        self._inner_hooks.end()
         # Not after a failure: the garbage collector may close a generator's context amid a change under our own lock.
         said = advice(entry.tape.by_node, entry.tape.total_bytes)
         if not failed:
@@ -296,6 +288,7 @@ class Offloader:
                 accounts.unhooked += entry.rests
                 if said is not None:
                     accounts.at_once_bytes = max(accounts.at_once_bytes, entry.tape.by_node.largest_bytes)
+            self._note_reentrant(entry)
         if said is not None:
             store.shared.reporter.advise("burst", said)
         unmatched = store.decision.names.unmatched() if entry.tape.live else []
@@ -316,6 +309,15 @@ class Offloader:
                 say(self.config, announcement(self._facts()))
         if self.config.strict and entry.hooks is not None:
             entry.moved.check(store.shared.accounts, with_gradients=torch.is_grad_enabled())
+
+    def _note_reentrant(self, entry: Entry) -> None:
+        """Say once how many checkpoints of a forward leave a plan no choice."""
+        reporter = self.store.shared.reporter
+        chooses = self.autopilot is not None or isinstance(self.config.policy, Plan)
+        if entry.reentrant and chooses and "reentrant" not in reporter.advice:
+            text = REENTRANT.format(entry.reentrant)
+            reporter.advise("reentrant", text, logging.INFO)
+            say(self.config, f"actoffload: {text}")
 
     def stage(
         self, microbatch: Hashable, direction: Direction, *, next: tuple[Hashable, Direction] | None = None
@@ -535,7 +537,6 @@ class Offloader:
         self._module_names.remove()
         self._recompute.undo()
         self._inputs.remove()
-        self._inner_hooks.remove()
 
     def after_fork_in_child(self) -> None:
         """Keep the tensors that are in memory and give up the rest: a forked child has none of our threads."""
