@@ -90,7 +90,7 @@ class offload_activations(contextlib.ContextDecorator):
         target: ``"host"``, ``"nvme"``, ``"tiered"`` or ``"auto"``.
         model: optional. With it, modules have names, and the library knows parameters, buffers and inputs early.
         options: the other fields of `OffloadConfig`: ``path``, ``device_budget``, ``host_budget``, ``min_bytes``,
-            ``policy``, ``engine``, ``strict``, ``trace``, ...
+            ``policy``, ``engine``, ``trace``, ...
 
     Raises:
         ConfigError: an option does not exist or cannot work; the message names it, its value and the remedy.

@@ -7,7 +7,6 @@ from torch.autograd import graph
 from ..interrupts import expected
 from ..runtime.regions import Region
 from ..runtime.store import ActivationStore
-from ..runtime.strict import MovedSince
 from ..runtime.tape import Tape
 from ..tiers.record import Record
 from .hook_stack import Hooks, Pair, enabled, top
@@ -29,7 +28,6 @@ class Entry:
         tape: the tape of the running forward.
         region: the running checkpointed region, with all that it calls; None outside of regions.
         reentrant: the number of reentrant checkpoints so far.
-        moved: the counts at its begin.
     """
 
     def __init__(self, store: ActivationStore, packer: Packer) -> None:
@@ -43,7 +41,6 @@ class Entry:
         self.tape: Tape[Record] = Tape()
         self.region: Region | None = None
         self.reentrant = 0
-        self.moved = MovedSince(store.shared.accounts)
 
     def rest(self) -> None:
         """Let the forward continue without hooks if ours are on top. Only then can `end_rest` push them again."""

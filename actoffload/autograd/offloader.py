@@ -307,8 +307,6 @@ class Offloader:
             self._announced = True
             if self.config.announce != "none":
                 say(self.config, announcement(self._facts()))
-        if self.config.strict and entry.hooks is not None:
-            entry.moved.check(store.shared.accounts, with_gradients=torch.is_grad_enabled())
 
     def _note_reentrant(self, entry: Entry) -> None:
         """Say once how many checkpoints of a forward leave a plan no choice."""

@@ -60,7 +60,7 @@ def plain() -> Run:
 )
 def test_attach_in_every_order(order: str, plain: Run, tmp_path: Path) -> None:
     """One graph without a break, every forward inside the context, the same bits; and no context after detach()."""
-    options = {"target": "nvme", "path": str(tmp_path), "min_bytes": 0, "strict": True, "policy": "greedy"}
+    options = {"target": "nvme", "path": str(tmp_path), "min_bytes": 0, "policy": "greedy"}
     model = tower("eager")
     call, attachment = attach_and_compile(model, order, options)
     offloader = attachment.offloader

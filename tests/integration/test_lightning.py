@@ -121,7 +121,6 @@ def options(tmp_path: Path) -> dict[str, Any]:
         "path": str(tmp_path),
         "min_bytes": 0,
         "device_budget": "64KiB",
-        "strict": True,
         "policy": "greedy",
     }
 
