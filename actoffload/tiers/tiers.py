@@ -220,11 +220,8 @@ class Tiers:
         return None
 
     def begin_step(self) -> None:
-        """Give memory that was idle for long back to the system, and count the waits of streams."""
+        """Give the CPU allocator's memory that was idle for long back to the system, and count the waits of streams."""
         cpu_allocator.next_epoch()
-        if not self.capturing:
-            for pool in self.pools:
-                pool.trim()
         self.count_waits()
 
     @property
