@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from types import TracebackType
 from typing import Any, Literal
 
@@ -43,7 +43,6 @@ from ..tiers.tiers import Tiers
 from .checkpoints import REENTRANT, Checkpoints, install
 from .entry import Entry
 from .exclusions import Exclusions
-from .function_tensors import held_by_functions
 from .last_line import facts_so_far, sum_up, sum_up_at_end
 from .module_names import PATTERNS, ModelInputs, ModuleScopes, check_patterns
 from .packing import Forwards, Packer
@@ -435,8 +434,8 @@ class Offloader:
         else:
             sum_up(vars(self))
 
-    def _facts(self, held_bytes: Mapping[str, int] | None = None) -> Facts:
-        return facts_so_far(self.store, self.autopilot, held_bytes)
+    def _facts(self) -> Facts:
+        return facts_so_far(self.store, self.autopilot)
 
     def _known(self) -> dict[str, Any]:
         """The facts of the whole run that a trace stores."""
@@ -448,7 +447,7 @@ class Offloader:
         Args:
             tensors: add each decision of the last forward.
         """
-        facts = self._facts(held_by_functions(self.exclusions.static.by_number, self.store.tiers.by_device))
+        facts = self._facts()
         found = [facts.summary] if facts.counts.packed_tensors else []
         found += explain_causes(facts)
         if self.autopilot is not None:
