@@ -29,7 +29,6 @@ from ..planning.profile import Profile
 from ..policy import module_patterns
 from ..runtime.decision import InputShapes
 from ..runtime.pipeline import Direction, Hint, check_phase
-from ..runtime.saved_by_node import advice
 from ..runtime.store import ActivationStore
 from ..runtime.tape import Tape
 from ..runtime.untraced import untraced
@@ -51,12 +50,6 @@ from .recompute import Recompute, check
 _offloaders: weakref.WeakSet[Offloader] = weakref.WeakSet()
 _stores: weakref.WeakSet[ActivationStore] = weakref.WeakSet()
 """The live stores. Handles keep a store alive even after its offloader is gone."""
-
-
-SECTION_ADVICE = (
-    'deepspeed.initialize does not read the "actoffload" section of this engine\'s configuration: call '
-    "actoffload.integrations.deepspeed.initialize in its place"
-)
 
 
 FUNC_ADVICE = (
@@ -159,8 +152,6 @@ class Offloader:
         if model not in self._models:
             check_patterns(self.config, [model, *self._models])
             check(self.config.recomputed, [model, *self._models])
-            if isinstance(config := getattr(model, "config", None), dict) and "actoffload" in config:
-                self.store.shared.reporter.advise("deepspeed", SECTION_ADVICE)
             self._watch(model)
         return self
 
@@ -275,33 +266,29 @@ class Offloader:
             raise
 
     def _end_forward(self, entry: Entry, *, failed: bool) -> None:
-        store = self.store
+        store, tape = self.store, entry.tape
         if store.trace is not None:
             store.trace.forward_ended()
         # Not after a failure: the garbage collector may close a generator's context amid a change under our own lock.
-        said = advice(entry.tape.by_node, entry.tape.total_bytes)
         if not failed:
             accounts = store.shared.accounts
             store.count_deferred()  # before the lock is taken: an interrupt in it releases the lock completely
             with store.shared.lock:
                 accounts.unhooked += entry.rests
-                if said is not None:
-                    accounts.at_once_bytes = max(accounts.at_once_bytes, entry.tape.by_node.largest_bytes)
+                accounts.at_once_bytes = max(accounts.at_once_bytes, tape.by_node.most_of(tape.total_bytes))
             self._note_reentrant(entry)
-        if said is not None:
-            store.shared.reporter.advise("burst", said)
-        unmatched = store.decision.names.unmatched() if entry.tape.live else []
+        unmatched = store.decision.names.unmatched() if tape.live else []
         if unmatched:
             given = ", ".join(f"tensor:{pattern}" for pattern in unmatched)
             store.shared.reporter.advise("names", f"no saved tensor was given a name() for these patterns: {given}")
         store.shared.reporter.warn()
         if failed:
             return
-        store.regions.forward_ended(entry.tape)
-        if entry.tape.live and not entry.tape.in_backward:
+        store.regions.forward_ended(tape)
+        if tape.live and not tape.in_backward:
             with store.shared.lock:
                 store.tiers.count_alive()
-                store.prefetch.after_forward(entry.tape)
+                store.prefetch.after_forward(tape)
         if not self._announced and store.shared.accounts.packed_tensors:
             self._announced = True
             if self.config.announce != "none":

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 CHANGED = 0.15
 """A step that takes another time by this share, waits apart, is another machine's: the median of steps varies less."""
-CAUSES_TOO = ("burst", "page-locking")
+CAUSE_TOO = "page-locking"
 """Advice that a report leaves out, because a cause has the same meaning and this run's figures."""
 
 
@@ -224,7 +224,7 @@ def facts_of(store: ActivationStore, planned: Planned | None) -> Facts:
         planned = replace(planned, unit=planned.profile.unit(counts.microbatches, counts.optimizer_steps))
     before, peak_before = store.run.memory_before
     # Advice with a cause of the same meaning would tell the user twice, and once without this run's figures.
-    advice = (text for key, text in store.shared.reporter.advice.items() if key not in CAUSES_TOO)
+    advice = (text for key, text in store.shared.reporter.advice.items() if key != CAUSE_TOO)
     return Facts(
         config=store.shared.config,
         counts=counts,

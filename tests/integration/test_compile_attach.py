@@ -20,13 +20,12 @@ import actoffload
 from actoffload import Offloader, Policy
 from actoffload.policy import Decision, TensorFacts
 from tests.harness import assert_same_gradients, gradients
-from tests.integration.compiled import ADVICE, STEPS, WIDTH, Tower, gradients_of, tokens, tower, train
+from tests.integration.compiled import STEPS, WIDTH, Tower, gradients_of, tokens, tower, train
 from tests.integration.evidence import Run, assert_evidence
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # by Dynamo
-    pytest.mark.filterwarnings(f"ignore:.*{ADVICE}:RuntimeWarning"),  # tested in test_compile.py
 ]
 
 
