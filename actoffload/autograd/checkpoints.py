@@ -27,7 +27,7 @@ from ..planning.profile import DERIVED
 from ..runtime.identity import PLAIN_TYPES, storages
 from ..runtime.regions import Recomputation, Region
 from ..runtime.store import ActivationStore
-from ..runtime.untraced import untraced
+from ..runtime.untraced import untraced, untraced_frame
 from ..tiers.storage_ref import StorageRef
 from .exclusions import Exclusions
 from .handles import sharing_counters, version_probe
@@ -414,8 +414,8 @@ def _innermost(all_of_them: list[Checkpoints], above: Pair) -> Checkpoints | Non
 
 
 @untraced
-def _apply_counted(kind: Any, *given: Any) -> Any:
-    """Run a reentrant checkpoint as PyTorch does, and count it for the offloader whose hooks are innermost."""
+def _count_reentrant() -> None:
+    """Count a reentrant checkpoint that begins, for the offloader whose hooks are innermost."""
     above = top()
     if above is not None and torch.is_grad_enabled() and not must_be_plain():
         with _Original.lock:
@@ -423,7 +423,18 @@ def _apply_counted(kind: Any, *given: Any) -> Any:
         found = _innermost(all_of_them, above)
         if found is not None:
             found.forwards.stack[-1].reentrant += 1
-    return super(plain.CheckpointFunction, kind).apply(*given)
+
+
+def _counting(reentrant: Any) -> Any:
+    """Return the ``apply`` of PyTorch's class of reentrant checkpoints, which counts them and else does as before."""
+
+    # The class is bound here, as a program may put another one into its place. Dynamo and pickle look at the name.
+    @untraced_frame
+    def apply(kind: Any, *given: Any, **options: Any) -> Any:
+        _count_reentrant()
+        return super(reentrant, kind).apply(*given, **options)
+
+    return classmethod(apply)
 
 
 def install() -> str:
@@ -441,7 +452,8 @@ def install() -> str:
         _Original.function = found  # first, as another thread may call the replacement at once
         setattr(plain, name, _in_its_place)
         reentrant: Any = plain.CheckpointFunction
-        reentrant.apply = classmethod(_apply_counted)
+        if "apply" not in vars(reentrant):  # a program's own stays
+            reentrant.apply = _counting(reentrant)
         composable: Any = sys.modules.get("torch.distributed._composable.checkpoint_activation")
         if getattr(composable, name, None) is found:  # that module imported the function by name
             setattr(composable, name, _in_its_place)
