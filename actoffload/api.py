@@ -20,6 +20,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from . import errors, schedules
 from .autograd.checkpoints import checkpoint
 from .autograd.exclusions import keep, no_offload
+from .autograd.foreign_hooks import next_node
 from .autograd.hook_stack import enabled
 from .autograd.offloader import Offloader
 from .autograd.selective import create_selective_checkpoint_contexts
@@ -179,8 +180,11 @@ class Attachment(Hooking):
         self._entered.value = True  # by thread: another thread's call of the module has a context of its own
         try:
             self._prepare(args, kwargs)
+            first = next_node()
             with self.offloader:
-                return function(*args, **kwargs)
+                output = function(*args, **kwargs)
+                self.offloader.search_for_hooks(output, first)
+            return output
         finally:
             self._entered.value = False
 

@@ -42,6 +42,7 @@ from ..tiers.tiers import Tiers
 from .checkpoints import REENTRANT, Checkpoints, install
 from .entry import Entry
 from .exclusions import Exclusions
+from .foreign_hooks import held_by_others
 from .last_line import facts_so_far, sum_up, sum_up_at_end
 from .module_names import PATTERNS, ModelInputs, ModuleScopes, check_patterns
 from .packing import Forwards, Packer
@@ -90,7 +91,7 @@ class Offloader:
         self._forwards = Forwards()
         self._ended = False
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._announced = False
+        self._announced = self._searched = False
         self._recompute = Recompute(config.recomputed)
         self._checkpoints: Checkpoints | None = None
         self._open()
@@ -293,6 +294,15 @@ class Offloader:
             self._announced = True
             if self.config.announce != "none":
                 say(self.config, announcement(self._facts()))
+
+    @untraced
+    def search_for_hooks(self, output: object, first: int) -> None:
+        """Advise if hooks of the program's own hold tensors of the first forward; see `held_by_others`."""
+        if self._searched or not torch.is_grad_enabled():
+            return
+        self._searched = True
+        if advice := held_by_others(output, first):
+            self.store.shared.reporter.advise("hooks", advice)
 
     def _note_reentrant(self, entry: Entry) -> None:
         """Say once how many checkpoints of a forward leave a plan no choice."""

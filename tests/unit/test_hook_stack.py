@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
@@ -300,6 +300,86 @@ def test_copies_are_no_part_of_a_transform(tmp_path: Path, where: str) -> None:
     attachment.offloader.synchronize()
     assert attachment.offloader.statistics().moved_bytes > 0
     attachment.offloader.close()
+
+
+TAKEN = "hooks of the program's own"
+
+
+class Pushed:
+    """Pushes hooks as verl, ms-swift and TransformerEngine do, past PyTorch's context."""
+
+    def pack(self, tensor: Tensor) -> tuple[int, Tensor]:
+        return 1, tensor.clone()
+
+    def unpack(self, packed: tuple[int, Tensor]) -> Tensor:
+        return packed[1]
+
+    def __enter__(self) -> None:
+        torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+
+    def __exit__(self, *exc: object) -> None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+class Hooked(nn.Module):
+    """Enters hooks of its own around an exponential, which saves its result."""
+
+    def __init__(self, hooks: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self.hooks = hooks
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.hooks():
+            return x.exp()
+
+
+@pytest.mark.parametrize(
+    ("hooks", "owner"),
+    [
+        (save_on_cpu, "save_on_cpu"),
+        (lambda: saved_tensors_hooks(lambda x: x.clone(), lambda x: x), "<lambda>"),
+        (Pushed, "Pushed.unpack"),
+    ],
+)
+def test_hooks_of_the_programs_own_are_named_once(hooks: Any, owner: str, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), Hooked(hooks), nn.Linear(64, 64), Hooked(hooks))
+    attachment = actoffload.attach(model, target="nvme", path=str(tmp_path), announce="none")
+    with save_on_cpu():
+        x = torch.ones(16, 64, requires_grad=True).exp()  # another part of the program: not of the model's forward
+    with torch.no_grad():
+        model(x)  # saves nothing, so the search waits
+    with pytest.warns(RuntimeWarning, match=TAKEN) as printed:
+        model(x).sum().backward()
+    assert [f"({owner}) take 2 tensors, 8.0 KiB" in str(one.message) for one in printed] == [True]
+    model(x.detach()).sum().backward()  # a second warning would be an error
+    assert attachment.offloader.report().count(TAKEN) == 1
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_hooks_of_a_checkpoint_are_not_named(reentrant: bool, tmp_path: Path) -> None:
+    class Checkpointed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = checkpoint(torch.exp, x, use_reentrant=reentrant)
+            return y
+
+    model = nn.Sequential(nn.Linear(64, 64), Checkpointed(), Checkpointed())
+    attachment = actoffload.attach(model, target="nvme", path=str(tmp_path), announce="none")
+    model(torch.ones(16, 64)).sum().backward()
+    assert TAKEN not in attachment.offloader.report()
+
+
+def test_the_search_for_hooks_ends_in_a_long_chain(tmp_path: Path) -> None:
+    """PyTorch frees a chain of nodes with Python objects recursively: one of 60,000 ends the process."""
+
+    class Chain(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(60_000):
+                x = x + 1
+            return x
+
+    model = nn.Sequential(nn.Linear(2, 2), Chain())
+    actoffload.attach(model, target="nvme", path=str(tmp_path), announce="none")
+    model(torch.ones(2, 2)).sum().backward()
 
 
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
