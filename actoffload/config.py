@@ -258,8 +258,7 @@ class OffloadConfig:
     ``policy="auto"``."""
     host_budget: Size | None = field(default=None, metadata={"kind": _SIZE_OR_ZERO})
     """Most bytes of (pinned) host memory. The default is half of the memory that is available to this process's share
-    of the machine. With ``target="nvme"`` it bounds the bytes that wait for the disk. What was once page-locked (the
-    first steps move all they can) stays so until the offloader closes."""
+    of the machine. With ``target="nvme"`` it bounds the bytes that wait for the disk."""
     nvme_budget: Size | None = field(default=None, metadata={"kind": _SIZE})
     """Most bytes on disk over all paths. The default is the free space when the spool is opened, less 256 MiB, divided
     by the processes of the machine. Give it if each rank has a disk of its own."""

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,12 @@ from torch import Tensor
 from ..locks import Mailbox, renewed_in_child
 from .slab import ALIGNMENT, OF_THE_PARENT, Device, OwnedMemory, Slab, Slabs
 from .slots import Piece, Slot, Slots, overwrite
+
+T = TypeVar("T")
+
+TRIM_STEPS = 32
+"""Page-locked memory that was not used for this many steps is given back. To page-lock it again takes half a second for
+each GiB, so an occasional long input should still find it."""
 
 
 class HostBudget:
@@ -69,20 +76,21 @@ class HostBudget:
                 pool.unmap_idle()
 
 
-class LockThread:
-    """Page-locks slabs in a thread of its own, as each takes milliseconds or more.
+class SlabThread(Generic[T]):
+    """Work on slabs in a thread of its own, as each slab takes milliseconds or more.
 
     Attributes:
         done: The thread appends what it is through with, and the holder of the pool's lock takes it.
     """
 
-    def __init__(self) -> None:
-        self.done: Mailbox[Slab | None] = Mailbox()
+    def __init__(self, name: str) -> None:
+        self.done: Mailbox[T] = Mailbox()
         self.thread: threading.Thread | None = None
+        self._name = name
 
     def start(self, work: Callable[[], object]) -> bool:
         """Begin; return False where the system has no more threads."""
-        self.thread = threading.Thread(target=work, name="actoffload-page-lock", daemon=True)
+        self.thread = threading.Thread(target=work, name=self._name, daemon=True)
         try:
             self.thread.start()
         except RuntimeError:
@@ -138,7 +146,9 @@ class HostPool:
         self._on_growth = on_growth
         self.slabs = Slabs()
         self.slots = Slots(partial(overwrite, device=device) if poison else None)
-        self._locker = LockThread()
+        self._locker: SlabThread[Slab | None] = SlabThread("actoffload-page-lock")
+        self._unlocker: SlabThread[Slab] = SlabThread("actoffload-page-unlock")
+        self._steps = 0
         self._lock = threading.RLock()  # reentrant: an interrupt may leave it held by the thread that calls `close`
         self._budget.join(self)  # last: from now on other pools, on other threads, have it unmap idle memory
 
@@ -197,6 +207,32 @@ class HostPool:
         with self._lock:
             self._reclaim()
 
+    def trim(self) -> None:
+        """A step begins: give page-locked memory back that none of the last `TRIM_STEPS` has used, but for one slab.
+
+        Another thread does it. Free pieces are joined first, so that steps use as few slabs as they need.
+        """
+        with self._lock:
+            self._steps += 1
+            if self._device.unpin is None or self._steps % TRIM_STEPS:
+                return
+            self._reclaim()  # which may find that nothing is growing any more
+            if self.growing or (self._unlocker.thread is not None and self._unlocker.thread.is_alive()):
+                return
+            unused, spare_bytes = [], 0
+            for slab in sorted(self.slabs.idle, key=lambda slab: slab.nbytes):
+                if slab.locked and not slab.used and self._let_go(slab):
+                    if spare_bytes < self._slab_bytes:  # else the next step would page-lock this much again, ahead
+                        spare_bytes += slab.nbytes
+                    else:
+                        unused.append(slab)
+            for slab in unused:
+                self.slabs.unlist(slab)
+            for slab in self.slabs:
+                slab.used = slab not in self.slabs.idle
+            if unused and not self._unlocker.start(partial(self._unlock, unused, self._device.unpin)):
+                self._unlocker.done.extend(unused)
+
     def unmap_idle(self) -> None:
         """Unmap the slabs without slots, for another pool; does nothing while the pool is at work."""
         if not self._lock.acquire(blocking=False):
@@ -218,6 +254,7 @@ class HostPool:
         """
         _CLOSED.add(self)  # first, so that page-locked memory is not forgotten after an error
         self._locker.join()
+        self._unlocker.join()
         with self._lock:
             self._budget.leave(self)
             self._budget = HostBudget(self.capacity_bytes)  # from now on other pools do not count ours
@@ -238,7 +275,7 @@ class HostPool:
         The child has no page-locked memory: a slot there is never read or written.
         """
         self._lock = threading.RLock()
-        self._locker.thread, self.growing = None, False
+        self._locker.thread, self._unlocker.thread, self.growing = None, None, False
         self.slots.free.clear()
         if self._device.pin is not None:
             self.slabs.unlist_all()
@@ -302,11 +339,26 @@ class HostPool:
 
     def _unmap(self, slab: Slab) -> None:
         """Forget an idle slab, if the device does not use it any more; its mapping goes with its last view."""
-        unused = not slab.locked or all(map(self._device.is_done, slab.events()))
-        if unused and slab.unlock(self._device.unpin):
+        if self._let_go(slab) and slab.unlock(self._device.unpin):
             self.slabs.remove(slab)
 
+    def _let_go(self, slab: Slab) -> bool:
+        """Whether no copy uses the free part of a slab."""
+        return not slab.locked or all(map(self._device.is_done, slab.events()))
+
+    def _unlock(self, slabs: list[Slab], unpin: Callable[[int], bool]) -> None:
+        """Undo the page-locking of slabs that are not listed, each of which takes milliseconds."""
+        for slab in slabs:
+            with contextlib.suppress(Exception):  # of a device that is broken: the slab stays as it is
+                slab.unlock(unpin)
+            self._unlocker.done.append(slab)
+
     def _reclaim(self) -> None:
+        for slab in self._unlocker.done.drain():
+            if slab.locked:  # the device has not let go of it
+                self.slabs.relist(slab)
+            else:
+                self.slabs.remove(slab)
         for grown in self._locker.done.drain():
             self.growing = False
             if grown is None:

@@ -73,6 +73,7 @@ class Slab:
         number: Tells slabs of the same room apart; `Slabs` sets it, and `room`.
         room: The largest slot that it has room for, as it is listed; -1 when it is not.
         locked: Whether it may be page-locked: from before the request until the device has let go of it.
+        used: Whether a slot came from it since the last look of `HostPool.trim`.
     """
 
     def __init__(self, nbytes: int, page_locked: Tensor | None = None) -> None:
@@ -88,6 +89,7 @@ class Slab:
         self.extents = ExtentAllocator(nbytes, ALIGNMENT)
         self.number = 0
         self.room = -1
+        self.used = True
         self.locked = page_locked is not None
         self._used: list[tuple[int, int, list[object]]] = []  # free ranges that copies use, by where they begin
 

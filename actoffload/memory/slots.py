@@ -66,6 +66,7 @@ class Slots:
 
     def hand_out(self, piece: Piece) -> Slot:
         """Return a slot in a piece that is not in use."""
+        piece.slab.used = True
         self.allocated_bytes += piece.nbytes
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         return Slot(piece, self._dropped)

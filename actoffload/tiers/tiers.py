@@ -220,8 +220,11 @@ class Tiers:
         return None
 
     def begin_step(self) -> None:
-        """Give the CPU allocator's memory that was idle for long back to the system, and count the waits of streams."""
+        """Give memory that was idle for long back to the system, and count the waits of streams."""
         cpu_allocator.next_epoch()
+        if not self.capturing:
+            for pool in self.pools:
+                pool.trim()
         self.count_waits()
 
     @property

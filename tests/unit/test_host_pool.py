@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from actoffload.memory.best_fit import ExtentAllocator
-from actoffload.memory.host_pool import HostBudget, HostPool
+from actoffload.memory.host_pool import TRIM_STEPS, HostBudget, HostPool
 from actoffload.memory.slab import ALIGNMENT, Device, Slab, Slabs
 from actoffload.memory.slots import Slot
 from tests.harness import WAIT_S, acquire_slot, no_garbage_collection, run_in_threads
@@ -145,7 +145,7 @@ def test_freed_slots_are_poisoned_once_no_copy_uses_them() -> None:
 
 
 class _Pins:
-    """The page-locked memory now, by address; like CUDA it refuses locked memory.
+    """The page-locked memory now, by address, and the addresses unlocked, in order; like CUDA it refuses locked memory.
 
     Attributes:
         fails: Raised by the next `pin`, when the memory is locked.
@@ -154,6 +154,7 @@ class _Pins:
 
     def __init__(self) -> None:
         self.locked: dict[int, int] = {}
+        self.unlocked: list[int] = []
         self.fails: BaseException | None = None
         self.holds = False
 
@@ -169,7 +170,8 @@ class _Pins:
     def unpin(self, address: int) -> bool:
         if self.holds:
             return False
-        self.locked.pop(address, None)
+        if self.locked.pop(address, None) is not None:
+            self.unlocked.append(address)
         return True
 
 
@@ -276,6 +278,74 @@ def test_memory_that_cannot_be_unpinned_stays_and_is_used_again() -> None:
     pins.holds = False
     assert _acquire(_pool(), 1) is not None  # any mapping takes memory that closed pools have left
     assert pins.locked == {}
+
+
+def _steps(pool: HostPool, slots: int, count: int = 2 * TRIM_STEPS) -> None:
+    """Steps that each take ``slots`` slots of half a slab, and give them back."""
+    for _ in range(count):
+        pool.trim()
+        held = [_acquire(pool, SLAB // 2) for _ in range(slots)]
+        del held
+        while pool.growing:  # these steps are faster than the thread that page-locks
+            pool.reclaim()
+    pool._unlocker.join()
+    pool.reclaim()
+
+
+def test_page_locked_memory_that_no_step_uses_any_more_is_given_back() -> None:
+    pins = _Pins()
+    pool = _pool(slabs=9, pin=pins.pin, unpin=pins.unpin)
+    _steps(pool, 16, 2)
+    assert pool.slabs.mapped_bytes >= 8 * SLAB
+    _steps(pool, 4)
+    assert len(pins.locked) <= 3, "two are used, and one is ahead"
+    assert pool.slabs.mapped_bytes == sum(pins.locked.values())
+    unlocked = len(pins.unlocked)
+    _steps(pool, 4)
+    assert len(pins.unlocked) == unlocked, "memory that steps use stays"
+    _steps(pool, 16, 2)
+    assert pool.slabs.mapped_bytes >= 8 * SLAB, "more is mapped again"
+    pool.close()
+    assert pins.locked == {}
+
+
+def test_memory_that_a_step_needs_now_and_then_stays() -> None:
+    pins = _Pins()
+    pool = _pool(slabs=9, pin=pins.pin, unpin=pins.unpin)
+    for _ in range(8):
+        _steps(pool, 4, TRIM_STEPS // 2)
+        _steps(pool, 16, 1)
+    assert pins.unlocked == []
+    pool.close()
+
+
+def test_memory_that_a_copy_may_use_is_not_given_back() -> None:
+    """Rule 12: copies of a later mapping at its address would use the old pages."""
+    pins = _Pins()
+    done: set[object] = set()
+    pool = _pool(slabs=4, pin=pins.pin, unpin=pins.unpin, is_done=done.__contains__)
+    slot, *others = [_acquire(pool, SLAB) for _ in range(4)]
+    address = slot.address
+    slot.events.append("copy")
+    del slot, others
+    _steps(pool, 0)
+    assert len(pins.locked) == 2, "this one, and one to spare"
+    assert address in pins.locked
+    done.add("copy")
+    _steps(pool, 0)
+    assert len(pins.locked) == 1
+    assert pool.slabs.mapped_bytes == SLAB
+
+
+def test_memory_that_trimming_could_not_unpin_is_used_again() -> None:
+    pins = _Pins()
+    pool = _pool(slabs=2, pin=pins.pin, unpin=pins.unpin)
+    addresses = {slot.address for slot in [_acquire(pool, SLAB) for _ in range(2)]}
+    pins.holds = True
+    _steps(pool, 0)
+    assert set(pins.locked) == addresses
+    assert {slot.address for slot in [_acquire(pool, SLAB) for _ in range(2)]} == addresses
+    pool.close()
 
 
 def test_the_thread_that_takes_memory_is_near_the_device_first() -> None:

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from actoffload import Offloader
 from actoffload.errors import StateError
+from actoffload.memory import host_pool
+from actoffload.memory.host_pool import HostPool
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
-from tests.harness import assert_same_gradients, gradients, on_stream, train_step
+from tests.harness import assert_same_gradients, gradients, on_stream, pools_of, train_step
 from tests.unit.simulated_programs import RECORD_BYTES, SIZE, _is_right, _model, _offloader
 
 pytestmark = pytest.mark.simulated
@@ -59,6 +61,34 @@ def test_gradients_have_the_same_bits_where_copies_go_together(
 ) -> None:
     sizes = {"pending_bytes": 8 * RECORD_BYTES, "prefetch_bytes": 8 * RECORD_BYTES}
     assert all(_is_right(device, tmp_path, seed, target=target, **sizes) for seed in range(3))
+
+
+def test_page_locked_memory_follows_the_need(
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool gives back memory beyond the recent need, and copies under way meanwhile stay right."""
+    monkeypatch.setattr(host_pool, "TRIM_STEPS", 2)
+    monkeypatch.setitem(HostPool.__init__.__kwdefaults__, "slab_bytes", RECORD_BYTES)  # type: ignore[arg-type]
+    model, x = _model(blocks=12)
+    device.delay(2e-3, seed=1)
+    with _offloader(tmp_path, target="host", host_budget="64 MiB") as offloader:
+        (pool,) = pools_of(offloader)
+
+        def steps(model: nn.Module, count: int) -> None:
+            expected = train_step(model, x)
+            for _ in range(count):
+                with offloader:
+                    loss = model(x).square().sum()
+                loss.backward()
+                assert_same_gradients(gradients(model), expected)
+
+        steps(model, 3)
+        most_bytes = pool.slabs.mapped_bytes
+        steps(model[:1], 12)
+        offloader.synchronize()
+        pool.reclaim()
+        assert pool.slabs.mapped_bytes <= 0.6 * most_bytes
+    assert device.take_violations() == 0
 
 
 def test_backward_waits_for_no_copy_out_of_a_tensor_on_the_device(device: SimulatedDevice, tmp_path: Path) -> None:
