@@ -12,6 +12,7 @@ import os
 import platform
 import shutil
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
@@ -72,12 +73,26 @@ def build(source: Path, options: Sequence[str], key: Sequence[str]) -> Path:
         digest.update(b"\0" + text.encode())
     folder = _cache_folder()
     library = folder / f"{source.stem}-{platform.machine()}-{digest.hexdigest()[:20]}.so"
-    if not library.exists():
+    if not _is_whole(library):
         message = f"actoffload: compiling {source.name} once, about 10 s, into {folder}"
         with contextlib.suppress(OSError, ValueError):  # as in `tell.report.say`
             print(message, file=sys.stderr, flush=True)
         _compile(compiler, source, options, library)
     return library
+
+
+def _is_whole(library: Path) -> bool:
+    """Return whether a library is there with its end: to load a part of one ends the process, at each start."""
+    try:
+        with library.open("rb") as file:
+            header, nbytes = file.read(64), os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        return False
+    if len(header) < 64 or header[:6] != b"\x7fELF\x02\x01":  # 64 bits, little-endian
+        return True  # if it is damaged, it cannot be loaded, which is an ordinary error
+    sections, (size, number) = struct.unpack_from("<Q", header, 40)[0], struct.unpack_from("<HH", header, 58)
+    end: int = sections + size * number  # a linker writes this table last
+    return nbytes >= end
 
 
 def load(build: Callable[[], Path], loader: Callable[[Path], T]) -> T:

@@ -139,11 +139,14 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cached:
     return Cached(tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("damage", [b"", b"\0" * 8192, b"no library"], ids=["empty", "zeros", "text"])
-def test_a_library_in_the_cache_that_cannot_be_loaded_is_made_anew_once(
-    cached: Cached, damage: bytes, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("damage", ["empty", "zeros", "text", "header", "half"])
+def test_a_library_in_the_cache_that_is_not_whole_is_made_anew_once(
+    cached: Cached, damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cached.build().write_bytes(damage)
+    """To load a library that has lost its second half ends the process by a signal."""
+    good = cached.build().read_bytes()
+    parts = {"header": good[:70], "half": good[: len(good) // 2], "zeros": b"\0" * 8192, "text": b"no library"}
+    cached.build().write_bytes(parts.get(damage, b""))
     capsys.readouterr()
     assert [cached.answer(), cached.answer()] == [42, 42]
     assert capsys.readouterr().err.count("compiling") == 1
