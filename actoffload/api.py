@@ -20,6 +20,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from . import errors, schedules
 from .autograd.checkpoints import checkpoint
 from .autograd.exclusions import keep, no_offload
+from .autograd.foreign_hooks import next_node
 from .autograd.hook_stack import enabled
 from .autograd.offloader import Offloader
 from .autograd.selective import create_selective_checkpoint_contexts
@@ -90,7 +91,7 @@ class offload_activations(contextlib.ContextDecorator):
         target: ``"host"``, ``"nvme"``, ``"tiered"`` or ``"auto"``.
         model: optional. With it, modules have names, and the library knows parameters, buffers and inputs early.
         options: the other fields of `OffloadConfig`: ``path``, ``device_budget``, ``host_budget``, ``min_bytes``,
-            ``policy``, ``engine``, ``strict``, ``trace``, ...
+            ``policy``, ``engine``, ``trace``, ...
 
     Raises:
         ConfigError: an option does not exist or cannot work; the message names it, its value and the remedy.
@@ -179,9 +180,11 @@ class Attachment(Hooking):
         self._entered.value = True  # by thread: another thread's call of the module has a context of its own
         try:
             self._prepare(args, kwargs)
+            first = next_node()
             with self.offloader:
-                self.offloader.look_inside(self.module)
-                return function(*args, **kwargs)
+                output = function(*args, **kwargs)
+                self.offloader.search_for_hooks(output, first)
+            return output
         finally:
             self._entered.value = False
 

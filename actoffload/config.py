@@ -294,8 +294,6 @@ class OffloadConfig:
     announce: str | Callable[[str], None] = field(default="first", metadata={"kind": _ANNOUNCE})
     """Which ranks print, after the first forward, what is active, what moves, what stays and why. ``"first"`` prints
     the line to stderr on rank 0, ``"all"`` on every rank, ``"none"`` nowhere; a callable takes the line."""
-    strict: bool = field(default=False, metadata={"kind": _SWITCH})
-    """Raise ``NothingOffloadedError`` at the end of a context in which nothing moved."""
     verify: bool = field(default=False, metadata={"kind": _SWITCH})
     """Checksum the bytes that are written, and check them when they are read back."""
     trace: PathLike | Callable[[TraceEvent], None] | None = field(default=None, metadata={"kind": _FILE})
@@ -446,7 +444,6 @@ class Options(TypedDict, total=False):
     codec: str
     fp8: str | Sequence[str] | None
     announce: str | Callable[[str], None]
-    strict: bool
     verify: bool
     trace: PathLike | Callable[[TraceEvent], None] | None
     drive_tbw: Size | None

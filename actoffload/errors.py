@@ -6,7 +6,6 @@
     ├── ConfigError (ValueError)                an option has a value that cannot work
     ├── BudgetError (ValueError)                no plan keeps a step within a budget
     ├── OffloaderClosedError (RuntimeError)     used after close() or abort()
-    ├── NothingOffloadedError (RuntimeError)    strict=True, and no byte was moved
     ├── SavedTensorModifiedError (RuntimeError) changed in place before backward
     ├── TraceFileError (ValueError)             a file that is no whole trace of a run
     ├── StateError (RuntimeError)               a bug in this library
@@ -106,10 +105,6 @@ class BudgetError(ActOffloadError, ValueError):
 
 class OffloaderClosedError(ActOffloadError, RuntimeError):
     """The offloader was used after ``close()`` or ``abort()``."""
-
-
-class NothingOffloadedError(ActOffloadError, RuntimeError):
-    """A step with ``strict=True`` moved no byte. The message lists the saved tensors and why they stayed."""
 
 
 class SavedTensorModifiedError(ActOffloadError, RuntimeError):

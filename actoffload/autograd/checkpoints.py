@@ -2,7 +2,7 @@
 
 ``torch.utils.checkpoint.checkpoint(use_reentrant=False)`` runs a private generator function of PyTorch around the first
 run of a region. This module replaces that function, so that no model needs a change. Without an open context the
-replacement returns PyTorch's own generator.
+replacement returns PyTorch's own generator. Reentrant checkpoints are only counted.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from ..planning.profile import DERIVED
 from ..runtime.identity import PLAIN_TYPES, storages
 from ..runtime.regions import Recomputation, Region
 from ..runtime.store import ActivationStore
+from ..runtime.untraced import untraced, untraced_frame
 from ..tiers.storage_ref import StorageRef
 from .exclusions import Exclusions
 from .handles import sharing_counters, version_probe
-from .hook_stack import top
+from .hook_stack import Pair, top
 from .module_names import ModuleScopes
 from .packing import Forwards, Packer
 
@@ -44,6 +45,11 @@ and the function that returns, for a pair of contexts that begins with one, the 
 REFUSED = (
     "checkpointed regions stay as they are: this PyTorch ({}) has no function torch.utils.checkpoint.{} of the form "
     "that is known here. They all run again in backward, and what they hold there is not counted"
+)
+REENTRANT = (
+    "{} checkpointed blocks run again in backward in any case, because their checkpoints are reentrant. With "
+    "use_reentrant=False (in Transformers gradient_checkpointing_kwargs={{'use_reentrant': False}}) a plan may let "
+    "some of them run once, which shortens the step"
 )
 Body = Generator[None, None, None]
 
@@ -394,13 +400,41 @@ def _in_its_place(*given: Any, **options: Any) -> Body:
             # A nested checkpoint always runs again. Both runs of the region must save the same tensors, and in the
             # second run PyTorch's own generator serves the nested checkpoint.
             return checkpoints.counted(region, True, given, options)
-    # The offloader of the topmost hooks, not just any with an open context: autograd calls no hooks but these.
-    found = next((one for one in all_of_them if one.forwards.innermost_hook is above[0]), None)
+    found = _innermost(all_of_them, above)
     if found is not None:
         given, options, is_free = _with_contexts(given, options)
         if is_free:
             return found.run(given, options)
     return _Original.function(*given, **options)
+
+
+def _innermost(all_of_them: list[Checkpoints], above: Pair) -> Checkpoints | None:
+    # The offloader of the topmost hooks, not just any with an open context: autograd calls no hooks but these.
+    return next((one for one in all_of_them if one.forwards.innermost_hook is above[0]), None)
+
+
+@untraced
+def _count_reentrant() -> None:
+    """Count a reentrant checkpoint that begins, for the offloader whose hooks are innermost."""
+    above = top()
+    if above is not None and torch.is_grad_enabled() and not must_be_plain():
+        with _Original.lock:
+            all_of_them = list(_everywhere)
+        found = _innermost(all_of_them, above)
+        if found is not None:
+            found.forwards.stack[-1].reentrant += 1
+
+
+def _counting(reentrant: Any) -> Any:
+    """Return the ``apply`` of PyTorch's class of reentrant checkpoints, which counts them and else does as before."""
+
+    # The class is bound here, as a program may put another one into its place. Dynamo and pickle look at the name.
+    @untraced_frame
+    def apply(kind: Any, *given: Any, **options: Any) -> Any:
+        _count_reentrant()
+        return super(reentrant, kind).apply(*given, **options)
+
+    return classmethod(apply)
 
 
 def install() -> str:
@@ -417,6 +451,9 @@ def install() -> str:
             return REFUSED.format(torch.__version__, NAME)
         _Original.function = found  # first, as another thread may call the replacement at once
         setattr(plain, name, _in_its_place)
+        reentrant: Any = plain.CheckpointFunction
+        if "apply" not in vars(reentrant):  # a program's own stays
+            reentrant.apply = _counting(reentrant)
         composable: Any = sys.modules.get("torch.distributed._composable.checkpoint_activation")
         if getattr(composable, name, None) is found:  # that module imported the function by name
             setattr(composable, name, _in_its_place)

@@ -7,7 +7,6 @@ from torch.autograd import graph
 from ..interrupts import expected
 from ..runtime.regions import Region
 from ..runtime.store import ActivationStore
-from ..runtime.strict import MovedSince
 from ..runtime.tape import Tape
 from ..tiers.record import Record
 from .hook_stack import Hooks, Pair, enabled, top
@@ -28,7 +27,7 @@ class Entry:
         rests: whether the forward runs without hooks, as nothing would move.
         tape: the tape of the running forward.
         region: the running checkpointed region, with all that it calls; None outside of regions.
-        moved: the counts at its begin.
+        reentrant: the number of reentrant checkpoints so far.
     """
 
     def __init__(self, store: ActivationStore, packer: Packer) -> None:
@@ -41,7 +40,7 @@ class Entry:
         self.hooks = None if alone else Hooks(*packer.hooks())
         self.tape: Tape[Record] = Tape()
         self.region: Region | None = None
-        self.moved = MovedSince(store.shared.accounts)
+        self.reentrant = 0
 
     def rest(self) -> None:
         """Let the forward continue without hooks if ours are on top. Only then can `end_rest` push them again."""

@@ -18,12 +18,12 @@ _called_for: weakref.WeakSet[object] = weakref.WeakSet()
 """The offloaders for which `sum_up_at_end` was called."""
 
 
-def facts_so_far(store: ActivationStore, pilot: Autopilot | None, held_bytes: Mapping[str, int] | None = None) -> Facts:
-    """Return the facts of an offloader's run; ``held_bytes``: see `Facts`."""
+def facts_so_far(store: ActivationStore, pilot: Autopilot | None) -> Facts:
+    """Return the facts of an offloader's run."""
     planned = None
     if pilot is not None and pilot.profile is not None and pilot.plan is not None:
         planned = Planned(profile=pilot.profile, plan=pilot.plan, limits=pilot.limits, seen=pilot.seen)
-    return facts_of(store, planned, held_bytes)
+    return facts_of(store, planned)
 
 
 def sum_up(parts: Mapping[str, Any]) -> None:

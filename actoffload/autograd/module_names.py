@@ -64,7 +64,7 @@ class ModuleScopes(Hooking):
             model: has the modules.
             only: the modules to hook; None for all.
         """
-        for shown, module, compiled in eager_modules(model):
+        for shown, module, compiled in _eager_modules(model):
             if compiled:
                 super().forget(module)
             elif shown and module not in self._hooks and (only is None or module in only):
@@ -104,7 +104,7 @@ class ModuleScopes(Hooking):
             stack.pop()
 
 
-def eager_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
+def _eager_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
     """Yield each module of a model with its qualified name, and whether it lies inside a compiled module."""
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
@@ -150,14 +150,12 @@ class ModelInputs(Hooking):
         called: returns the callback for a model's forward with gradients, or None. The callback takes the shapes of
             the inputs and a function that computes the forward's signature. Forwards with equal signatures save the
             same tensors, as far as the module and its arguments show.
-        begins: called with a model as its forward begins.
     """
 
-    def __init__(self, notes: StorageSet, called: ModelBegins | None, begins: Callable[[nn.Module], None]) -> None:
+    def __init__(self, notes: StorageSet, called: ModelBegins | None) -> None:
         super().__init__()
         self._notes = notes
         self._called = called
-        self._begins = begins
 
     def watch(self, model: nn.Module) -> None:
         """Note the inputs of every call of a model from now on."""
@@ -183,7 +181,6 @@ class ModelInputs(Hooking):
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not enabled():
             return  # `torch.func.grad` or a similar transform: the library leaves this forward alone
-        self._begins(module)
         self.note(args, kwargs)
         called = self._called() if self._called is not None and torch.is_grad_enabled() else None
         leaves = tree_leaves((args, kwargs))

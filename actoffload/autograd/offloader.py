@@ -5,10 +5,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from types import TracebackType
 from typing import Any, Literal
 
@@ -28,7 +29,6 @@ from ..planning.profile import Profile
 from ..policy import module_patterns
 from ..runtime.decision import InputShapes
 from ..runtime.pipeline import Direction, Hint, check_phase
-from ..runtime.saved_by_node import advice
 from ..runtime.store import ActivationStore
 from ..runtime.tape import Tape
 from ..runtime.untraced import untraced
@@ -39,11 +39,10 @@ from ..tell.plans import explain_plans, render_decisions
 from ..tell.report import announcement, diagnose, explain_causes, render_report, say
 from ..tiers.accelerator import Accelerator
 from ..tiers.tiers import Tiers
-from .checkpoints import Checkpoints, install
+from .checkpoints import REENTRANT, Checkpoints, install
 from .entry import Entry
 from .exclusions import Exclusions
-from .function_tensors import held_by_functions
-from .inner_hooks import InnerHooks
+from .foreign_hooks import held_by_others
 from .last_line import facts_so_far, sum_up, sum_up_at_end
 from .module_names import PATTERNS, ModelInputs, ModuleScopes, check_patterns
 from .packing import Forwards, Packer
@@ -52,12 +51,6 @@ from .recompute import Recompute, check
 _offloaders: weakref.WeakSet[Offloader] = weakref.WeakSet()
 _stores: weakref.WeakSet[ActivationStore] = weakref.WeakSet()
 """The live stores. Handles keep a store alive even after its offloader is gone."""
-
-
-SECTION_ADVICE = (
-    'deepspeed.initialize does not read the "actoffload" section of this engine\'s configuration: call '
-    "actoffload.integrations.deepspeed.initialize in its place"
-)
 
 
 FUNC_ADVICE = (
@@ -98,7 +91,7 @@ class Offloader:
         self._forwards = Forwards()
         self._ended = False
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._announced = False
+        self._announced = self._searched = False
         self._recompute = Recompute(config.recomputed)
         self._checkpoints: Checkpoints | None = None
         self._open()
@@ -123,9 +116,7 @@ class Offloader:
         elif self.config.policy == "auto":
             self.autopilot = Autopilot(store, following)
         called = None if self.autopilot is None else weakref.WeakMethod(self._model_begins)
-        chooses = self._checkpoints is not None and (given is not None or self.autopilot is not None)
-        self._inner_hooks = InnerHooks(store.shared, chooses=chooses)
-        self._inputs = ModelInputs(self.exclusions.static, called, self._inner_hooks.begin)
+        self._inputs = ModelInputs(self.exclusions.static, called)
         if store.trace is not None:
             store.trace.ask = weakref.WeakMethod(self._known)
         # A store that dies without `close()` ends its threads and files. At exit `_at_exit` does that instead.
@@ -162,8 +153,6 @@ class Offloader:
         if model not in self._models:
             check_patterns(self.config, [model, *self._models])
             check(self.config.recomputed, [model, *self._models])
-            if isinstance(config := getattr(model, "config", None), dict) and "actoffload" in config:
-                self.store.shared.reporter.advise("deepspeed", SECTION_ADVICE)
             self._watch(model)
         return self
 
@@ -188,11 +177,6 @@ class Offloader:
     def note_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note tensors that the program passes to a model. It holds them anyway, so they never move."""
         self._inputs.note(args, kwargs)
-
-    @untraced
-    def look_inside(self, model: nn.Module) -> None:
-        """Look for the program's own hooks in the forward that begins, if it is the model's first."""
-        self._inner_hooks.begin(model)
 
     @property
     def _needs_names(self) -> bool:
@@ -283,39 +267,51 @@ class Offloader:
             raise
 
     def _end_forward(self, entry: Entry, *, failed: bool) -> None:
-        store = self.store
+        store, tape = self.store, entry.tape
         if store.trace is not None:
             store.trace.forward_ended()
-        self._inner_hooks.end()
         # Not after a failure: the garbage collector may close a generator's context amid a change under our own lock.
-        said = advice(entry.tape.by_node, entry.tape.total_bytes)
         if not failed:
             accounts = store.shared.accounts
             store.count_deferred()  # before the lock is taken: an interrupt in it releases the lock completely
             with store.shared.lock:
                 accounts.unhooked += entry.rests
-                if said is not None:
-                    accounts.at_once_bytes = max(accounts.at_once_bytes, entry.tape.by_node.largest_bytes)
-        if said is not None:
-            store.shared.reporter.advise("burst", said)
-        unmatched = store.decision.names.unmatched() if entry.tape.live else []
+                accounts.at_once_bytes = max(accounts.at_once_bytes, tape.by_node.most_of(tape.total_bytes))
+            self._note_reentrant(entry)
+        unmatched = store.decision.names.unmatched() if tape.live else []
         if unmatched:
             given = ", ".join(f"tensor:{pattern}" for pattern in unmatched)
             store.shared.reporter.advise("names", f"no saved tensor was given a name() for these patterns: {given}")
         store.shared.reporter.warn()
         if failed:
             return
-        store.regions.forward_ended(entry.tape)
-        if entry.tape.live and not entry.tape.in_backward:
+        store.regions.forward_ended(tape)
+        if tape.live and not tape.in_backward:
             with store.shared.lock:
                 store.tiers.count_alive()
-                store.prefetch.after_forward(entry.tape)
+                store.prefetch.after_forward(tape)
         if not self._announced and store.shared.accounts.packed_tensors:
             self._announced = True
             if self.config.announce != "none":
                 say(self.config, announcement(self._facts()))
-        if self.config.strict and entry.hooks is not None:
-            entry.moved.check(store.shared.accounts, with_gradients=torch.is_grad_enabled())
+
+    @untraced
+    def search_for_hooks(self, output: object, first: int) -> None:
+        """Advise if hooks of the program's own hold tensors of the first forward; see `held_by_others`."""
+        if self._searched or not torch.is_grad_enabled():
+            return
+        self._searched = True
+        if advice := held_by_others(output, first):
+            self.store.shared.reporter.advise("hooks", advice)
+
+    def _note_reentrant(self, entry: Entry) -> None:
+        """Say once how many checkpoints of a forward leave a plan no choice."""
+        reporter = self.store.shared.reporter
+        chooses = self.autopilot is not None or isinstance(self.config.policy, Plan)
+        if entry.reentrant and chooses and "reentrant" not in reporter.advice:
+            text = REENTRANT.format(entry.reentrant)
+            reporter.advise("reentrant", text, logging.INFO)
+            say(self.config, f"actoffload: {text}")
 
     def stage(
         self, microbatch: Hashable, direction: Direction, *, next: tuple[Hashable, Direction] | None = None
@@ -435,8 +431,8 @@ class Offloader:
         else:
             sum_up(vars(self))
 
-    def _facts(self, held_bytes: Mapping[str, int] | None = None) -> Facts:
-        return facts_so_far(self.store, self.autopilot, held_bytes)
+    def _facts(self) -> Facts:
+        return facts_so_far(self.store, self.autopilot)
 
     def _known(self) -> dict[str, Any]:
         """The facts of the whole run that a trace stores."""
@@ -448,7 +444,7 @@ class Offloader:
         Args:
             tensors: add each decision of the last forward.
         """
-        facts = self._facts(held_by_functions(self.exclusions.static.by_number, self.store.tiers.by_device))
+        facts = self._facts()
         found = [facts.summary] if facts.counts.packed_tensors else []
         found += explain_causes(facts)
         if self.autopilot is not None:
@@ -535,7 +531,6 @@ class Offloader:
         self._module_names.remove()
         self._recompute.undo()
         self._inputs.remove()
-        self._inner_hooks.remove()
 
     def after_fork_in_child(self) -> None:
         """Keep the tensors that are in memory and give up the rest: a forked child has none of our threads."""

@@ -12,6 +12,7 @@ import os
 import platform
 import shutil
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
@@ -27,9 +28,8 @@ PACKAGE = Path(__file__).parents[1]
 SWITCH = "ACTOFFLOAD_NATIVE"
 """Set to 0, this environment variable has nothing built or loaded, set to a program's name only that program."""
 COMPILE_S = 300
-SEAL_BYTES = hashlib.sha256().digest_size
-MOST_BYTES = 256 << 20
-"""More than any library of ours has."""
+NOEXEC = getattr(os, "ST_NOEXEC", 0)
+"""The flag of a file system from which no library can be loaded."""
 
 
 class Refused(Exception):
@@ -73,7 +73,7 @@ def build(source: Path, options: Sequence[str], key: Sequence[str]) -> Path:
         digest.update(b"\0" + text.encode())
     folder = _cache_folder()
     library = folder / f"{source.stem}-{platform.machine()}-{digest.hexdigest()[:20]}.so"
-    if not library.exists():
+    if not _is_whole(library):
         message = f"actoffload: compiling {source.name} once, about 10 s, into {folder}"
         with contextlib.suppress(OSError, ValueError):  # as in `tell.report.say`
             print(message, file=sys.stderr, flush=True)
@@ -81,49 +81,36 @@ def build(source: Path, options: Sequence[str], key: Sequence[str]) -> Path:
     return library
 
 
+def _is_whole(library: Path) -> bool:
+    """Return whether a library is there with its end: to load a part of one ends the process, at each start."""
+    try:
+        with library.open("rb") as file:
+            header, nbytes = file.read(64), os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        return False
+    if len(header) < 64 or header[:6] != b"\x7fELF\x02\x01":  # 64 bits, little-endian
+        return True  # if it is damaged, it cannot be loaded, which is an ordinary error
+    sections, (size, number) = struct.unpack_from("<Q", header, 40)[0], struct.unpack_from("<HH", header, 58)
+    end: int = sections + size * number  # a linker writes this table last
+    return nbytes >= end
+
+
 def load(build: Callable[[], Path], loader: Callable[[Path], T]) -> T:
-    """Return the loader's result for a library, which is built anew, once, if it is damaged or cannot be loaded.
+    """Return the loader's result for a library, which is built anew, once, if it cannot be loaded.
 
     Raises:
         Refused: it cannot be built or loaded.
     """
     path = build()
     try:
-        return loader(_checked_copy(path))
+        return loader(path)
     except (ImportError, OSError):  # damaged, or made on a newer system that shares the home directory
         path.unlink(missing_ok=True)
         path = build()
         try:
-            return loader(_checked_copy(path))
+            return loader(path)
         except (ImportError, OSError) as error:
             raise Refused(f"the compiled library could not be loaded: {error}") from error
-
-
-def _checked_copy(library: Path) -> Path:
-    """Return the path of a copy in memory of a library that is whole.
-
-    Nothing changes the copy once it was checked: a library that loses bytes while it is mapped ends the process. It can
-    be loaded where the cache is mounted ``noexec``, too.
-
-    Raises:
-        OSError: it cannot be read, or is damaged.
-    """
-    with library.open("rb") as file:
-        content = file.read(MOST_BYTES)
-    if content[-SEAL_BYTES:] != _seal(content[:-SEAL_BYTES]):
-        raise OSError(f"{library} is damaged")
-    try:
-        copy = os.memfd_create(library.name)  # stays open: the loader takes two files of one name for one library
-    except (AttributeError, OSError):  # not on this system, or forbidden
-        return library
-    with os.fdopen(copy, "wb", closefd=False) as file:
-        file.write(content)
-    return Path(f"/proc/self/fd/{copy}")
-
-
-def _seal(content: bytes) -> bytes:
-    """The checksum of a library; it stands behind it in its file, and the loader ignores it."""
-    return hashlib.sha256(content).digest()
 
 
 def told(error: Exception) -> str:
@@ -148,9 +135,8 @@ def _compile(compiler: str, source: Path, options: Sequence[str], library: Path)
                 env={**os.environ, "LC_ALL": "C"},
             )
             if done.returncode == 0:
-                seal = _seal(unfinished.read_bytes())
-                with unfinished.open("ab") as file:
-                    file.write(seal)
+                with unfinished.open("rb") as file:  # a power cut may leave a part of it, and to load that is a crash
+                    os.fsync(file.fileno())
                 unfinished.replace(library)  # at once: other processes may look for it now
                 return
             said = said or next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-200:])
@@ -162,7 +148,7 @@ def _compile(compiler: str, source: Path, options: Sequence[str], library: Path)
 
 
 def _cache_folder() -> Path:
-    """Return a directory that only this user can write to or exchange: its libraries are loaded into the process.
+    """Return a directory for libraries to be loaded from, which only this user can write to or exchange.
 
     Raises:
         Refused: there is none.
@@ -175,8 +161,8 @@ def _cache_folder() -> Path:
         try:
             _make_private(folder)
             folder = folder.resolve()
-            owned = folder.stat().st_uid == os.geteuid()
-            if owned and os.access(folder, os.W_OK | os.X_OK) and not any(map(_is_shared, (folder, *folder.parents))):
+            fit = folder.stat().st_uid == os.geteuid() and not os.statvfs(folder).f_flag & NOEXEC
+            if fit and os.access(folder, os.W_OK | os.X_OK) and not any(map(_is_shared, (folder, *folder.parents))):
                 return folder
         except OSError:
             continue

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from .best_fit import ExtentAllocator
-from .numa import keep_off_devices
 from .process_memory import map_private
 
 ALIGNMENT = 4096
@@ -101,7 +100,6 @@ class Slab:
         If neither is possible the memory is pageable. It takes long: call it on a thread of its own.
         """
         slab = Slab(nbytes)
-        keep_off_devices(slab.address, nbytes)
         slab.populate()
         if slab.lock(pin):
             return slab

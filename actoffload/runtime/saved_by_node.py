@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from ..sizes import format_size
-
 MANY = 8
 """PyTorch's own operations save fewer storages than this; a compiled graph saves all its storages in one node."""
 
@@ -14,13 +12,11 @@ class SavedByNode:
     Attributes:
         node_bytes: saved so far by the node that saved last.
         largest_bytes: the most that one node with `MANY` storages or more has saved.
-        largest_count: the number of that node's storages.
     """
 
     def __init__(self) -> None:
         self.node_bytes = 0
         self.largest_bytes = 0
-        self.largest_count = 0
         self._node = -1
         self._count = 0
 
@@ -38,19 +34,9 @@ class SavedByNode:
         self.node_bytes += nbytes
         if self._count < MANY:
             return False
-        if self.node_bytes > self.largest_bytes:
-            self.largest_bytes, self.largest_count = self.node_bytes, self._count
+        self.largest_bytes = max(self.largest_bytes, self.node_bytes)
         return True
 
-
-def advice(saved: SavedByNode, total_bytes: int) -> str | None:
-    """Return an advice if one node saved more than half of a forward's ``total_bytes``, else None."""
-    if 2 * saved.largest_bytes <= total_bytes or not saved.largest_bytes:
-        return None
-    return (
-        f"{format_size(saved.largest_bytes)} of the {format_size(total_bytes)} that this forward saved "
-        f"({saved.largest_bytes / total_bytes:.0%}, {saved.largest_count} tensors) were saved by one autograd node, "
-        "as a graph of torch.compile does for a whole model. All of it is in memory when that node's forward ends "
-        "and again when its backward begins, so the peak does not fall below it, and module names inside it are "
-        "not known. Compile block by block (for block in model.blocks: block.compile()), then the peak falls"
-    )
+    def most_of(self, total_bytes: int) -> int:
+        """Return the bytes of the node that saved more than half of a forward's ``total_bytes``; 0 if none has."""
+        return self.largest_bytes if 2 * self.largest_bytes > total_bytes else 0

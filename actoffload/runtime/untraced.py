@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from types import CodeType
@@ -55,20 +54,6 @@ def _mark(function: Callable[..., Any]) -> None:
     function._torchdynamo_disable_msg = UNTRACED_REASON  # type: ignore[attr-defined]
 
 
-class _Thread(threading.local):
-    """Whether this thread runs a frame of ours, inside of a function that ``torch.compile`` compiles."""
-
-    compiled = False
-
-
-_thread = _Thread()
-
-
-def inside_compiled() -> bool:
-    """Return whether the caller of this `untraced` frame is being compiled, or may be."""
-    return _thread.compiled or not _at_hand
-
-
 def untraced(function: F) -> F:
     """Keep ``torch.compile`` out of our own frames; inside a compiled function they are a graph break.
 
@@ -82,12 +67,10 @@ def untraced(function: F) -> F:
     def direct(*args: Any, **kwargs: Any) -> Any:
         if compiling() is None:
             return function(*args, **kwargs)
-        before, outer = set_compiling(None), _thread.compiled
-        _thread.compiled = True
+        before = set_compiling(None)
         try:
             return function(*args, **kwargs)
         finally:
-            _thread.compiled = outer
             set_compiling(before)  # in any case: else the rest of this thread would no longer be compiled
 
     _skip(direct.__code__)

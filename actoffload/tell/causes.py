@@ -190,18 +190,6 @@ def degraded(f: Facts) -> Cause | None:
     return Cause(f.accounts.degraded_bytes / f.steps, f"memory is not saved as it could be: {evidence}", remedies)
 
 
-def held_by_functions(f: Facts) -> Cause | None:
-    """Custom autograd functions hold tensors as attributes of ``ctx``, where no hook sees them."""
-    nbytes, names = sum(f.held_bytes.values()), sorted(f.held_bytes, key=lambda name: -f.held_bytes[name])[:3]
-    if not nbytes or nbytes < HELD * f.counts.baseline_peak_bytes:
-        return None
-    evidence = (
-        f"{format_size(nbytes)} of tensors are attributes of ctx in custom autograd functions ({', '.join(names)})"
-    )
-    remedy = "save them by ctx.save_for_backward(...), and read them from ctx.saved_tensors"
-    return Cause(nbytes, f"{evidence}, alive as long as the loss", [remedy])
-
-
 def held_elsewhere(f: Facts) -> Cause | None:
     """The program itself holds saved tensors until backward needs them."""
     alive, planned = KeepReason.ALIVE.value, f.planned
@@ -276,7 +264,6 @@ MEMORY = (
     stays,
     leaves_too_late,
     degraded,
-    held_by_functions,
     held_elsewhere,
     compiled_whole,
     page_cache,

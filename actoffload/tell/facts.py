@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 CHANGED = 0.15
 """A step that takes another time by this share, waits apart, is another machine's: the median of steps varies less."""
-CAUSES_TOO = ("burst", "page-locking")
+CAUSE_TOO = "page-locking"
 """Advice that a report leaves out, because a cause has the same meaning and this run's figures."""
 
 
@@ -119,7 +119,6 @@ class Facts:
         engine: the storage engine; None without a disk.
         host_bytes: the most host memory; ``pageable``: some of it could not be page-locked.
         before_bytes: memory of the device or the process before the first forward; None if the peak was before that.
-        held_bytes: tensors that autograd functions hold as attributes, by the function's name.
         notes: remarks and advice from the run.
         elapsed_s: seconds since the first forward began, which the wear of the drives is computed from.
     """
@@ -134,7 +133,6 @@ class Facts:
     host_bytes: int = 0
     pageable: bool = False
     before_bytes: int | None = None
-    held_bytes: Mapping[str, int] = field(default_factory=dict)
     notes: Sequence[str] = ()
     elapsed_s: float = 0.0
 
@@ -219,14 +217,14 @@ def machine_changed(profile: Profile, seen: Observed | None) -> str:
     return f"the machine has changed since the step was recorded: without waits it takes {now_takes}, whatever the plan"
 
 
-def facts_of(store: ActivationStore, planned: Planned | None, held_bytes: Mapping[str, int] | None = None) -> Facts:
-    """The facts of a run so far; ``planned``: its ``unit`` is found here; ``held_bytes``: see `Facts`."""
+def facts_of(store: ActivationStore, planned: Planned | None) -> Facts:
+    """The facts of a run so far; ``planned``: its ``unit`` is found here."""
     counts, spool, pools = store.statistics(), store.tiers.spool, store.tiers.pools
     if planned is not None:
         planned = replace(planned, unit=planned.profile.unit(counts.microbatches, counts.optimizer_steps))
     before, peak_before = store.run.memory_before
     # Advice with a cause of the same meaning would tell the user twice, and once without this run's figures.
-    advice = (text for key, text in store.shared.reporter.advice.items() if key not in CAUSES_TOO)
+    advice = (text for key, text in store.shared.reporter.advice.items() if key != CAUSE_TOO)
     return Facts(
         config=store.shared.config,
         counts=counts,
@@ -238,7 +236,6 @@ def facts_of(store: ActivationStore, planned: Planned | None, held_bytes: Mappin
         host_bytes=sum(pool.capacity_bytes for pool in pools),
         pageable=any(pool.pin_failed for pool in pools),
         before_bytes=before if peak_before < (counts.device_peak_bytes or counts.process_peak_bytes) else None,
-        held_bytes=held_bytes or {},
         notes=[*store.tiers.remarks, *advice],
         elapsed_s=store.run.elapsed_s,
     )

@@ -16,7 +16,6 @@ from tests.blocks import MLP
 from tests.harness import gradients
 from tests.integration.evidence import Run, assert_evidence, counting_owners
 
-ADVICE = "saved by one autograd node"
 STEPS = 3
 WIDTH = 32
 
@@ -95,7 +94,7 @@ def train(
 def check(make: Callable[[], nn.Module], offloader: Offloader, **options: Any) -> Run:
     """Fails unless training has the same bits with the offloader, and everything moved to disk and back.
 
-    The peak of a single graph cannot fall (see the tests of the advice).
+    The peak of a single graph cannot fall (see `test_the_peak_of_one_graph_does_not_fall`).
     """
     plain = train(make(), **options)
     offloaded = train(make(), offloader, **options)

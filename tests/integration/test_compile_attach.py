@@ -20,13 +20,12 @@ import actoffload
 from actoffload import Offloader, Policy
 from actoffload.policy import Decision, TensorFacts
 from tests.harness import assert_same_gradients, gradients
-from tests.integration.compiled import ADVICE, STEPS, WIDTH, Tower, gradients_of, tokens, tower, train
+from tests.integration.compiled import STEPS, WIDTH, Tower, gradients_of, tokens, tower, train
 from tests.integration.evidence import Run, assert_evidence
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # by Dynamo
-    pytest.mark.filterwarnings(f"ignore:.*{ADVICE}:RuntimeWarning"),  # tested in test_compile.py
 ]
 
 
@@ -60,7 +59,7 @@ def plain() -> Run:
 )
 def test_attach_in_every_order(order: str, plain: Run, tmp_path: Path) -> None:
     """One graph without a break, every forward inside the context, the same bits; and no context after detach()."""
-    options = {"target": "nvme", "path": str(tmp_path), "min_bytes": 0, "strict": True, "policy": "greedy"}
+    options = {"target": "nvme", "path": str(tmp_path), "min_bytes": 0, "policy": "greedy"}
     model = tower("eager")
     call, attachment = attach_and_compile(model, order, options)
     offloader = attachment.offloader

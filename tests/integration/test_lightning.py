@@ -121,7 +121,6 @@ def options(tmp_path: Path) -> dict[str, Any]:
         "path": str(tmp_path),
         "min_bytes": 0,
         "device_budget": "64KiB",
-        "strict": True,
         "policy": "greedy",
     }
 
@@ -224,7 +223,6 @@ def compiled_alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # by Dynamo
-@pytest.mark.filterwarnings("ignore:.*saved by one autograd node:RuntimeWarning")  # tested in test_compile.py
 @pytest.mark.parametrize("first", ["attach", "compile"])
 def test_a_compiled_lightning_module(first: str, compiled_alone: Run, tmp_path: Path) -> None:
     """Lightning compiles the steps of a module that ``torch.compile`` returned."""

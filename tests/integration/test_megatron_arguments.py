@@ -107,7 +107,7 @@ def test_every_flag_reaches_the_offloader(tmp_path: Path) -> None:
             f"--actoffload-target tiered --actoffload-path {tmp_path} {tmp_path}/second "
             "--actoffload-device-budget 3MiB --actoffload-host-budget 64MiB --actoffload-nvme-budget 1GiB "
             "--actoffload-min-bytes 5 --actoffload-modules a.* b.c --actoffload-exclude-modules c "
-            f"--actoffload-policy {tmp_path}/plan.json --actoffload-engine posix --actoffload-strict "
+            f"--actoffload-policy {tmp_path}/plan.json --actoffload-engine posix "
             f"--actoffload-verify --actoffload-trace {tmp_path}/trace.json --actoffload-announce all"
         ),
     )
@@ -124,7 +124,6 @@ def test_every_flag_reaches_the_offloader(tmp_path: Path) -> None:
         exclude="c",
         policy=config.policy,
         engine="posix",
-        strict=True,
         verify=True,
         trace=str(tmp_path / "trace.json"),
         announce="all",

@@ -53,9 +53,9 @@ def test_the_flags_of_hugging_face_are_the_options() -> None:
     }
     assert OffloadArguments(actoffload_target="nvme").options() == {"target": "nvme"}
     (found,) = transformers.HfArgumentParser(OffloadArguments).parse_args_into_dataclasses(
-        ["--actoffload_strict", "--actoffload_tune_malloc", "false", "--actoffload_path", "/a", "/b"]
+        ["--actoffload_verify", "--actoffload_tune_malloc", "false", "--actoffload_path", "/a", "/b"]
     )
-    assert found.options() == {"strict": True, "tune_malloc": False, "path": ["/a", "/b"]}
+    assert found.options() == {"verify": True, "tune_malloc": False, "path": ["/a", "/b"]}
 
 
 def test_the_flags_of_torchtitan_are_the_options(monkeypatch: pytest.MonkeyPatch) -> None:

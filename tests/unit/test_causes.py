@@ -208,42 +208,6 @@ def test_bytes_that_stay_have_their_reason(
     assert offloader.report().splitlines()[-2:] == [f"diagnosis: {evidence}", f"  next: {remedy}"]
 
 
-class _Keeps(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, kept: bool) -> Tensor:
-        out = x.tanh()
-        ctx.kept = kept
-        if kept:
-            ctx.held = {"out": [out]}
-        else:
-            ctx.save_for_backward(out)
-        return out.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (out,) = ctx.held["out"] if ctx.kept else ctx.saved_tensors
-        return gradients[0] * (1 - out**2), None
-
-
-@pytest.mark.parametrize("kept", [True, False])
-def test_tensors_that_a_function_keeps_on_ctx(make_offloader: MakeOffloader, kept: bool) -> None:
-    """The library sees them while the graph is alive: until the loss is gone, also after backward."""
-    offloader, model, x = make_offloader(policy="all"), nn.Linear(64, 64), batch()
-    with offloader:
-        loss = sum((_Keeps.apply(model(x), kept).sum() for _ in range(4)), torch.zeros(()))
-    loss.backward()
-    found = reported(offloader)[1]
-    if not kept:
-        assert found == []
-        return
-    assert found[0].startswith(
-        "128.0 KiB: 128.0 KiB of tensors are attributes of ctx in custom autograd functions (_Keeps)"
-    )
-    assert "ctx.save_for_backward" in found[1]
-    del loss
-    assert not [line for line in reported(offloader)[1] if "ctx" in line]
-
-
 def test_an_engine_that_writes_through_the_page_cache(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(policy="all", engine="aiofiles")
     steps(offloader, Chain())

@@ -125,6 +125,55 @@ def test_reentrant_checkpoints_are_named_once_and_what_to_set_instead(
     assert (f"note: {said}" in attachment.offloader.report()) is named
 
 
+def test_reentrant_checkpoints_count_where_their_forward_makes_a_node(make_offloader: MakeOffloader) -> None:
+    lines: list[str] = []
+
+    def run(function: Callable[..., Any], x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(function, x, use_reentrant=True)
+        return found
+
+    with make_offloader(policy="auto", announce=lines.append):
+        x = batch().requires_grad_()
+        y = run(lambda x: run(torch.exp, x), x)
+        with torch.no_grad():
+            run(torch.exp, x)
+        with no_offload():
+            run(torch.exp, x)
+        y.sum().backward()  # runs the inner one with gradients
+    assert sum("1 checkpointed blocks run again" in line for line in lines) == 1
+
+
+def test_pytorchs_class_of_reentrant_checkpoints_serves_programs_as_before(
+    make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They keep, subclass or pickle it, and put another class in its place."""
+    offloader = make_offloader()
+    theirs: Any = plain.CheckpointFunction
+    assert pickle.loads(pickle.dumps(theirs.apply)) == theirs.apply
+
+    class Named(theirs):
+        @staticmethod
+        def forward(function: Any, x: Tensor, times: int = 1) -> Any:
+            return function(x) * times
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.save_for_backward(output)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            return None, gradients[0] * ctx.saved_tensors[0], None
+
+    monkeypatch.setattr(plain, "CheckpointFunction", Named)
+    for times, call in (1, partial(theirs.apply, torch.exp, True)), (2, partial(Named.apply, torch.exp, times=2)):
+        x = batch().requires_grad_()
+        with offloader:
+            loss = call(x).sum()
+        loss.backward()
+        assert x.grad is not None
+        assert_same_gradients({"x": x.grad}, {"x": times * batch().exp()})
+
+
 def test_outside_of_a_context_and_without_gradients_all_is_pytorchs_own(make_offloader: MakeOffloader) -> None:
     model = Blocks()
     offloader = following(make_offloader(), 0, 1, 2)

@@ -116,7 +116,7 @@ def enter(request: pytest.FixtureRequest) -> Any:
         ("include", [], "give a string or a sequence"),
         ("exclude", [3], "give a string or a sequence"),
         ("devices", ["cuda", ""], "devices"),
-        ("strict", "yes", "give True or False"),
+        ("verify", "yes", "give True or False"),
         ("io_threads", 0, "1 or more"),
         ("io_threads", True, "1 or more"),
         ("io_threads", 10**9, "at most 256"),

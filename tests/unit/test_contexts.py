@@ -206,14 +206,6 @@ def test_attached_twice_with_other_options_is_an_error_that_names_one(options: d
     other.offloader.abort()
 
 
-def test_a_deepspeed_engine_with_an_unread_section_warns(options: dict[str, Any]) -> None:
-    engine = Chain()
-    engine.config = {"train_batch_size": 1, "actoffload": {"target": "nvme"}}  # type: ignore[assignment]
-    actoffload.attach(engine, **options)
-    with pytest.warns(RuntimeWarning, match=r"call actoffload\.integrations\.deepspeed\.initialize in its place"):
-        train_step(engine, batch())
-
-
 def test_an_attachment_holds_no_module_alive(options: dict[str, Any]) -> None:
     model = Chain()
     actoffload.attach(model, **options)

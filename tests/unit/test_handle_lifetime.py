@@ -241,26 +241,6 @@ print("alive")
     assert "alive" in done.stdout, (done.returncode, done.stderr[-2000:])
 
 
-def test_a_deep_graph_of_an_attached_module_is_freed_without_recursion(tmp_path: Path) -> None:
-    """The search for the program's own hooks reads nodes in a module's first forward."""
-    script = """
-import sys, torch
-from actoffload import attach
-class Deep(torch.nn.Module):
-    def forward(self, h):
-        for _ in range(60_000):
-            h = h + 1
-        return h
-model = Deep()
-attachment = attach(model, target="nvme", path=sys.argv[1], announce="none")
-model(torch.zeros(8, requires_grad=True)).sum().backward()
-attachment.offloader.close()
-print("alive")
-"""
-    done = run_program(script, str(tmp_path))
-    assert "alive" in done.stdout, (done.returncode, done.stderr[-2000:])
-
-
 # -- handles that die while the lock is held ---------------------------------------------------------------------------
 #
 # A trace sink or a policy that stops inside the lock holds it as long as the test wants. The test then looks at the

@@ -46,7 +46,7 @@ def test_every_error_is_public_documented_and_has_our_root() -> None:
         assert cls.__name__ in errors.__doc__, f"{cls.__name__} is missing from the tree at the top of errors.py"
     builtins = {
         ValueError: "ConfigError SpoolPathError EngineUnavailableError",
-        RuntimeError: "OffloaderClosedError NothingOffloadedError SavedTensorModifiedError StateError",
+        RuntimeError: "OffloaderClosedError SavedTensorModifiedError StateError",
         OSError: "SpoolPathError SpoolFullError StorageWriteError StorageReadError EngineUnavailableError",
     }
     for builtin, names in builtins.items():
