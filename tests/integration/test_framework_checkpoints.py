@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from actoffload.errors import ConfigError
 from tests import pages
 from tests.blocks import MLP
 from tests.harness import same_bits
+from tests.programs import run_program
 
 for _package in ("accelerate", "diffusers", "lightning", "peft", "transformers"):
     pytest.importorskip(_package)
@@ -328,8 +328,7 @@ print(torch.equal(*found), seen.regions, seen.regions_once)
 
 def test_the_form_that_newer_releases_of_pytorch_have(tmp_path: Path) -> None:
     newer = hasattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator_impl")  # no patch is needed
-    command = [sys.executable, "-W", "error", "-c", ("" if newer else NEWER) + PROGRAM, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    done = run_program(("" if newer else NEWER) + PROGRAM, str(tmp_path), errors=("Warning",))
     assert (done.stdout, done.returncode) == ("True 3 1\n", 0), done.stderr
 
 
