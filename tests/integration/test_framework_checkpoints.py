@@ -379,17 +379,6 @@ def checkpointed(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
 
 
-def test_reentrant_checkpoints_stay_as_they_are(tmp_path: Path) -> None:
-    def make() -> Any:
-        return hf_models.make_trainer(tmp_path, **hf_models.checkpointing(reentrant=True))
-
-    alone = hf_models.train(make())
-    ours = hf_models.train(make(), target="nvme", path=tmp_path, min_bytes=0, announce="none")
-    assert ours.statistics is not None
-    assert ours.statistics.regions == 0
-    assert [name for name, tensor in alone.tensors.items() if not same_bits(tensor, ours.tensors[name])] == []
-
-
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     (block,) = (text for name, text in pages.BLOCKS.items() if name.startswith("docs/checkpointing.md"))

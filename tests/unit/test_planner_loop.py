@@ -338,11 +338,18 @@ PAUSES: dict[str, Collection[int]] = {
 """After these steps something else takes as long as two steps: an evaluation, say, or the data are late."""
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+NOTHING_RECOMPUTED: dict[str, Any] = {"bytes_per_s": 40e6}
+SOME_RUN_ONCE: dict[str, Any] = {"bytes_per_s": 4 / 3 * SLOW, "recompute": True}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{"bytes_per_s": 40e6}, {"bytes_per_s": 4 / 3 * SLOW, "recompute": True}],
-    ids=["nothing recomputed", "some blocks run once"],
+    ("options", "device"),
+    [
+        (NOTHING_RECOMPUTED, "cuda"),
+        (SOME_RUN_ONCE, "cpu"),
+        pytest.param(NOTHING_RECOMPUTED, "cpu", marks=pytest.mark.thorough),
+        pytest.param(SOME_RUN_ONCE, "cuda", marks=pytest.mark.thorough),
+    ],
 )
 def test_the_time_between_backward_and_the_next_forward_changes_no_plan(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], device: str
@@ -367,15 +374,16 @@ def test_the_time_between_backward_and_the_next_forward_changes_no_plan(
         assert max(seconds) <= 1.01 * min(found["none"][2]), pauses
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
-    ("options", "layer", "backward"),
+    ("options", "layer", "backward", "device"),
     [
-        ({"bytes_per_s": 40e6}, 3, False),
-        ({"bytes_per_s": 4 / 3 * SLOW, "recompute": True}, 3, False),
-        ({"bytes_per_s": 3 * SLOW, "recompute": True}, 7, True),
+        (NOTHING_RECOMPUTED, 3, False, "cpu"),
+        (SOME_RUN_ONCE, 3, False, "cuda"),
+        ({"bytes_per_s": 3 * SLOW, "recompute": True}, 7, True, "cpu"),
+        pytest.param(NOTHING_RECOMPUTED, 3, False, "cuda", marks=pytest.mark.thorough),
+        pytest.param(SOME_RUN_ONCE, 3, False, "cpu", marks=pytest.mark.thorough),
+        pytest.param({"bytes_per_s": 3 * SLOW, "recompute": True}, 7, True, "cuda", marks=pytest.mark.thorough),
     ],
-    ids=["nothing recomputed", "some blocks run once", "in backward"],
 )
 def test_a_stall_in_the_recorded_steps_makes_no_other_plan(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], layer: int, backward: bool, device: str
