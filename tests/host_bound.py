@@ -233,11 +233,7 @@ class _Sines(nn.Module):
 
 
 def _steps(
-    device: SimulatedDevice,
-    model: nn.Module,
-    offloader: Offloader | None,
-    count: int,
-    pauses: Mapping[int, float] = {},
+    device: SimulatedDevice, model: nn.Module, offloader: Offloader | None, count: int, pauses: Mapping[int, float] = {}
 ) -> list[float]:
     x = torch.ones(1, device=NAME)
     seconds = []

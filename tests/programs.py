@@ -17,7 +17,7 @@ from typing import IO, Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 _SERVER = """
 import contextlib, gc, json, os, runpy, select, signal, socket, sys, tempfile, warnings
-import torch, torch._dynamo, actoffload, actoffload.testing.faults
+import torch, torch._dynamo, torch.distributed.fsdp, actoffload, actoffload.testing.faults
 gc.freeze()  # else each child looks at all that, and copies it
 torch.set_num_threads(1)
 server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -65,6 +65,8 @@ for name in job["errors"]:
 how, what, *arguments = (word for number, word in enumerate(job["words"]) if number or word != "-u")
 sys.argv = [how, *arguments]
 sys.path[:0] = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+if "ACTOFFLOAD" in os.environ:
+    import _actoffload_start  # as Python's start does
 if how == "-m":
     runpy.run_module(what, run_name="__main__", alter_sys=True)
 else:
@@ -119,7 +121,8 @@ def _warm() -> _Warm:
 def warm_python() -> str:
     """Stands in for ``sys.executable`` with ``-c`` or ``-m``, where PyTorch is imported anyway.
 
-    Nothing of Python's start happens anew, so it is not for what ``ACTOFFLOAD`` does then, nor for what limits memory.
+    Little of Python's start happens anew, so it is not for what limits memory. Where ``ACTOFFLOAD`` is set, the program
+    waits for frameworks as after any start, but not for PyTorch's first optimizer, which it has imported.
     """
     return _warm().python
 

@@ -6,10 +6,11 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor
 
-from actoffload import Statistics
+from actoffload import Offloader, Statistics
 from actoffload.runtime.store import ActivationStore
 from tests.harness import same_bits
 
@@ -91,3 +92,16 @@ def counting_owners(parameters: Callable[[], Iterable[Tensor]]) -> Iterator[Owne
         yield meter
     finally:
         ActivationStore.admit = admit  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def noting_offloaders() -> Iterator[list[Offloader]]:
+    """The offloaders that are made in this context, which would otherwise die with their models."""
+    made, build = list[Offloader](), Offloader.__init__
+
+    def noted(self: Offloader, *args: Any, **options: Any) -> None:
+        build(self, *args, **options)
+        made.append(self)
+
+    with patch.object(Offloader, "__init__", noted):
+        yield made

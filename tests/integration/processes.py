@@ -59,8 +59,7 @@ def launch(module: str, world: int, directory: Path, *arguments: str, env: dict[
         "MASTER_PORT": "0",
         **(env or {}),
     }
-    python = sys.executable if "ACTOFFLOAD" in base else warm_python()  # Python's start reads the variable
-    command = [python, "-m", __name__, module, *arguments]
+    command = [warm_python(), "-m", __name__, module, *arguments]
     with open(directory / "log.txt", "wb") as log:
         parent = subprocess.Popen(command, env=base, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
         try:

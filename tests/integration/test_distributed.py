@@ -60,7 +60,7 @@ Runs = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def rows(chosen: Chosen, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """The results of each rank in each row, of which some run with ``--thorough`` alone."""
+    """The results of each rank in each row, of which some run with ``--thorough`` alone; and with single tensors."""
     names = [row for row in ROWS if row in chosen("row") or row not in THOROUGH]
     return launch("tests.integration.workers.distributed_rows", 2, tmp_path_factory.mktemp("rows"), *names, *ONCE)
 
@@ -96,19 +96,13 @@ def test_a_block_that_runs_once_moves_its_saved_tensors(rows: Runs) -> None:
 # -- single tensors, and the process ----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """The results of each rank with single tensors."""
-    return launch("tests.integration.workers.distributed_tensors", 2, tmp_path_factory.mktemp("tensors"))
-
-
 KINDS = ["sharded", "transposed", "replicated", "partial", "from a local activation", "collective", "collective inside"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("kind", KINDS)
-def test_dtensors_and_collectives_come_back_as_they_were(found: Runs, kind: str, rank: int) -> None:
-    before, after, right, back, resident_bytes, written_bytes = found[rank]["round trips"][kind]
+def test_dtensors_and_collectives_come_back_as_they_were(rows: Runs, kind: str, rank: int) -> None:
+    before, after, right, back, resident_bytes, written_bytes = rows[rank]["round trips"][kind]
     assert after == before
     assert same_bits(back, right)
     assert resident_bytes == 0
@@ -128,16 +122,16 @@ def test_dtensors_and_collectives_come_back_as_they_were(found: Runs, kind: str,
         ("gathered_weight_changed", True),
     ],
 )
-def test_changes_in_place_end_as_without_offloading(found: Runs, program: str, raises: bool) -> None:
+def test_changes_in_place_end_as_without_offloading(rows: Runs, program: str, raises: bool) -> None:
     for rank in range(2):
-        plain, offloaded = found[rank]["programs"][program]
+        plain, offloaded = rows[rank]["programs"][program]
         assert plain == offloaded
         assert plain.startswith("error: one of the variables needed for gradient") == raises
 
 
-def test_no_lock_is_held_while_a_collective_is_awaited(found: Runs) -> None:
+def test_no_lock_is_held_while_a_collective_is_awaited(rows: Runs) -> None:
     for rank in range(2):
-        assert found[rank]["unlocked"] == [True, True]
+        assert rows[rank]["unlocked"] == [True, True]
 
 
 class Sealed(TwoTensor):

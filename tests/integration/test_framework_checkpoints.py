@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from actoffload.errors import ConfigError
 from tests import pages
 from tests.blocks import MLP
 from tests.harness import same_bits
+from tests.programs import run_program
 
 for _package in ("accelerate", "diffusers", "lightning", "peft", "transformers"):
     pytest.importorskip(_package)
@@ -328,8 +328,7 @@ print(torch.equal(*found), seen.regions, seen.regions_once)
 
 def test_the_form_that_newer_releases_of_pytorch_have(tmp_path: Path) -> None:
     newer = hasattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator_impl")  # no patch is needed
-    command = [sys.executable, "-W", "error", "-c", ("" if newer else NEWER) + PROGRAM, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    done = run_program(("" if newer else NEWER) + PROGRAM, str(tmp_path), errors=("Warning",))
     assert (done.stdout, done.returncode) == ("True 3 1\n", 0), done.stderr
 
 
@@ -378,17 +377,6 @@ def test_whichever_regions_run_once_a_trainer_trains_alike(make: Callable[[Path]
 
 def checkpointed(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
-
-
-def test_reentrant_checkpoints_stay_as_they_are(tmp_path: Path) -> None:
-    def make() -> Any:
-        return hf_models.make_trainer(tmp_path, **hf_models.checkpointing(reentrant=True))
-
-    alone = hf_models.train(make())
-    ours = hf_models.train(make(), target="nvme", path=tmp_path, min_bytes=0, announce="none")
-    assert ours.statistics is not None
-    assert ours.statistics.regions == 0
-    assert [name for name, tensor in alone.tensors.items() if not same_bits(tensor, ours.tensors[name])] == []
 
 
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,6 +88,7 @@ def test_a_trainer_computes_the_same_bits(row: Row, tmp_path: Path) -> None:
     assert_evidence(offloaded, plain)
     assert offloaded.statistics is not None
     assert offloaded.statistics.steps == len(plain.losses)  # evaluation enters no context
+    assert bool(offloaded.statistics.regions) == ("non-reentrant" in row.name), "only these checkpoints leave a choice"
     assert "saved during backward" not in offloaded.statistics.kept_bytes
 
 

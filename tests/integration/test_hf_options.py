@@ -158,13 +158,7 @@ def test_a_flag_with_an_unknown_value_is_refused(capsys: pytest.CaptureFixture[s
 
 
 def test_a_flag_that_cannot_work_is_named() -> None:
-    values = {
-        "device_budget": "much",
-        "host_budget": "-1",
-        "nvme_budget": "0",
-        "min_bytes": "many",
-        "io_threads": "-1",
-    }
+    values = {"device_budget": "much", "host_budget": "-1", "nvme_budget": "0", "min_bytes": "many", "io_threads": "-1"}
     for name, value in values.items():
         with pytest.raises(ConfigError, match=f"actoffload_{name}='?{value}"):
             parse("--actoffload_target", "nvme", f"--actoffload_{name}={value}")

@@ -104,12 +104,11 @@ def test_it_does_nothing_if_the_variable_is_set(value: str, monkeypatch: pytest.
     assert sys.meta_path == []
 
 
-def test_it_imports_nothing_that_pytorch_has_not(installed: str) -> None:
-    """So it takes less than a millisecond."""
-    code = "import sys, torch; before = set(sys.modules); import _actoffload_hint as hint; hint.watch()\n"
-    code += "print(set(sys.modules) - before, file=sys.stderr)"
-    error = run(code, PYTHONPATH=installed, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    assert error == "{'_actoffload_hint'}\n"
+def test_it_imports_nothing_that_pytorch_has_not() -> None:
+    """So it takes less than a millisecond. PyTorch imports the four modules that the program begins with."""
+    code = "import collections.abc, functools, sys, typing; before = set(sys.modules)\n"
+    code += "import _actoffload_hint as hint; hint.watch(); print(set(sys.modules) - before, file=sys.stderr)"
+    assert run(code, PYTHONPATH=PYTHONPATH) == "{'_actoffload_hint'}\n"
 
 
 @pytest.mark.parametrize("found", [None, 3, ModuleType("stub"), SimpleNamespace(Trainer=3)])

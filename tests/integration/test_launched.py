@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 
 from tests.integration.evidence import Run, assert_evidence
 from tests.integration.processes import GIVE_UP_S, PYTHONPATH, ROOT, Chosen
+from tests.programs import warm_python
 
 for _package in ("accelerate", "deepspeed", "safetensors", "transformers"):
     pytest.importorskip(_package)
@@ -58,7 +58,7 @@ def ranks(chosen: Chosen, tmp_path_factory: pytest.TempPathFactory) -> list[dict
     with open(folder / "log.txt", "w+", encoding="utf-8") as log:
 
         def start(name: str, *arguments: Path) -> subprocess.Popen[bytes]:
-            command = [sys.executable, "-m", f"tests.integration.workers.{name}", *map(str, arguments)]
+            command = [warm_python(), "-m", f"tests.integration.workers.{name}", *map(str, arguments)]
             env = os.environ | {name: str(value) for name, value in variables.items()}
             return subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
 

@@ -173,17 +173,8 @@ def test_a_run_ends_with_one_line(tmp_path: Path) -> None:
     """The model is alive then; test_announcement.py has one that is dead. A module that is never called has no line."""
     script = tmp_path / "train.py"
     script.write_text(LOOP)
-    options = (
-        "--target",
-        "nvme",
-        "--path",
-        str(tmp_path),
-        "-o",
-        "device_budget=25%",
-        "-o",
-        f"trace={tmp_path}/run.json",
-    )
-    done = run(*options, str(script))
+    options = f"--target nvme --path {tmp_path} -o device_budget=25% -o trace={tmp_path}/run.json"
+    done = run(*options.split(), str(script))
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "; details: " in line]
     found = r"actoffload: 3 steps: activations' peak .*iB, [0-9.]+% waited, .* to NVMe; details: actoffload report "

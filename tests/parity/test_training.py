@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -100,18 +100,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def reference() -> list[Tensor | None]:
-    return train(nullcontext())
+@cache
+def reference(kind: str = "none") -> list[Tensor | None]:
+    """The losses and weights without offloading."""
+    return train(nullcontext(), kind=kind)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options(name: str, make_offloader: Maker, reference: list[Tensor | None]) -> None:
+def test_options(name: str, make_offloader: Maker) -> None:
     if name == "aiofiles":
         pytest.importorskip("aiofiles")
     offloader = make_offloader(**OPTIONS[name])
     settle = partial(make_offloader.settle, offloader)
-    assert_same_bits(train(offloader, device=make_offloader.place.device, settle=settle), reference)
+    assert_same_bits(train(offloader, device=make_offloader.place.device, settle=settle), reference())
     settle()
     statistics = offloader.statistics()
     assert statistics.steps == STEPS
@@ -138,7 +139,7 @@ def test_loop(kind: str, inside: bool, make_offloader: Maker) -> None:
     offloader = make_offloader(verify=True)
     device, settle = make_offloader.place.device, partial(make_offloader.settle, offloader)
     mine = train(offloader, kind=kind, inside=inside, device=device, settle=settle)
-    assert_same_bits(mine, train(nullcontext(), kind=kind))
+    assert_same_bits(mine, reference(kind))
     assert offloader.statistics().moved_bytes > 0
     assert offloader.statistics().live_records == 0
 

@@ -57,7 +57,7 @@ def _check_budget(profile: Profile, share: float) -> None:
         assert seen.step_s <= 1.02 * peer.step_s
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("first", range(0, PROFILES, CHUNK))
 def test_the_fixed_set(first: int) -> None:
     for seed in range(first, first + CHUNK):
@@ -67,8 +67,15 @@ def test_the_fixed_set(first: int) -> None:
             _check_budget(profile, share)
 
 
-@pytest.mark.parametrize("speed", [0.1, 0.5, 1.0, 4.0])
-@pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.stem)
+REAL = [
+    pytest.param(file, speed, id=f"{file.stem}-{speed}", marks=[pytest.mark.thorough] if (row + column) % 2 else [])
+    for row, file in enumerate(RECORDED)
+    for column, speed in enumerate((0.1, 0.5, 1.0, 4.0))
+]
+"""Each model on every second disk, and each disk with every second model; with ``--thorough`` all."""
+
+
+@pytest.mark.parametrize(("file", "speed"), REAL)
 def test_steps_of_real_models(file: Path, speed: float) -> None:
     """Recorded steps, with the disk as recorded, slower and faster; and with their blocks checkpointed."""
     recorded = Profile.load(file)

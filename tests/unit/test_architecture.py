@@ -9,6 +9,7 @@ import ast
 import tomllib
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from statistics import quantiles
 
@@ -84,9 +85,30 @@ def read_sources(folder: str, prefix: str) -> Sources:
     return sources
 
 
+@cache
 def package() -> Sources:
     """The modules of the installed package."""
     return read_sources("actoffload", "actoffload") | read_sources("integrations", "actoffload.integrations")
+
+
+@cache
+def benchmarks() -> Sources:
+    """The modules of the benchmarks."""
+    return read_sources("benchmarks", "benchmarks")
+
+
+parse = cache(ast.parse)
+
+
+@cache
+def nodes(source: str) -> tuple[ast.AST, ...]:
+    """Every node of the source text."""
+    return tuple(ast.walk(parse(source)))
+
+
+def last_name(expression: ast.expr) -> str:
+    """The last part of a dotted name; empty for anything else."""
+    return str(getattr(expression, "attr", getattr(expression, "id", "")))
 
 
 def short(module: str) -> str:
@@ -113,12 +135,12 @@ def imports(module: str, source: str, sources: Sources, *, for_types: bool = Fal
     """
     is_package = any(name.startswith(f"{module}.") for name in sources)
     skipped: set[ast.AST] = set()
-    for node in ast.walk(ast.parse(source)):
-        if not for_types and isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+    for node in nodes(source):
+        if not for_types and isinstance(node, ast.If) and last_name(node.test) == "TYPE_CHECKING":
             skipped.update(inner for statement in node.body for inner in ast.walk(statement))
         if node in skipped:
             continue
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
+        if isinstance(node, ast.Call) and last_name(node.func) == "import_module" and node.args:
             if isinstance(name := node.args[0], ast.Constant):
                 yield str(name.value)
         elif isinstance(node, ast.Import):
@@ -209,7 +231,7 @@ def public_problems(outside: Sources, sources: Sources, public: set[str]) -> lis
         for name in imports(module, text, sources | outside):
             if name.split(".")[0] == "actoffload" and not matches(name, PUBLIC_MODULES):
                 problems.append(f"{module} imports {name}")
-        for node in ast.walk(ast.parse(text)):
+        for node in nodes(text):
             used: list[str] = []
             if isinstance(node, ast.ImportFrom) and node.module == "actoffload":
                 used = [alias.name for alias in node.names]
@@ -218,13 +240,6 @@ def public_problems(outside: Sources, sources: Sources, public: set[str]) -> lis
             open_names = public | {"testing", "analysis", "tools", "integrations"}
             problems += [f"{module} uses actoffload.{name}" for name in used if name not in open_names]
     return problems
-
-
-def functions(source: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Every function, methods and inner ones too."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield node
 
 
 def length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -239,7 +254,8 @@ def size_problems(sources: Sources) -> list[str]:
     for module, text in sources.items():
         if (lines := text.count("\n")) > MAX_FILE_LINES:
             problems.append(f"{module} has {lines} lines, at most {MAX_FILE_LINES}")
-        for function in functions(text):
+        functions = (node for node in nodes(text) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+        for function in functions:  # methods and inner ones too
             lengths.append(length(function))
             if lengths[-1] > MAX_FUNCTION_LINES:
                 problems.append(f"{module}.{function.name} has {lengths[-1]} lines, at most {MAX_FUNCTION_LINES}")
@@ -254,7 +270,7 @@ def assert_problems(sources: Sources) -> list[str]:
         f"{module} line {node.lineno}: {ast.unparse(call.func)}() inside an assert"
         for module, text in sources.items()
         if not matches(module, "testing.*")  # the conformance suite consists of tests
-        for node in ast.walk(ast.parse(text))
+        for node in nodes(text)
         if isinstance(node, ast.Assert)
         for call in ast.walk(node.test)
         if isinstance(call, ast.Call) and ast.unparse(call.func) not in PURE_CALLS.split()
@@ -265,7 +281,7 @@ def number_problems(sources: Sources) -> list[str]:
     """Numbers of the planner outside its one file, without unit and source, or too many; a ``range`` names choices."""
     problems, names = [], 0
     for module, text in sources.items():
-        statements = ast.parse(text).body
+        statements = parse(text).body
         for statement, after in zip(statements, [*statements[1:], None], strict=True):
             if not matches(module, "planning.* autotune.*") or not isinstance(statement, (ast.Assign, ast.AnnAssign)):
                 continue
@@ -315,18 +331,18 @@ def test_rooms_without_torch() -> None:
 
 
 def test_optional_dependencies_stay_in_their_file() -> None:
-    assert optional_problems(package() | read_sources("benchmarks", "benchmarks")) == []
+    assert optional_problems(package() | benchmarks()) == []
 
 
 def test_integrations_and_benchmarks_use_public_names_only() -> None:
     import actoffload
 
-    outside = read_sources("integrations", "actoffload.integrations") | read_sources("benchmarks", "benchmarks")
+    outside = read_sources("integrations", "actoffload.integrations") | benchmarks()
     assert public_problems(outside, package(), set(actoffload.__all__)) == []
 
 
 def test_sizes() -> None:
-    assert size_problems(package() | read_sources("benchmarks", "benchmarks")) == []
+    assert size_problems(package() | benchmarks()) == []
 
 
 def test_no_work_inside_asserts() -> None:

@@ -75,11 +75,7 @@ class _Scripted:
             self.errors_left -= 1
             raise self.error
         entries = tuple(
-            PlanEntry(
-                index=s.index,
-                nbytes=s.nbytes,
-                action="keep" if self.stays(s.index, s.nbytes) else "offload",
-            )
+            PlanEntry(index=s.index, nbytes=s.nbytes, action="keep" if self.stays(s.index, s.nbytes) else "offload")
             for s in profile.storages
             if s.index is not None and s.tape == 0
         )
@@ -504,9 +500,7 @@ def _run_out_of_memory(offloader: Offloader, model: nn.Module) -> None:
 
 
 @pytest.mark.usefixtures("regions")
-def test_a_step_that_ran_out_of_memory_is_followed_by_one_with_all_regions_again(
-    make_offloader: MakeOffloader,
-) -> None:
+def test_a_step_that_ran_out_of_memory_is_followed_by_one_with_all_regions_again(make_offloader: MakeOffloader) -> None:
     offloader, model = make_offloader(policy="auto", device_budget="1GiB"), Chain()
     planner = _Scripted(lambda *_: False, frozenset({1, 3}))
     pilot = plan_with(offloader, planner)

@@ -19,12 +19,7 @@ import torch
 import actoffload
 from actoffload import Decision, OffloadConfig, Offloader, offload_activations
 from actoffload.config import make_config
-from actoffload.errors import (
-    ConfigError,
-    OffloaderClosedError,
-    SpoolFullError,
-    SpoolPathError,
-)
+from actoffload.errors import ConfigError, OffloaderClosedError, SpoolFullError, SpoolPathError
 from actoffload.policy import KeepReason
 from actoffload.sizes import format_size, parse_size
 from actoffload.storage.engines.base import SpoolFile

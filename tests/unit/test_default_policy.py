@@ -62,11 +62,7 @@ def _run(offloader: Offloader, model: GPT) -> list[int]:
     return peaks
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"target": "tiered", "device_budget": "1GiB"}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{}, {"target": "tiered", "device_budget": "1GiB"}], ids=str)
 def test_every_bound_leaves_gradients_as_they_are(make_offloader: MakeOffloader, options: dict[str, Any]) -> None:
     model = _model()
     offloader = make_offloader(policy="auto", keep_last_bytes=None, **options).use(model)

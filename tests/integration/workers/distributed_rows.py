@@ -1,5 +1,7 @@
 """Rows of torch.distributed, each trained without and with offloading: data, tensor, context and pipeline parallel.
 
+After them come the single tensors of ``distributed_tensors``.
+
 ``python -m tests.integration.workers.distributed_rows ROW ...`` in each rank; a row is ``name/where``. ``where``
 is the place of the offloading: ``outer`` (`attach` to the wrapped module), ``inner`` (to a module inside it) or
 ``context`` (around the step).
@@ -11,15 +13,16 @@ import sys
 from typing import Any
 
 from tests.integration.processes import main
-from tests.integration.workers import distributed_models, distributed_pipeline
+from tests.integration.workers import distributed_models, distributed_pipeline, distributed_tensors
 from tests.integration.workers.distributed_runs import compare
 
 ROWS = {**distributed_models.ROWS, **distributed_pipeline.ROWS}
 
 
 def work() -> dict[str, Any]:
-    """The two runs of each row."""
-    return {row: compare(ROWS[row.partition("/")[0]], row.partition("/")[2]) for row in sys.argv[1:]}
+    """The two runs of each row, and the results with single tensors."""
+    found = {row: compare(ROWS[row.partition("/")[0]], row.partition("/")[2]) for row in sys.argv[1:]}
+    return found | distributed_tensors.work()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from actoffload import OffloadConfig, Offloader
-from tests.integration.processes import main, scratch
+from tests.integration.processes import scratch
 from tests.unit.saving import Save
 
 SIZE = 128
@@ -288,7 +288,3 @@ def waits_unlocked() -> list[bool]:
 def work() -> dict[str, Any]:
     """All parts in a fixed order, because both ranks must issue the same collectives."""
     return {"round trips": round_trips(), "programs": programs(), "unlocked": waits_unlocked()}
-
-
-if __name__ == "__main__":
-    main(work)

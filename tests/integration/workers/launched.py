@@ -25,8 +25,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-import actoffload
-from tests.integration.evidence import Run, counting_owners
+from tests.integration.evidence import Run, counting_owners, noting_offloaders
 from tests.integration.hf_models import QUIET, llama, spool, texts
 from tests.integration.processes import prepare_to_fork, scratch
 
@@ -126,17 +125,10 @@ class Looped(Program):
 
 def run(kind: Callable[..., Any], setup: str, checkpointed: bool, way: str) -> Run:
     """The run of one program, with the statistics of its offloader."""
-    made: list[Any] = []
-    build: Any = actoffload.Offloader.__init__
-
-    def noted(self: Any, *args: Any, **more: Any) -> None:
-        build(self, *args, **more)
-        made.append(self)  # otherwise it dies with its model
-
     program = kind(setup, checkpointed, way)
     with contextlib.ExitStack() as stack:
         stack.enter_context(as_launched())
-        stack.enter_context(patch.object(actoffload.Offloader, "__init__", noted))
+        made = stack.enter_context(noting_offloaders())
         meter = stack.enter_context(counting_owners(program.parameters))
         if way != "env":  # undo the patches of ``ACTOFFLOAD``
             for place, name in SEAMS:

@@ -1,4 +1,4 @@
-"""Layer-major steps with DeepSpeed's ZeRO-3 on two ranks: counts of collectives, and weights beside a loop's."""
+"""The rows of FSDP2, and layer-major steps with DeepSpeed's ZeRO-3: counts of collectives, weights beside a loop's."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from actoffload import OffloadConfig, Offloader, schedules
 from tests.blocks import Block
 from tests.integration.processes import main, scratch
+from tests.integration.workers import schedule_rows
 from tests.integration.workers.schedule_rows import WIDTH, WORDS, Head, batches, counted
 
 COUNTS = (1, 4)
@@ -78,7 +79,8 @@ def step(count: int, how: str, offloader: Offloader | None = None) -> tuple[tupl
     return counts, weights
 
 
-def work() -> dict[str, Any]:
+def zero() -> dict[str, Any]:
+    """The results with ZeRO-3."""
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo suffices; this op takes a minute to compile
     deepspeed.init_distributed(dist_backend="gloo")
     found: dict[str, Any] = {}
@@ -90,6 +92,10 @@ def work() -> dict[str, Any]:
     found["moved bytes"] = offloader.statistics().moved_bytes
     offloader.close()
     return found
+
+
+def work() -> dict[str, Any]:
+    return schedule_rows.work() | {"zero": zero()}
 
 
 if __name__ == "__main__":

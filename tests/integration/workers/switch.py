@@ -29,6 +29,7 @@ from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 import actoffload
+from tests.integration.evidence import noting_offloaders
 from tests.integration.hf_models import QUIET, llama, sentence, texts, tokenizer
 from tests.integration.processes import main, scratch
 
@@ -197,21 +198,14 @@ PROGRAMS: dict[str, Callable[[bool, str], Found]] = {"trainer": trainer, "sft": 
 
 def run(program: Callable[[bool, str], Found], checkpointed: bool, way: str) -> Found:
     """The results of a program, its announcements, and the bytes that it moved."""
-    kind, made = sys.modules["actoffload"].Offloader, []
-    build = kind.__init__
-
-    def noted(self: Any, *args: Any, **options: Any) -> None:
-        build(self, *args, **options)
-        made.append(self)  # otherwise it dies with its model
-
     if way == "env":
         os.environ["ACTOFFLOAD_MIN_BYTES"] = str(next(_sizes))
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        kind.__init__ = noted
-        try:
-            found = program(checkpointed, way)
-        finally:
-            kind.__init__ = build
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+        noting_offloaders() as made,
+    ):
+        found = program(checkpointed, way)
     printed = [line for line in (out.getvalue() + err.getvalue()).splitlines() if "actoffload: target" in line]
     statistics = [offloader.statistics() for offloader in made]
     for offloader in made:
