@@ -119,7 +119,7 @@ def test_a_storage_read_from_disk_needs_the_check_too(
 
 
 LINK = 52e9, 52e9
-STEPS = 6 * len(SHAPES)
+STEPS = 4 * len(SHAPES)
 SLACK = 1.05
 """Times the peak of checkpointing alone.
 
@@ -151,10 +151,10 @@ def test_in_little_memory_no_plan_is_longer_than_the_programs_own_checkpoints(na
     """The checkpoints fit, or nearly: a region that runs once or a storage that moves has to shorten each step."""
     with virtual_time():
         alone = run(name, LINK, 4)
-        ours = limited(name, LINK, share, 12 * len(SHAPES), target="host")
+        ours = limited(name, LINK, share, 8 * len(SHAPES), target="host")
     assert "failed" not in ours
     assert max(ours["peaks"]) <= ours["limit_bytes"]
-    settled = range(10 * len(SHAPES), len(ours["seconds"]))
+    settled = range(5 * len(SHAPES), len(ours["seconds"]))
     assert all(ours["seconds"][number] <= 1.05 * alone["seconds"][2 + number % len(SHAPES)] for number in settled)
     assert None not in ours["predicted"][len(SHAPES) * 2 :], "a plan is followed all the time"
 
@@ -173,7 +173,7 @@ def test_steps_of_a_device_are_as_long_as_they_are_on_it() -> None:
         device = install()
         training = Training(device, "conv", (), LINK)
         attachment = actoffload.attach(training.model, target="host", host_budget=1 << 30, announce="none")
-        for _ in range(8):
+        for _ in range(6):
             training.step(0)
         pilot = attachment.offloader.autopilot
         assert pilot is not None
