@@ -515,7 +515,7 @@ def test_a_read_under_way_is_not_counted_twice(make_offloader: MakeOffloader, mo
 
 @pytest.mark.simulated
 @pytest.mark.parametrize("budget", [3, 4, 6])
-@pytest.mark.parametrize("steps", [[1] * 8 + [2] * 6, [2] * 8 + [3] * 6], ids=["one more", "another one more"])
+@pytest.mark.parametrize("steps", [[1] * 4 + [2] * 4, [2] * 4 + [3] * 4], ids=["one more", "another one more"])
 def test_a_plan_leaves_room_for_another_forward(steps: list[int], budget: int, device: SimulatedDevice) -> None:
     """Only the first step with more micro-batches than ever may pass a budget, by the first tensor of the new forward.
 
@@ -537,5 +537,5 @@ def test_a_plan_leaves_room_for_another_forward(steps: list[int], budget: int, d
             for loss in reversed(losses):
                 loss.backward()
             peaks.append(accounts_of(offloader).resident_peak_bytes / x.nbytes)
-        assert peaks.pop(8) <= budget + 1
+        assert peaks.pop(4) <= budget + 1
         assert max(peaks) <= budget, peaks
