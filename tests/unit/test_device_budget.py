@@ -131,16 +131,12 @@ NOISE = 1.005
 """Times a step of checkpointing alone: events and hooks take microseconds of the host."""
 
 
-@pytest.fixture
-def _two_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as gradients need to add up."""
-    monkeypatch.setattr(limited_memory, "ACCUMULATION", 2)
-
-
 @pytest.mark.sampled(2)
-@pytest.mark.usefixtures("_two_microbatches")
 @pytest.mark.parametrize("name", ["gpt", "llama"])
-def test_the_default_runs_regions_once_in_no_more_memory_than_checkpointing_takes(name: str) -> None:
+def test_the_default_runs_regions_once_in_no_more_memory_than_checkpointing_takes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limited_memory, "ACCUMULATION", 2)  # enough for gradients to add up
     with virtual_time():
         alone = run(name, LINK, STEPS)
         ours = run(name, LINK, STEPS, target="host")
@@ -154,7 +150,6 @@ def test_the_default_runs_regions_once_in_no_more_memory_than_checkpointing_take
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.usefixtures("_two_microbatches")
 @pytest.mark.parametrize(("name", "share"), [("conv", 0.5), ("gpt", 0.3)])
 def test_in_little_memory_no_plan_is_longer_than_the_programs_own_checkpoints(name: str, share: float) -> None:
     """The checkpoints fit, or nearly: a region that runs once or a storage that moves has to shorten each step."""
