@@ -98,9 +98,9 @@ def run_measured(device: SimulatedDevice, host_s: float = HOST_S, *, steps: int 
     """As `run`, for the step that was measured; ``host_s``: the host's seconds with everything kept."""
     model, fast = _Sines(MOVABLE, NBYTES // 4, SMALL), {"flops": 1e18, "latency_s": 0.0}
     device.model(**fast, memory_bytes_per_s=1e18, launch_s=1.0)
-    launches = round(_steps(device, model, None, 2)[-1])
+    launches = round(_steps(device, model, None, 1)[-1])
     device.model(**fast, memory_bytes_per_s=1e12)
-    memory = 1e12 * _steps(device, model, None, 2)[-1] / DEVICE_S
+    memory = 1e12 * _steps(device, model, None, 1)[-1] / DEVICE_S
     link = 50e9 * MOVABLE * (NBYTES // 4) / (4.3 * (1 << 30))
     rates = {"memory_bytes_per_s": memory, "to_device_bytes_per_s": link, "to_host_bytes_per_s": link}
     device.model(**fast, launch_s=host_s / launches, **rates)
@@ -116,7 +116,7 @@ def _train(
     steps: int,
     pauses: Collection[int] = (),
 ) -> dict[str, Any]:
-    keep_s = _steps(device, model, None, 4)[-1]
+    keep_s = _steps(device, model, None, 2)[-1]
     with pytest.MonkeyPatch.context() as patch:
         use_virtual_time(device, patch)
         charge(device, patch, host)

@@ -13,6 +13,7 @@ prints one JSON object for `benchmarks.limited_memory`; bytes and virtual second
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import sys
@@ -233,10 +234,15 @@ def _predicted(attachment: Any, peak_bytes: int) -> float | None:
     return float((plan.predicted_peak_bytes + shape.other_bytes) / peak_bytes)
 
 
+@functools.cache
+def _kept_bytes(name: str, to_host: float, to_device: float) -> int:
+    """The peak of keeping everything."""
+    return int(max(run(name, (to_host, to_device), 2 * len(SHAPES), range(BLOCKS[name]))["peaks"]))
+
+
 def limited(name: str, link: tuple[float, float], share: float, steps: int, **options: Any) -> dict[str, Any]:
     """Train in ``share`` of the memory that keeping all takes; with ``recompute`` the program has no checkpoints."""
-    keep = run(name, link, 2 * len(SHAPES), range(BLOCKS[name]))
-    limit = int(share * max(keep["peaks"]))
+    limit = int(share * _kept_bytes(name, *link))
     plain = range(BLOCKS[name]) if options.get("recompute") else ()
     return run(name, link, steps, plain, limit=limit, device_memory=limit, **options) | {"limit_bytes": limit}
 

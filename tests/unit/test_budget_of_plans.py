@@ -89,25 +89,37 @@ def test_a_plan_knows_the_room_that_is_needed_next(tmp_path: Path) -> None:
     assert _run(tmp_path, _plan("k" * LAYERS), LAYERS) == (LAYERS, True)
 
 
+def _follow(
+    plan: Plan, where: str, make_offloader: MakeOffloader, patch: pytest.MonkeyPatch, **options: Any
+) -> tuple[Offloader, list[dict[str, int]]]:
+    """Six steps in which every plan is this one; returns what stayed and what moved in each. Gradients are right."""
+    patch.setattr(search, "plan", lambda profile, limits: plan)
+    offloader = make_offloader(policy="auto", **options)
+    x = torch.linspace(-1, 1, RECORD_BYTES // 4).to(where).requires_grad_()
+    (expected,) = torch.autograd.grad(_waves(x), x)
+    steps = []
+    for _ in range(6):
+        before = offloader.statistics()
+        with offloader:
+            loss = _waves(x)
+        assert same_bits(torch.autograd.grad(loss, x)[0], expected)
+        del loss
+        after, fits = offloader.statistics(), KeepReason.FITS.value
+        kept = after.kept_bytes.get(fits, 0) - before.kept_bytes.get(fits, 0)
+        steps.append({"kept": kept, "moved": after.moved_bytes - before.moved_bytes})
+    return offloader, steps
+
+
 @ON_EACH_DEVICE
 def test_storages_that_a_plan_keeps_leave_if_the_budget_has_no_room_for_them(
     where: str, make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A plan may be wrong about a step's peak: here every plan keeps all, in a budget for half of it."""
     keeps = replace(_plan("k" * LAYERS), predicted_peak_bytes=0)
-    monkeypatch.setattr(search, "plan", lambda profile, limits: keeps)
     half = LAYERS // 2 * RECORD_BYTES
-    offloader = make_offloader(policy="auto", device_budget=half)
-    x = torch.linspace(-1, 1, RECORD_BYTES // 4).to(where).requires_grad_()
-    (expected,) = torch.autograd.grad(_waves(x), x)
-    for _ in range(6):
-        with offloader:
-            loss = _waves(x)
-        assert same_bits(torch.autograd.grad(loss, x)[0], expected)
-        del loss
-    statistics = offloader.statistics()
-    assert statistics.kept_bytes["fits the budget"] > 0, "the plan is followed"
-    assert statistics.resident_peak_bytes <= half
+    offloader, steps = _follow(keeps, where, make_offloader, monkeypatch, device_budget=half)
+    assert steps[-1]["kept"] > 0, "the plan is followed"
+    assert offloader.statistics().resident_peak_bytes <= half
 
 
 @ON_EACH_DEVICE
@@ -116,18 +128,9 @@ def test_storages_that_a_plan_keeps_stay_if_storages_on_their_way_out_give_them_
 ) -> None:
     """On the CPU a write takes longer than the compute; on a device the window lets the copies out wait."""
     late = replace(_plan(KEEPS_LATE), predicted_peak_bytes=7 * RECORD_BYTES)
-    monkeypatch.setattr(search, "plan", lambda profile, limits: late)
-    engine: Any = SLOW if where == "cpu" else "auto"
-    offloader = make_offloader(policy="auto", device_budget=7 * RECORD_BYTES, engine=engine, pending_bytes="1GiB")
-    x = torch.linspace(-1, 1, RECORD_BYTES // 4).to(where).requires_grad_()
-    kept = []
-    for _ in range(6):
-        before = offloader.statistics().kept_bytes.get("fits the budget", 0)
-        with offloader:
-            loss = _waves(x)
-        loss.backward()
-        kept.append(offloader.statistics().kept_bytes.get("fits the budget", 0) - before)
-    assert kept[-1] == 5 * RECORD_BYTES
+    options = {"device_budget": 7 * RECORD_BYTES, "pending_bytes": "1GiB", "engine": SLOW if where == "cpu" else "auto"}
+    _, steps = _follow(late, where, make_offloader, monkeypatch, **options)
+    assert steps[-1]["kept"] == 5 * RECORD_BYTES
 
 
 @ON_EACH_DEVICE
@@ -137,18 +140,9 @@ def test_a_storage_that_the_program_holds_stays_though_the_budget_has_no_room(
     """Moving it frees nothing: the recorded step has shown that the program holds it."""
     held = tuple(replace(entry, reason="held elsewhere") for entry in _plan("k" * LAYERS).entries)
     keeps = replace(_plan("k" * LAYERS), entries=held, predicted_peak_bytes=0)
-    monkeypatch.setattr(search, "plan", lambda profile, limits: keeps)
-    offloader = make_offloader(policy="auto", device_budget=LAYERS // 2 * RECORD_BYTES)
-    x = torch.linspace(-1, 1, RECORD_BYTES // 4).to(where).requires_grad_()
-    moved = []
-    for _ in range(6):
-        before = offloader.statistics().moved_bytes
-        with offloader:
-            loss = _waves(x)
-        loss.backward()
-        moved.append(offloader.statistics().moved_bytes - before)
-    assert moved[0] > 0, "nothing is known of the first step"
-    assert moved[-1] == 0
+    _, steps = _follow(keeps, where, make_offloader, monkeypatch, device_budget=LAYERS // 2 * RECORD_BYTES)
+    assert steps[0]["moved"] > 0, "nothing is known of the first step"
+    assert steps[-1]["moved"] == 0
 
 
 @pytest.mark.simulated
@@ -515,7 +509,7 @@ def test_a_read_under_way_is_not_counted_twice(make_offloader: MakeOffloader, mo
 
 @pytest.mark.simulated
 @pytest.mark.parametrize("budget", [3, 4, 6])
-@pytest.mark.parametrize("steps", [[1] * 8 + [2] * 6, [2] * 8 + [3] * 6], ids=["one more", "another one more"])
+@pytest.mark.parametrize("steps", [[1] * 4 + [2] * 4, [2] * 4 + [3] * 4], ids=["one more", "another one more"])
 def test_a_plan_leaves_room_for_another_forward(steps: list[int], budget: int, device: SimulatedDevice) -> None:
     """Only the first step with more micro-batches than ever may pass a budget, by the first tensor of the new forward.
 
@@ -537,5 +531,5 @@ def test_a_plan_leaves_room_for_another_forward(steps: list[int], budget: int, d
             for loss in reversed(losses):
                 loss.backward()
             peaks.append(accounts_of(offloader).resident_peak_bytes / x.nbytes)
-        assert peaks.pop(8) <= budget + 1
+        assert peaks.pop(4) <= budget + 1
         assert max(peaks) <= budget, peaks

@@ -277,7 +277,7 @@ def test_host_memory_that_is_used_up(device: SimulatedDevice, links: Callable[..
 def test_hooks_that_keep_the_host_from_giving_the_device_work(device: SimulatedDevice) -> None:
     """A budget demands that half moves. Without one a plan declines, and this is no cause: `test_device_calls`."""
     bound, half = host_bound.LAUNCHES["host-bound"], host_bound.TENSORS * host_bound.NBYTES // 2
-    slower, _ = causes_in(host_bound.run(device, bound, budget=half)["explained"])
+    slower, _ = causes_in(host_bound.run(device, bound, budget=half, steps=10)["explained"])
     (found,) = [line for line in slower if "hooks that move tensors keep the host busy" in line]
     assert re.match(r"[\d.]+ ms a step: for \d+% of a step the device has no work", found)
     assert any("raise min_bytes" in line for line in slower)

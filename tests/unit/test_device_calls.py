@@ -47,14 +47,14 @@ def test_no_step_makes_more_events_than_earlier_ones(
     x, counts, accelerator = torch.randn(64, 64).to(NAME), [], SimulatedAccelerator()
     hinder(device, accelerator, "late copies")  # each step then has the same copies under way
     with simulated(accelerator, host_budget="8MiB", **options) as offloader:
-        for _ in range(50):
+        for _ in range(20):
             train_step(model, x, offloader)
             offloader.statistics()
             device.synchronize()
             counts.append(len(made))
         moved = offloader.statistics().moved_bytes
     assert moved > 0
-    assert counts[49] <= counts[9]
+    assert counts[19] <= counts[9]
 
 
 class _Captures(SimulatedAccelerator):
@@ -224,7 +224,7 @@ def test_a_tensor_that_a_captured_graph_fills_stays(device: SimulatedDevice, mon
 
 
 def test_a_plan_declines_where_hooks_keep_the_host_from_the_device(device: SimulatedDevice) -> None:
-    row = host_bound.run(device, host_bound.LAUNCHES["host-bound"])
+    row = host_bound.run(device, host_bound.LAUNCHES["host-bound"], steps=8)
     assert max(row["seconds"][:2]) > 1.1 * row["keep_s"], "the recorded steps"
     assert max(row["seconds"][2:]) <= 1.02 * row["keep_s"], "the first plan declines"
     assert "declined: " in row["explained"]
@@ -234,11 +234,11 @@ def test_a_plan_declines_where_hooks_keep_the_host_from_the_device(device: Simul
 @pytest.mark.parametrize("host_s", [host_bound.HOST_S, host_bound.HOST_S / 5], ids=["the bound", "ahead without hooks"])
 def test_the_first_plan_prices_the_hooks_time_of_the_host(device: SimulatedDevice, host_s: float) -> None:
     """On an H100 a recorded step took 292 ms, keep's took 55, and steps were 2 to 5 times as long for 30 steps."""
-    row = host_bound.run_measured(device, host_s, steps=8)
+    row = host_bound.run_measured(device, host_s, steps=6)
     assert max(row["seconds"][:2]) > 4 * row["keep_s"], "a recorded step"
     assert max(row["seconds"][2:]) <= 1.02 * row["keep_s"]
     assert row["history"] == ["first plan"]
-    assert row["unhooked"] == 6, "nothing moves"
+    assert row["unhooked"] == 4, "nothing moves"
 
 
 def test_one_step_corrects_a_price_that_the_recorded_step_did_not_show(
@@ -246,31 +246,28 @@ def test_one_step_corrects_a_price_that_the_recorded_step_did_not_show(
 ) -> None:
     """Waits for copies may hide the time of hooks in the recorded step."""
     monkeypatch.setattr(DeviceStopwatch, "hooks_s", 0.0)
-    row = host_bound.run(device, 1.3, link=0.5)
-    assert [one > 1.02 * row["keep_s"] for one in row["seconds"][2:]] == [True] * 2 + [False] * 16
+    row = host_bound.run(device, 1.3, link=0.5, steps=10)
+    assert [one > 1.02 * row["keep_s"] for one in row["seconds"][2:]] == [True] * 2 + [False] * 6
     assert len(row["history"]) == 2
 
 
-def test_a_plan_moves_where_the_host_runs_ahead(device: SimulatedDevice) -> None:
-    row = host_bound.run(device, host_bound.LAUNCHES["device-bound"])
-    assert row["late"] <= 1.02
-    assert row["moved_share"] > 0.2
-    assert "hooks that move" in row["explained"]
-    assert "why is a step slower:\n" not in row["explained"]
-
-
-def test_a_pause_after_the_recorded_step_lengthens_no_later_step(device: SimulatedDevice) -> None:
-    """The plan may lengthen a step by one in a hundred, and the recorded one went on for ten times as long."""
-    plain = host_bound.run(device, host_bound.LAUNCHES["device-bound"])
-    row = host_bound.run(device, host_bound.LAUNCHES["device-bound"], pauses=[1])
-    assert row["late"] <= 1.02
-    assert row["moved_share"] == pytest.approx(plain["moved_share"], rel=0.1)
+def test_a_plan_moves_where_the_host_runs_ahead_and_after_a_pause(device: SimulatedDevice) -> None:
+    """A plan may lengthen a step by one in a hundred, and a pause makes the recorded one ten times as long."""
+    steps = host_bound.SETTLED + 2
+    plain = host_bound.run(device, host_bound.LAUNCHES["device-bound"], steps=steps)
+    paused = host_bound.run(device, host_bound.LAUNCHES["device-bound"], steps=steps, pauses=[1])
+    for row in (plain, paused):
+        assert 0 < row["late"] <= 1.02
+        assert row["moved_share"] > 0.2
+    assert paused["moved_share"] == pytest.approx(plain["moved_share"], rel=0.1)
+    assert "hooks that move" in plain["explained"]
+    assert "why is a step slower:\n" not in plain["explained"]
 
 
 @pytest.mark.parametrize("host", list(host_bound.LAUNCHES))
 def test_a_step_is_longer_by_the_devices_idle_time_in_hooks(device: SimulatedDevice, host: str) -> None:
     half = host_bound.TENSORS * host_bound.NBYTES // 2  # without a budget a plan declines
-    row = host_bound.run(device, host_bound.LAUNCHES[host], budget=half)
+    row = host_bound.run(device, host_bound.LAUNCHES[host], budget=half, steps=6)
     one = row["watched"][0]
     late_s = one.step_s - one.wait_s - row["keep_s"]
     assert one.hooks_s > 0.1 * row["keep_s"]

@@ -91,7 +91,7 @@ def test_the_allocators_peak_is_the_plans(gpu: SimulatedDevice, launch: float, b
     keep.run(nullcontext(), 2)
     others = keep.peaks[-1] - SAVED
     with simulated(policy="auto", device_budget=budget, pending_bytes=None, prefetch_bytes=None) as offloader:
-        run.run(offloader, 10)
+        run.run(offloader, 4)
         plan = offloader.plan
         assert plan is not None
         followed = offloader.autopilot
@@ -111,7 +111,7 @@ def test_no_device_memory_is_held_after_backward(gpu: SimulatedDevice, options: 
     _model(gpu, AHEAD)
     run = Steps(gpu)
     with simulated(**{"policy": "auto", "pending_bytes": None, **options}) as offloader:
-        run.run(offloader, 8)
+        run.run(offloader, 4)
     assert max(run.held) <= 0
 
 
@@ -176,7 +176,7 @@ def test_the_default_trains_from_the_first_step_where_memory_is_short(gpu: Simul
     with pytest.raises(torch.OutOfMemoryError):
         _forward(run.weight)
     with simulated(policy="auto", pending_bytes=None, prefetch_bytes=None) as offloader:
-        run.run(offloader, 8)
+        run.run(offloader, 4)
         assert "device budget" in offloader.explain()
     assert same_bits(run.gradient, keep.gradient)
 
@@ -201,5 +201,5 @@ def test_an_old_peak_of_the_allocator_lowers_no_budget(gpu: SimulatedDevice, mon
     del old
     monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda: None)
     with simulated(policy="auto", pending_bytes=None, prefetch_bytes=None) as offloader:
-        run.run(offloader, 6)
+        run.run(offloader, 4)
     assert run.seconds[-1] <= 1.05 * keep.seconds[-1]

@@ -338,10 +338,10 @@ def test_a_long_recorded_step_does_not_lengthen_steps_in_which_the_host_only_jus
     """
     late = host_bound.LAUNCHES["host-bound"]
     host = host_bound.Host(recording_s=0.3e-3, staying_s=20e-6)
-    found = host_bound.run(device, late, host=host, steps=60)
+    found = host_bound.run(device, late, host=host, steps=16)
     assert max(found["seconds"][1:4]) > 2 * found["keep_s"], "a step was recorded"
-    assert max(found["seconds"][-20:]) <= 1.01 * found["keep_s"]
-    assert found["unhooked"] >= 20
+    assert max(found["seconds"][-8:]) <= 1.01 * found["keep_s"]
+    assert found["unhooked"] >= 8
 
 
 def test_waits_do_not_prove_that_the_recorded_step_was_late() -> None:

@@ -134,7 +134,7 @@ def test_gradients(where: str, times: int, checkpointed: bool, options: dict[str
     model = Model(where, checkpointed=checkpointed)
     expected = model.gradients(None, times=times)
     offloader = make_offloader(codec="exact", debug=True, **options)
-    for _ in range(6):
+    for _ in range(4):
         assert_same_bits(model.gradients(offloader, times=times), expected)
     assert offloader.statistics().halved_bytes > 0
     assert_empty(offloader)
