@@ -322,9 +322,7 @@ class Regions:
         # Only the first time: a tensor that several regions use belongs to the one in which backward needs it first.
         if record.index not in tape.walk.seen or round_ > record.round:
             place = tape.come_to(record.index)
-            if self._in != (None if place is None else (tape, place)):
-                self._leave_region()
-                self._in = None if place is None else (tape, place)
+            self._come_to(None if place is None else (tape, place))
             if place is not None:
                 self._shared.budget.used_bytes += record.nbytes
         if self.held:
@@ -417,9 +415,17 @@ class Regions:
             self.look_at_memory()
 
     @aborts_when_interrupted
-    def computed(self, storage: torch.UntypedStorage) -> None:
-        """Note that backward has computed a storage again, which counts as `Derived` says."""
+    def computed(self, storage: torch.UntypedStorage, region: tuple[Tape[Record], int] | None) -> None:
+        """Note that backward has computed a storage again, which counts as `Derived` says.
+
+        Args:
+            storage: has its bytes.
+            region: the tape and the place of the region, run once, that saved it.
+        """
         with self._shared.lock:
+            if region is not None:
+                # Backward may compute it from a kept tensor before it reaches any other one of the region.
+                self._come_to(region)
             held = self._profiler.computed(storage.nbytes()) if self._profiler.running else None
             self.held.append(Derived(storage, held, left=self._in is None))
             self.passed()
@@ -457,6 +463,12 @@ class Regions:
             if isinstance(one, Recomputation) and one.known_bytes is not None and (all_runs or one.run == run):
                 one.known_bytes = 0
         self.passed()
+
+    def _come_to(self, region: tuple[Tape[Record], int] | None) -> None:
+        """Note that backward is in a region, run once, by its tape and its place; None: in no such region."""
+        if self._in != region:
+            self._leave_region()
+            self._in = region
 
     def _leave_region(self) -> None:
         """Note that backward has left the region, run once, that it was in."""

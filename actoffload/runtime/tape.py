@@ -271,6 +271,12 @@ class Tape(Generic[R]):
         if tape is self:
             self._began_before[index] = len(self.regions)
 
+    @property
+    def runs_once(self) -> int | None:
+        """The place of the region, run once, whose forward runs; None outside of such regions."""
+        place = len(self.regions) - 1
+        return place if place >= 0 and self.regions[place] and self._ends[place] == FOR_EVER else None
+
     def began_before(self, index: int) -> int:
         """Return the number of regions that had begun before the last save of the record at ``index``."""
         return self._began_before[index]

@@ -309,11 +309,12 @@ def test_without_a_number_a_loss_makes_no_step_take_more_than_checkpointing(devi
 @pytest.mark.simulated
 @pytest.mark.parametrize(
     ("layers", "head", "share", "least"),
-    [(8, True, 1.0, 1), (8, False, 1.05, 1), (8, True, 1.5, 1), (6, False, 3.0, 5)],
+    [(8, True, 1.0, 1), (8, False, 1.05, 1), (8, True, 1.5, 1), (6, False, 1.05, 4), (6, False, 3.0, 5)],
     ids=[
         "logits that backward has just taken",
         "inputs that are evicted",
         "inputs on their way to the host as backward takes them",
+        "backward computes a region's first tensor from one that stayed",
         "no room for a region that runs again",
     ],
 )
@@ -323,7 +324,8 @@ def test_regions_run_once_within_the_number(
     """In virtual time: logits that backward has just taken are no memory beside saved tensors.
 
     The program holds the model's own input, which counts where its region runs once: no hook sees it then, and without
-    `Offloader.use` the library does not know it. If no region runs again, no room for one is left free.
+    `Offloader.use` the library does not know it. If no region runs again, no room for one is left free. A tensor that
+    backward computes before it takes any other one of its region counts until backward has left this region.
     """
     limit = int(share * _alone_bytes(head=head, layers=layers))
     ours = _with_number(limit, head=head, layers=layers)
