@@ -1,8 +1,8 @@
-"""Finds saved tensors that hooks of the program's own hold: autograd calls such hooks in place of this library's."""
+"""Finds saved tensors that hooks of the program's own took: autograd calls such hooks in place of this library's."""
 
 from __future__ import annotations
 
-import functools
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -12,13 +12,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..runtime.untraced import untraced
-from ..sizes import format_size
+from .hook_stack import OUR_UNPACKS
 
+_COMPUTE_AGAIN = ("torch.utils.checkpoint", "torch_remat")
+"""The packages with hooks that hold no tensor: backward computes those tensors again."""
 _MOST_NODES = 10_000
 """So many nodes are read at most: PyTorch frees a longer chain of such nodes recursively, see `originals.MOST`."""
 ADVICE = (
-    "saved tensor hooks of the program's own ({}) take {} tensors, {}, of the first forward in place of actoffload's. "
-    "These tensors neither move nor count: switch those hooks off, or attach only the modules without them"
+    "saved tensor hooks of the program's own ({}) take {} tensors of the first forward in place of actoffload's. These "
+    "tensors neither move nor count: switch those hooks off, or attach only the modules without them"
 )
 
 
@@ -29,18 +31,18 @@ def next_node() -> int:
     return number
 
 
-def held_by_others(output: object, first: int) -> str:
-    """Return advice on a forward with this output; "" if no hooks of the program's own hold a tensor of it.
+def taken_by_others(output: object, first: int) -> str | None:
+    """Return advice on a forward with this output; "" if it needs none, None if the output has no graph.
 
     Args:
         output: with the tensors that the forward has returned.
         first: the `next_node` as the forward began. Earlier nodes are of the program around it.
     """
-    found = [one for node in _nodes(output, first) for one in _taken(node)]
-    if not found:
-        return ""
-    owners = ", ".join(dict.fromkeys(owner for owner, _ in found))
-    return ADVICE.format(owners, len(found), format_size(sum(nbytes for _, nbytes in found)))
+    nodes = list(_nodes(output, first))
+    owners = Counter(owner for node in nodes for owner in _taken(node))
+    if not owners:
+        return "" if nodes else None
+    return ADVICE.format(", ".join(owners), owners.total())
 
 
 def _nodes(output: object, first: int) -> Iterator[Any]:
@@ -55,22 +57,17 @@ def _nodes(output: object, first: int) -> Iterator[Any]:
             left.extend(following for following, _ in node.next_functions)
 
 
-@functools.cache
-def _raw_names(kind: Any) -> tuple[str, ...]:
-    return tuple(name for name in dir(kind) if name.startswith("_raw_saved"))
-
-
-def _taken(node: Any) -> Iterator[tuple[str, int]]:
-    """Yield, for each tensor of a node that the program's own hooks hold, the hook's name and the bytes it holds."""
-    kind: Any = type(node)
-    for name in _raw_names(kind):
+def _taken(node: Any) -> Iterator[str]:
+    """Yield the name of the hook that took it, for each tensor of a node that the program's own hooks took."""
+    for name in dir(node):
+        if not name.startswith("_raw_saved"):
+            continue
         with suppress(RuntimeError):  # the node has freed its saved tensors
             raw = getattr(node, name)
             for saved in raw if isinstance(raw, (tuple, list)) else (raw,):
-                if (hook := getattr(saved, "unpack_hook", None)) is None:
+                hook = getattr(saved, "unpack_hook", None)
+                if hook is None or hook in OUR_UNPACKS:
                     continue
-                # This library's hooks hold handles, and those of checkpoints nothing: they compute the tensor again.
-                held = [leaf for leaf in tree_leaves(saved.data) if isinstance(leaf, Tensor)]
-                if held:
-                    owner = getattr(hook, "__qualname__", type(hook).__name__).partition(".<locals>")[0]
-                    yield owner.removesuffix(".__init__"), sum(leaf.nbytes for leaf in held)
+                if not str(getattr(hook, "__module__", "")).startswith(_COMPUTE_AGAIN):
+                    owner = str(getattr(hook, "__qualname__", None) or type(hook).__name__)
+                    yield owner.partition(".<locals>")[0].removesuffix(".__init__")

@@ -22,7 +22,7 @@ from ..autotune.blocks import find_blocks
 from ..autotune.following import Following
 from ..config import OffloadConfig
 from ..errors import ConfigError, OffloaderClosedError, StateError
-from ..interrupts import expected
+from ..interrupts import expected, is_interrupt
 from ..planning.microbatches import Microbatches, Taken, propose_microbatches
 from ..planning.plan import Plan
 from ..planning.profile import Profile
@@ -42,7 +42,7 @@ from ..tiers.tiers import Tiers
 from .checkpoints import REENTRANT, Checkpoints, install
 from .entry import Entry
 from .exclusions import Exclusions
-from .foreign_hooks import held_by_others
+from .foreign_hooks import taken_by_others
 from .last_line import facts_so_far, sum_up, sum_up_at_end
 from .module_names import PATTERNS, ModelInputs, ModuleScopes, check_patterns
 from .packing import Forwards, Packer
@@ -297,11 +297,17 @@ class Offloader:
 
     @untraced
     def search_for_hooks(self, output: object, first: int) -> None:
-        """Advise if hooks of the program's own hold tensors of the first forward; see `held_by_others`."""
+        """Advise if hooks of the program's own took tensors of the first forward; see `taken_by_others`."""
         if self._searched or not torch.is_grad_enabled():
             return
-        self._searched = True
-        if advice := held_by_others(output, first):
+        try:
+            advice = expected(taken_by_others, output, first)
+        except Exception as error:  # the output may hold any objects, whose code raises what it likes
+            if is_interrupt(error):
+                raise
+            advice = ""
+        self._searched = advice is not None
+        if advice:
             self.store.shared.reporter.advise("hooks", advice)
 
     def _note_reentrant(self, entry: Entry) -> None:

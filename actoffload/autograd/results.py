@@ -69,9 +69,9 @@ class Result:
         store: makes room.
         module: the name of the module that ran, if known.
         beside_bytes: of the largest tensor that is cast, if the result is a cast.
-        region: the forward and the place of the region, run once, that saves the result first; None: no such region.
 
     Attributes:
+        region: the tape and the place of the region, run once, that was the last to save it; None: of no such region.
         made: the storage once it is computed, and the stream that has done so.
         level: how many operations follow each other, also through views.
         room_bytes: that backward needs to compute it; ``at_once_bytes``: with the results that it is computed from.
@@ -81,7 +81,6 @@ class Result:
         "__weakref__",
         "_like",
         "_operands",
-        "_region",
         "_store",
         "at_once_bytes",
         "level",
@@ -89,6 +88,7 @@ class Result:
         "module",
         "operation",
         "original",
+        "region",
         "room_bytes",
     )
 
@@ -101,11 +101,11 @@ class Result:
         store: ActivationStore,
         module: str | None,
         beside_bytes: int,
-        region: tuple[Tape[Record], int] | None,
     ) -> None:
         self._like = whole.shape, whole.stride(), whole.dtype, whole.device
         self.operation, self._operands = operation, tuple(map(_own, operands))
-        self._store, self._region = store, region
+        self._store = store
+        self.region: tuple[Tape[Record], int] | None = None
         self.made: tuple[torch.UntypedStorage, Any] | None = None
         self.original, self.module = original, module
         results: list[Result] = [operand.result for operand in operands if isinstance(operand, Again)]
@@ -151,7 +151,7 @@ class Result:
                     return empty(dtype, device).new_empty_strided(shape, stride).copy_(tensor)
 
                 made = self.made = tier.with_room(compute).untyped_storage(), current
-            self._store.regions.computed(made[0], self._region)
+            self._store.regions.computed(made[0], self.region)
         return made[0]
 
 
@@ -297,20 +297,22 @@ class Results:
         if result is None or not result.original.has_bytes_of(tensor, stream):
             if number in store.identities.records:  # it has been saved as it is
                 return None
-            result = self._find(tensor, stream, names[0], tape)
+            result = self._find(tensor, stream, names[0], len(tape.regions))
             if result is None:
                 return None
             self._known[number] = result
             with store.shared.lock:
                 store.shared.accounts.derived_bytes += result.original.nbytes
                 store.regions.will_compute(result.at_once_bytes)  # its factors may be results as well
+        place = tape.runs_once
+        result.region = None if place is None else (tape, place)  # the last to save it is the first to need it
         if tier.copies is not None:
             # Plain PyTorch holds the memory until backward. Here the stream that owns it may use it again once the
             # program has dropped the tensor, while this stream still reads it.
             tier.copies.device.used_on(tensor, stream)
         return Again(self, result, tensor.detach())
 
-    def _find(self, tensor: Tensor, stream: Any, module: str | None, tape: Tape[Record]) -> Result | None:
+    def _find(self, tensor: Tensor, stream: Any, module: str | None, regions: int) -> Result | None:
         # In backward a tensor that the program's own hooks have returned may have a node with other bytes.
         node = self.originals.node_of(tensor) if torch._C._current_graph_task_id() == -1 else None
         if not 0 < _level(node, tensor) <= LEVELS:
@@ -318,7 +320,7 @@ class Results:
         node, casts = _uncast(node, tensor)
         kind, whole = type(node).__name__, tensor if tensor._base is None else tensor._base
         # With the regions so far, as another plan may let a first or another call of the module run once.
-        key = kind, tuple(casts), module, len(tape.regions), whole.dtype, whole.dim()
+        key = kind, tuple(casts), module, regions, whole.dtype, whole.dim()
         if self._checked.differs(key):
             return None
         operation, names, options = OPERATIONS[kind]
@@ -336,9 +338,7 @@ class Results:
             operation = functools.partial(_cast, operation, casts)
             beside_bytes = whole.numel() * max(d.itemsize for d in (node._input_metadata[0].dtype, *casts[:-1]))
         original = self.originals.original(tensor, stream)
-        place = tape.runs_once
-        region = None if place is None else (tape, place)
-        result = Result(whole, original, operation, handles, self._store, module, beside_bytes, region)
+        result = Result(whole, original, operation, handles, self._store, module, beside_bytes)
         return result if result.level <= LEVELS and self._is_right(key, whole, result) else None
 
     def _is_operand(self, handle: Any, device: torch.device) -> bool:

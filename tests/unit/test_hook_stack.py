@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
+from torch.utils._pytree import register_pytree_node
 from torch.utils.checkpoint import checkpoint
 
 import actoffload
@@ -321,6 +324,21 @@ class Pushed:
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
+class Kept(Pushed):
+    """Keeps the tensors by number, as TRL does."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+
+    def pack(self, tensor: Tensor) -> Any:
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1
+
+    def unpack(self, packed: Any) -> Tensor:
+        tensor: Tensor = self.tensors[packed]
+        return tensor
+
+
 class Hooked(nn.Module):
     """Enters hooks of its own around an exponential, which saves its result."""
 
@@ -339,6 +357,7 @@ class Hooked(nn.Module):
         (save_on_cpu, "save_on_cpu"),
         (lambda: saved_tensors_hooks(lambda x: x.clone(), lambda x: x), "<lambda>"),
         (Pushed, "Pushed.unpack"),
+        (Kept, "Kept.unpack"),
     ],
 )
 def test_hooks_of_the_programs_own_are_named_once(hooks: Any, owner: str, tmp_path: Path) -> None:
@@ -348,9 +367,11 @@ def test_hooks_of_the_programs_own_are_named_once(hooks: Any, owner: str, tmp_pa
         x = torch.ones(16, 64, requires_grad=True).exp()  # another part of the program: not of the model's forward
     with torch.no_grad():
         model(x)  # saves nothing, so the search waits
+    model.requires_grad_(False)(x.detach())  # nor does this
+    model.requires_grad_(True)
     with pytest.warns(RuntimeWarning, match=TAKEN) as printed:
         model(x).sum().backward()
-    assert [f"({owner}) take 2 tensors, 8.0 KiB" in str(one.message) for one in printed] == [True]
+    assert [f"({owner}) take 2 tensors of" in str(one.message) for one in printed] == [True]
     model(x.detach()).sum().backward()  # a second warning would be an error
     assert attachment.offloader.report().count(TAKEN) == 1
 
@@ -366,6 +387,61 @@ def test_the_hooks_of_a_checkpoint_are_not_named(reentrant: bool, tmp_path: Path
     attachment = actoffload.attach(model, target="nvme", path=str(tmp_path), announce="none")
     model(torch.ones(16, 64)).sum().backward()
     assert TAKEN not in attachment.offloader.report()
+
+
+class Raising:
+    """An output that may not be flattened, as some caches of Transformers' models."""
+
+
+def _refuse(_: object) -> Any:
+    raise RuntimeError("not flattened")
+
+
+register_pytree_node(Raising, _refuse, lambda children, _: Raising())
+
+
+def test_an_output_that_cannot_be_searched_is_returned(tmp_path: Path) -> None:
+    class Viewed(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            one, _ = y.unbind(0)
+            y.add_(1)  # `one` has no `grad_fn` from now on, but an error
+            return y.square().sum(), one
+
+    class Cached(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x).sum(), Raising()
+
+    for model in (Viewed(4, 4), Cached(4, 4)):
+        actoffload.attach(model, target="nvme", path=str(tmp_path), announce="none")
+        loss, _ = model(torch.ones(2, 4))
+        loss.backward()
+
+
+def test_the_search_for_hooks_keeps_no_class_of_the_program(tmp_path: Path) -> None:
+    class Doubles(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return 2 * gradient
+
+    class Doubled(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return kinds[0].apply(super().forward(x))
+
+    kinds: list[Any] = [Doubles]
+    model = Doubled(4, 4)
+    attachment = actoffload.attach(model, target="nvme", path=str(tmp_path), announce="none")
+    model(torch.ones(2, 4)).sum().backward()
+    attachment.detach()
+    kind = weakref.ref(Doubles)
+    kinds.clear()
+    del model, Doubles
+    gc.collect()
+    assert kind() is None
 
 
 def test_the_search_for_hooks_ends_in_a_long_chain(tmp_path: Path) -> None:

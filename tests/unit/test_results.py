@@ -215,6 +215,34 @@ def test_an_activation_is_computed_once_for_its_product_and_its_own_node(where: 
 
 
 @ON_EACH_DEVICE
+def test_a_product_that_two_regions_save_belongs_to_the_last_one(where: str, offloader: Offloader) -> None:
+    """Backward needs it there first. If it came to the other region, it would have left this one too early."""
+    x, weight, other = inputs(where)
+    computed, note = list[int | None](), offloader.store.regions.computed
+
+    def noted(storage: torch.UntypedStorage, region: Any) -> None:
+        note(storage, region)
+        computed.append(region and region[1])
+
+    def first(x: Tensor) -> tuple[Tensor, ...]:
+        one, two = x @ weight, x @ other
+        product = one * two
+        return product, one, two, (product @ weight).sum()
+
+    def second(product: Tensor, one: Tensor, two: Tensor) -> Tensor:
+        return (product @ weight + (one @ weight) * (two @ weight)).sum()
+
+    offloader.store.regions.computed = noted  # type: ignore[method-assign]
+    offloader.store.regions.follow(frozenset({0, 1}))
+    with offloader:
+        *saved, loss = checkpoint(first, x, use_reentrant=False)
+        loss = loss + checkpoint(second, *saved, use_reentrant=False)
+    del saved
+    loss.backward()
+    assert computed[:1] == [1]
+
+
+@ON_EACH_DEVICE
 def test_backward_of_backward(where: str, offloader: Offloader) -> None:
     tensors = inputs(where)
 
