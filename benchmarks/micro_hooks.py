@@ -7,6 +7,7 @@ with ours, in turns), ``path`` and, for ``moves``, ``nbytes`` of each tensor.
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import sys
@@ -219,7 +220,9 @@ def measure_steps(spec: dict[str, Any]) -> dict[str, Any]:
 
     if default:
         offloader = actoffload.Offloader(actoffload.OffloadConfig(announce="none", **options)).use(model)
-        for _ in range(MOST_STEPS):
+        for _ in range(
+            MOST_STEPS
+        ):  # without a collection, which would be most of a step, and the hooks next to nothing
             once(forward, lambda: offloader, _nothing, 1)
             if offloader.statistics().unhooked:
                 break
@@ -231,26 +234,32 @@ def measure_steps(spec: dict[str, Any]) -> dict[str, Any]:
         first.close()
         offloader = actoffload.Offloader(actoffload.OffloadConfig(policy=actoffload.Plan(tuple(entries)), **options))
         offloader.use(model)
-    pairs = [
-        {
-            "bare": once(forward, nullcontext, _nothing, 1),
-            "ours": once(forward, lambda: offloader, _nothing, 1),
-        }
-        for _ in range(spec["pairs"] + 1)
-    ]
+    pairs = in_turns(forward, nullcontext, lambda: offloader, _nothing, 1, spec["pairs"])
     statistics = offloader.statistics()
     offloader.close()
     kept = not statistics.moved_bytes and statistics.kept_bytes.get("policy")
     if not (statistics.unhooked if default else kept):
         return {"error": f"not what was to be measured: {statistics.as_dict()}"}
     tensors = statistics.packed_tensors // (statistics.steps - statistics.unhooked)
-    return {"kind": spec["kind"], "tensors": tensors, "pairs": pairs[1:], "statistics": statistics.as_dict()}
+    return {"kind": spec["kind"], "tensors": tensors, "pairs": pairs, "statistics": statistics.as_dict()}
+
+
+def in_turns(
+    forward: Forward, bare: ContextManager, ours: ContextManager, settle: Callable[[], None], chains: int, pairs: int
+) -> list[dict[str, dict[str, float]]]:
+    """Pairs of measurements, as of `once`, each after a garbage collection. A first pair is not counted."""
+    taken = []
+    for _ in range(pairs + 1):
+        taken.append({})
+        for name, hooks in ("bare", bare), ("ours", ours):
+            gc.collect()
+            taken[-1][name] = once(forward, hooks, settle if name == "ours" else _nothing, chains)
+    return taken[1:]
 
 
 def once(forward: Forward, hooks: ContextManager, settle: Callable[[], None], chains: int) -> dict[str, float]:
     """Seconds of forward and backward, ``chains`` times; what settles in between is not counted."""
     seconds = {"wall_s": 0.0, "thread_s": 0.0}
-    gc.collect()
     for _ in range(chains):
         with timed(seconds), hooks():
             out = forward()
@@ -281,23 +290,18 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     device = NullDevice()
     offloader = make_offloader(kind, tensors, spec.get("path") or tempfile.gettempdir(), device)
     settle = _nothing if kind == "device" else offloader.synchronize  # a device's stream orders itself
-    pairs = [
-        {
-            "bare": once(forward, lambda: saved_tensors_hooks(_same, _same), _nothing, chains),
-            "ours": once(forward, lambda: offloader, settle, chains),
-        }
-        for _ in range(spec["pairs"] + 1)
-    ]
+    bare = functools.partial(saved_tensors_hooks, _same, _same)
+    pairs = in_turns(forward, bare, lambda: offloader, settle, chains, spec["pairs"])
     offloader.synchronize()
     statistics = offloader.statistics()
     offloader.close()
-    saved = tensors * chains * len(pairs)
+    saved = tensors * chains * (len(pairs) + 1)
     moved = statistics.nvme_read_bytes + statistics.host_read_bytes > 0
     reasons = {REASONS[kind]} - {None}
     if statistics.packed_tensors != saved or moved == bool(reasons) or set(statistics.kept_bytes) != reasons:
         return {"error": f"not what was to be measured: {statistics.as_dict()}"}
     calls = {name: count / saved for name, count in device.asked.items()}
-    return {"tensors": tensors * chains, "pairs": pairs[1:], "calls": calls, "statistics": statistics.as_dict()}
+    return {"tensors": tensors * chains, "pairs": pairs, "calls": calls, "statistics": statistics.as_dict()}
 
 
 def _nothing() -> None:
