@@ -248,7 +248,7 @@ def in_turns(
     forward: Forward, bare: ContextManager, ours: ContextManager, settle: Callable[[], None], chains: int, pairs: int
 ) -> list[dict[str, dict[str, float]]]:
     """Pairs of measurements, as of `once`, each after a garbage collection. A first pair is not counted."""
-    taken = []
+    taken: list[dict[str, dict[str, float]]] = []
     for _ in range(pairs + 1):
         taken.append({})
         for name, hooks in ("bare", bare), ("ours", ours):

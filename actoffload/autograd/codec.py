@@ -58,7 +58,7 @@ class Codec:
         """
         if not tensor.is_floating_point() or self._store.closed or self._store.shared.stopped:
             return None
-        exact_forms = self._applies(tensor) and (once or self._codec == "exact")
+        exact_forms = self._applies(tensor) and (once or self._exact_everywhere)
         if exact_forms:
             self._originals.begin_save(tape)
             # First: the cast of a product may be both, and to compute it again takes no memory.
@@ -71,6 +71,11 @@ class Codec:
                 return handle
         return self._halves.handle_of(tensor, tape, names) if exact_forms and tensor.dtype is torch.float32 else None
 
+    @property
+    def everywhere(self) -> bool:
+        """Whether tensors outside of regions that run once may be saved in another form, too."""
+        return bool(self._store.shared.config.fp8) or self._exact_everywhere
+
     def bytes_of(self, tensor: Tensor, nbytes: int, tape: Tape[Record], names: tuple[str | None, str | None]) -> int:
         """Return how many of the bytes of a plain tensor are saved, which a region of this forward saves again."""
         # First: the operands of a named product are mostly named as well, and rounded, so it is not computed again.
@@ -80,6 +85,10 @@ class Codec:
             return nbytes
         self._originals.begin_save(tape)
         return exact_bytes(self._originals.node_of(tensor), tensor, nbytes)
+
+    @property
+    def _exact_everywhere(self) -> bool:
+        return self._codec == "exact" and self._store.regions.coded
 
     def _applies(self, tensor: Tensor) -> bool:
         # On the CPU each product is computed a second time for the comparison, and a third time in backward. That takes

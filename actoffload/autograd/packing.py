@@ -102,7 +102,6 @@ class Packer:
         self._names_count = store.decision.names.used
         config = store.shared.config
         self._codec = None if config.codec == "none" and not config.fp8 else Codec(store)
-        self._codes_all = config.codec == "exact" or bool(config.fp8)
 
     def hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
         """Return pack and unpack: the compiled ones if there are any, else `pack` and `unpack` in Python."""
@@ -214,7 +213,7 @@ class Packer:
     def _coded(self, tensor: Tensor) -> Any:
         """Return the handle of a plain tensor that is saved in another form, or None."""
         # A region that runs again would compute all of its tensors again: to compute a few costs less than it saves.
-        if self._codec is None or not (self._codes_all or self._forwards.runs_once):
+        if self._codec is None or not (self._forwards.runs_once or self._codec.everywhere):
             return None
         with sharing_counters():
             names = self._names_for(tensor)

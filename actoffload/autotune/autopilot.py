@@ -16,15 +16,7 @@ from dataclasses import replace
 from ..errors import BudgetError
 from ..events import now
 from ..interrupts import is_interrupt
-from ..planning.constants import (
-    MOST_REASONS,
-    NO_LOSS,
-    NOTICEABLE,
-    PEAK_CHANGE,
-    SHAPES_CHANGED,
-    TIGHTER,
-    WARM_UP,
-)
+from ..planning.constants import MOST_REASONS, NO_LOSS, NOTICEABLE, PEAK_CHANGE, SHAPES_CHANGED, TIGHTER, WARM_UP
 from ..planning.observed import Observed
 from ..planning.plan import Plan
 from ..planning.profile import Profile
@@ -39,16 +31,14 @@ from ..tell.plans import regions
 from ..tell.report import say
 from .budgets import Budgets
 from .following import Following
-from .making import Brought, Making, bring, passed
+from .making import Brought, Making, bring, is_late, passed
 from .observations import (
     Pauses,
     Recording,
     StepsUnderPlan,
     Watch,
     at_pace,
-    differ,
     had_stall,
-    link_change,
     pace_of,
     surprise,
 )
@@ -73,6 +63,8 @@ class Autopilot:
         self._store, self._shared, self._profiler = store, store.shared, store.profiler
         self._following = following
         following.placement.forward_begins = weakref.WeakMethod(self.forward_begins)
+        self._exact = store.shared.config.codec == "exact"
+        store.regions.coded = False  # a plan for steps that are not coded comes first
         self._shape = Shape(())
         """Of the running step; the shape of the step before until that is known."""
         self._recording = Recording(store, self._shape)
@@ -166,7 +158,7 @@ class Autopilot:
                 self._shape = shape
                 if self._agreed is not None:
                     shape.once = self._agreed  # for every shape: another rank's step may have another shape
-                self._following.follow(shape.plan, shape.once)
+                self._following.follow(shape.plan, shape.once, coded=shape.coded)
                 self._begin_shape()
 
     def _begin_shape(self) -> None:
@@ -243,6 +235,7 @@ class Autopilot:
         peak = observed.peak_bytes or (0 if shape.profile is None else shape.profile.baseline_peak_bytes)
         most = peak if limit is None else min(peak, limit)
         shape.tried.forget()  # these plans were made for a larger budget
+        shape.uncoded = None
         if ran_out and most:
             self._budgets.at_most(shape, TIGHTER * most)
         if ran_out:
@@ -260,7 +253,7 @@ class Autopilot:
         if self._following.placement.mismatched_bytes <= SHAPES_CHANGED * max(1, shape.profile.saved_bytes):
             return False
         self._pauses.back_off()
-        shape.base, shape.confirmed = None, False
+        shape.base, shape.confirmed, shape.uncoded = None, False, None
         shape.tried.forget()
         self._run_once(shape, AGAIN, "the forward saved other sizes than the plan was made for")
         return True
@@ -284,22 +277,41 @@ class Autopilot:
         if shape.plan is not None:
             self._correct(shape, profile)
             return
-        if self._recording.steps <= WARM_UP:
+        if self._recording.steps <= WARM_UP and shape.uncoded is None:
             self.making.refuse_if_too_low(self._recording.shape, profile, observed)
         if self._may_plan(shape) and not self._chooses_regions(shape, profile):
             self._make_plan(shape, profile, observed)
 
     def _may_plan(self, shape: Shape) -> bool:
-        # Regions chosen just now are planned for without a pause, because until then the step moves everything.
-        rested = bool(shape.once) or now() >= self.making.rest_until_s
+        # Regions or forms chosen just now are planned for without a pause: until then the step moves everything.
+        rested = bool(shape.once) or shape.coded or now() >= self.making.rest_until_s
         return self._recording.steps > WARM_UP and rested and self._budgets.all_is_there(shape)
 
     def _chooses_regions(self, shape: Shape, profile: Profile) -> bool:
         """Whether regions that ran again may run once. Then follow the best choice."""
         if shape.once or not profile.regions:
             return False
+        if self._chooses_codes(shape, None, profile):
+            return True
         shape.base = profile
         return self._agreed is None and self._choose(shape, "first plan")
+
+    def _chooses_codes(self, shape: Shape, plan: Plan | None, profile: Profile) -> bool:
+        """Choose whether the next steps save tensors in exact forms; return whether they follow another plan, or none.
+
+        ``plan``: for steps like the profile's; None: no such plan keeps the budget, or the program has checkpoints.
+        """
+        if shape.coded == self._exact:
+            uncoded = shape.shorter_uncoded(plan)
+            if uncoded is not None:
+                self._follow(shape, *uncoded, "a step with tensors in exact forms is no shorter")
+            return uncoded is not None
+        if plan is not None and not is_late(plan.predicted_step_s or 0.0, profile):
+            return False
+        shape.coded, shape.uncoded = True, None if plan is None else (plan, profile)
+        self._recording.steps = 0  # the next step compares each tensor with its form, so it is longer than later ones
+        self._run_once(shape, AGAIN, "a step may be shorter with tensors in exact forms")
+        return True
 
     def _choose(self, shape: Shape, reason: str, *, once_more: bool = False) -> bool:
         """Whether the next step follows a plan, with all regions run again or with others on paper.
@@ -402,6 +414,8 @@ class Autopilot:
         try:
             plan = self.making.plan(shape, profile)
         except BudgetError as error:
+            if shape.uncoded is not None and self._chooses_codes(shape, None, profile):
+                return
             found, number = None, bool(self._budgets.device_bytes)
             if number or passed(observed, budget):  # otherwise the last step kept the budget: go on without a plan
                 assert budget is not None, "no plan keeps it"
@@ -415,7 +429,8 @@ class Autopilot:
                 shape.stage = Stage.HOPELESS
                 return
             plan = found
-        self._follow(shape, plan, profile, "first plan")
+        if not self._chooses_codes(shape, plan, profile):
+            self._follow(shape, plan, profile, "first plan")
 
     def _follow_known(self, shape: Shape, known: Tried, reason: str) -> None:
         shape.need.beside = known.beside
@@ -432,7 +447,7 @@ class Autopilot:
         self._shared.accounts.begin_plan()
         self._profiler.forget()
         if shape is self._shape:
-            self._following.follow(None, shape.once)
+            self._following.follow(None, shape.once, coded=shape.coded)
 
     def _follow(
         self, shape: Shape, plan: Plan, profile: Profile, reason: str, once: frozenset[int] | None = None
@@ -441,7 +456,7 @@ class Autopilot:
         shape.once = shape.once if once is None else once
         self.history.append(f"{reason} (inputs {shape})" if len(self._shapes) > 1 else reason)
         shape.steps = StepsUnderPlan()
-        shape.plan = replace(plan, once=tuple(sorted(shape.once)), regions=shape.regions)
+        shape.plan = replace(plan, once=tuple(sorted(shape.once)), regions=shape.regions, coded=shape.coded)
         shape.profile, shape.stage = profile, Stage.FOLLOWED
         shape.recorded_at = self._pauses.steps
         self._shared.accounts.begin_plan()
@@ -517,7 +532,9 @@ class Autopilot:
         old, before, reason, seen = shape.plan, shape.profile, shape.why, shape.steps.seen
         shape.stage = Stage.FOLLOWED
         profile = self._recording.corrected(recorded, before, seen, self.limits)
-        self._renew_base(shape, before, profile)
+        shape.take_other(profile.other_s)
+        if self._agreed is None:
+            shape.renew_base(before, profile, calm=self._recording.calm)
         try:
             plan = self.making.plan(shape, profile)
         except BudgetError:
@@ -526,6 +543,8 @@ class Autopilot:
                 self._choose(shape, "no plan keeps the budget")
                 return
             plan = old  # no plan keeps the budget better
+        if self._chooses_codes(shape, plan, profile):
+            return
         better = plan is not old and self.making.gains(shape, profile, plan, old)
         if shape.regions and self._agreed is None:
             known = plan if better else replace(old, predicted_step_s=simulate(profile, old, self.limits).step_s)
@@ -538,24 +557,6 @@ class Autopilot:
         shape.profile = profile
         if seen is not None:
             shape.plan = replace(old, predicted_step_s=seen.step_s, predicted_peak_bytes=seen.peak_bytes)
-
-    def _renew_base(self, shape: Shape, before: Profile, profile: Profile) -> None:
-        """Bring the base to the pace of the machine as it is now, and forget what was measured at another one."""
-        shape.take_other(profile.other_s)
-        if not shape.regions or shape.base is None or self._agreed is not None:
-            return
-        paper = with_regions(shape.base, shape.once)
-        # An allocator that was short makes no step shorter.
-        sure = self._recording.calm or profile.step_s < paper.step_s
-        # Also unlike the paper: the earlier recording may have been the disturbed one.
-        other = sure and differ(profile, before) and differ(profile, paper)
-        if other or link_change(before, profile):
-            shape.tried.forget()
-        if not shape.once:
-            shape.base = profile
-        elif other:
-            passes_s = shape.base.passes_s * profile.passes_s / paper.passes_s
-            shape.base = shape.base.lasting(passes_s + shape.base.other_s)
 
     # -- for all ranks ------------------------------------------------------------------------------------------------
 
@@ -575,7 +576,7 @@ class Autopilot:
                     shape, once or frozenset(), "the ranks have agreed" if once else "the ranks agree no more"
                 )
             self._agreed = once
-            self._following.follow(self._shape.plan, self._shape.once)
+            self._following.follow(self._shape.plan, self._shape.once, coded=self._shape.coded)
         if told:
             self._shared.reporter.advise("agree", told)
             self._shared.reporter.warn()

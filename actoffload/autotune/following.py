@@ -23,12 +23,17 @@ class Following:
         self._largest_bytes = 0
         self._shared, self._tiers, self._prefetch = store.shared, store.tiers, store.prefetch
 
-    def follow(self, plan: Plan | None, once: frozenset[int] | None = None) -> None:
-        """Follow a plan; None: as before the first one. ``once``: the regions that run once, by default the plan's."""
+    def follow(self, plan: Plan | None, once: frozenset[int] | None = None, *, coded: bool = True) -> None:
+        """Follow a plan; None: as before the first one.
+
+        ``once``: the regions that run once, by default the plan's; ``coded``: without a plan, as `Plan.coded`.
+        """
         self.plan = plan
         if once is None:
             once = frozenset(() if plan is None else plan.once)
-        self._regions.follow(once, (0, 0) if plan is None else (len(plan.entries), plan.baseline_peak_bytes or 0))
+        coded = coded if plan is None else plan.coded
+        saved = (0, 0) if plan is None else (len(plan.entries), plan.baseline_peak_bytes or 0)
+        self._regions.follow(once, saved, coded=coded)
         self._shared.largest_moved_bytes = 0  # other storages may move under this plan
         budget = self._shared.budget
         self._largest_bytes = max(self._largest_bytes, budget.largest_bytes)

@@ -11,11 +11,12 @@ from enum import Enum
 from ..planning.constants import MOST_KNOWN, MOST_REST, NOTICEABLE
 from ..planning.plan import Plan
 from ..planning.profile import Profile
+from ..planning.regions import with_regions
 from ..planning.search import own_budget
 from ..runtime.decision import InputShapes
 from ..runtime.memory_beside import BLOCK_SIZE, Beside
 from ..tell.facts import ShapeFacts
-from .observations import StepsUnderPlan
+from .observations import StepsUnderPlan, differ, link_change
 
 AGAIN: frozenset[int] = frozenset()
 """No region runs once: all run again, as in the program."""
@@ -203,6 +204,8 @@ class Shape:
         predicted_s: the length of a step, as predicted when the plan was made.
         tried: the steps under the choices of regions so far, this one among them.
         confirmed: later steps took as long as the recorded one, or it was dropped once because of a stall.
+        coded: as in `Plan`.
+        uncoded: the plan for steps that are not coded, and their profile, until one for coded steps is made.
     """
 
     def __init__(self, key: InputShapes) -> None:
@@ -220,6 +223,8 @@ class Shape:
         self.predicted_s: float | None = None
         self.tried = Tries()
         self.confirmed = False
+        self.coded = False
+        self.uncoded: tuple[Plan, Profile] | None = None
 
     def take_other(self, other_s: float) -> None:
         """Have all that is known of these steps be as if the part after backward took so long."""
@@ -228,6 +233,37 @@ class Shape:
             self.base = self.base.with_other(other_s)
         if self.profile is not None and self.profile.forwards == 1 and self.predicted_s is not None:
             self.predicted_s += other_s - self.profile.other_s
+
+    def renew_base(self, before: Profile, profile: Profile, *, calm: bool) -> None:
+        """Bring the base to the pace of the machine as it is now, and forget what was measured at another one.
+
+        ``before``: the profile that ``profile`` replaces; ``calm``: as in `Recording`.
+        """
+        if not self.regions or self.base is None:
+            return
+        paper = with_regions(self.base, self.once)
+        # An allocator that was short makes no step shorter.
+        sure = calm or profile.step_s < paper.step_s
+        # Also unlike the paper: the earlier recording may have been the disturbed one.
+        other = sure and differ(profile, before) and differ(profile, paper)
+        if other or link_change(before, profile):
+            self.tried.forget()
+        if not self.once:
+            self.base = profile
+        elif other:
+            passes_s = self.base.passes_s * profile.passes_s / paper.passes_s
+            self.base = self.base.lasting(passes_s + self.base.other_s)
+
+    def shorter_uncoded(self, coded: Plan | None) -> tuple[Plan, Profile] | None:
+        """Return the plan for steps that are not coded, and their profile, if it has the shorter step; once.
+
+        ``coded``: the plan for steps that are; None: no such plan keeps the budget.
+        """
+        uncoded, self.uncoded = self.uncoded, None
+        if uncoded is None or (coded and (coded.predicted_step_s or 0.0) < (uncoded[0].predicted_step_s or 0.0)):
+            return None
+        self.coded = False
+        return uncoded
 
     def have_recorded(self, why: str, *, on_paper: bool = False) -> None:
         """Have the next step under the plan recorded; ``on_paper``: no step has followed this plan yet."""

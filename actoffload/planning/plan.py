@@ -48,6 +48,7 @@ class Plan:
         planner: the name of the planner that made the plan.
         once: the checkpointed regions that run once, by their places in the forward; all others run again in backward.
         regions: how many checkpointed regions a forward had when the plan was made.
+        coded: whether ``codec="exact"`` applied to tensors outside of regions that run once, too.
         declined: why the planner moves nothing; empty when it moves something.
         prefetch_bytes: how far ahead of backward to read; None for the offloader's own choice.
         pending_bytes: the most bytes that the plan expects on their way out at once; None if it expects no number.
@@ -61,6 +62,7 @@ class Plan:
     planner: str = ""
     once: tuple[int, ...] = ()
     regions: int = 0
+    coded: bool = True
     declined: str = ""
     prefetch_bytes: int | None = None
     pending_bytes: int | None = None
@@ -126,8 +128,11 @@ def regions_in_words(count: int, once: int) -> str:
     return f"{count} checkpointed region{'s' * (count != 1)}: {once} run once, {count - once} run again"
 
 
-def decided(decisions: Iterable[tuple[int, KeepReason | None, str | None]]) -> Plan:
-    """Return one forward's decisions as a plan: bytes, the reason to stay (None: it moves) and the module, in order."""
+def decided(decisions: Iterable[tuple[int, KeepReason | None, str | None]], *, coded: bool) -> Plan:
+    """Return one forward's decisions as a plan: bytes, the reason to stay (None: it moves) and the module, in order.
+
+    ``coded``: see `Plan`.
+    """
     return Plan(
         tuple(
             PlanEntry(
@@ -138,5 +143,6 @@ def decided(decisions: Iterable[tuple[int, KeepReason | None, str | None]]) -> P
                 module=module,
             )
             for index, (nbytes, reason, module) in enumerate(decisions)
-        )
+        ),
+        coded=coded,
     )

@@ -125,6 +125,8 @@ class OffloadDecision:
         self._keeps_last = config.policy in ("auto", "greedy")
         self.last: list[tuple[int, KeepReason | None, str | None]] = []
         """For each storage of the last forward: its bytes, the reason why it stays, and its module."""
+        self.coded_last = True
+        """As `Regions.coded`, in the last forward."""
         self._plan: Plan | None = None
         self._planned_sizes: tuple[int, ...] = ()
         self.forward_begins: ForwardBegins = lambda: None
