@@ -138,10 +138,9 @@ def test_gradients(where: str, times: int, checkpointed: bool, options: dict[str
     # Without a limit no step is longer than keep's, so the planner codes none of them.
     coded = checkpointed or options != {"policy": "auto"}
     steps = 0
-    while steps < 4 or (coded and not offloader.statistics().halved_bytes):
+    while steps < 4 or (steps < 20 and coded and not offloader.statistics().halved_bytes):
         assert_same_bits(model.gradients(offloader, times=times), expected)
         steps += 1
-    assert steps < 20
     assert (offloader.statistics().halved_bytes > 0) == coded
     assert_empty(offloader)
 
