@@ -51,7 +51,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "checkpointed, LoRA": {"lora": True, "bf16": True},
 }
 CODED = "codec"
-CODED_ROWS: dict[str, dict[str, Any]] = {"default": {}, "device_budget 40 %": {"device_budget": 0.4}}
+CODED_ROWS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "device_budget 70 %": {"device_budget": 0.7},
+    "device_budget 40 %": {"device_budget": 0.4},
+}
 HOST, NVME, NO_USE = "host, 52 GB/s", "NVMe, 12/24 GB/s", "0.2 GB/s"
 LINKS = {HOST: (52e9, 52e9), NVME: (12e9, 24e9), NO_USE: (0.2e9, 0.2e9)}
 """Bytes per second to the host and to the device. A disk behind page-locked memory is a link of its speed here."""

@@ -15,7 +15,7 @@ GOALS = (
     *("host", "budget 35 %", "nvme"),
 )
 """The modes that a goal or a verdict is about: those of every case are run before any other mode."""
-CODED = ("checkpointed, no codec", "default, exact", "budget 35 %, exact")
+CODED = ("checkpointed, no codec", "budget 35 %, exact")
 EVERYTHING = (*GOALS, *CODED, "host, all", "tiered")
 PAPER = ("recompute", "host", "default", "selective", "TRL")
 CHECKPOINTED = ("checkpointed, ours at equal memory", "recompute + host", "recompute + nvme")

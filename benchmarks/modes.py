@@ -72,7 +72,6 @@ MODES = {
     "host, all": _ours(target="host", policy="all"),
     "nvme, all": _ours(target="nvme", policy="all"),
     "budget 35 %": Mode(peer="actoffload", options={"device_budget": 0.35, "recompute": True}),
-    "default, exact": _ours(codec="exact"),
     "budget 35 %, exact": Mode(peer="actoffload", options={"device_budget": 0.35, "recompute": True, "codec": "exact"}),
     "recompute's peak": Mode(peer="actoffload", options={"device_budget": "recompute", "recompute": True}),
     "checkpointed, ours at equal memory": Mode(
