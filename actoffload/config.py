@@ -287,7 +287,7 @@ class OffloadConfig:
     Megatron's) and nothing else; a checkpointed model saves nothing else of its blocks."""
     codec: str = field(default="auto", metadata={"kind": _CODEC})
     """Which saved tensors take fewer bytes, with every bit back in backward ([tuning.md](tuning.md)). ``"auto"``: those
-    of checkpointed blocks that run once, on an accelerator. ``"exact"``: all, where a limit would make a step longer."""
+    of checkpointed blocks that run once, on an accelerator. ``"exact"``: all, where a limit makes steps longer."""
     fp8: str | Sequence[str] | None = field(default=None, metadata={"kind": _GLOBS})
     """Glob patterns of the modules whose saved tensors are rounded to FP8: gradients are not exact then
     ([tuning.md](tuning.md)). Needs ``model=``."""

@@ -24,7 +24,6 @@ from torch.utils._pytree import tree_leaves
 
 from ..locks import renewed_in_child
 from ..planning.profile import DERIVED
-from ..runtime.identity import PLAIN_TYPES, storages
 from ..runtime.regions import Recomputation, Region
 from ..runtime.store import ActivationStore
 from ..runtime.untraced import untraced, untraced_frame
@@ -34,6 +33,7 @@ from .handles import sharing_counters, version_probe
 from .hook_stack import Pair, top
 from .module_names import ModuleScopes
 from .packing import Forwards, Packer
+from .tensors import PLAIN_TYPES, storages
 
 NAME = "_checkpoint_without_reentrant_generator"
 _FORMS = {f"{NAME}_impl": ("fn", "args", "kwargs"), NAME: ("fn", "preserve_rng_state", "context_fn")}

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, StateError
 from ..policy import STATIC, KeepReason
-from ..runtime.identity import ModuleOwners, StorageSet, is_parameter, live_modules, modules_of
 from ..runtime.untraced import untraced
 from .hook_stack import THREAD, enter_region, leave_region
+from .owners import ModuleOwners, StorageSet, live_modules, modules_of
+from .tensors import is_parameter
 
 MARKED = StorageSet()
 """Storages that the user marked with ``keep()``."""

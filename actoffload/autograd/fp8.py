@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..runtime.identity import byte_span
 from .handles import empty
 from .originals import Original, Originals
+from .tensors import byte_span
 
 BLOCK = 128
 """Numbers with one scale."""

@@ -20,10 +20,11 @@ from torch.autograd.function import BackwardCFunction
 
 from ..errors import SavedTensorModifiedError
 from ..locks import renewed_in_child
-from ..runtime.identity import Counter, inner_names, same_counter, storages
+from ..runtime.identity import Counter, same_counter
 from ..runtime.regions import Regions
 from ..runtime.untraced import untraced
 from ..tiers.record import State
+from .tensors import inner_names, storages
 
 if TYPE_CHECKING:
     from ..runtime.profiler import SavedStorage

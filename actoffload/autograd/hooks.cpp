@@ -357,7 +357,7 @@ constexpr PyObject* Pack::*kPackMembers[] = {&Pack::notes, &Pack::settle,  &Pack
 
 PyTypeObject pack_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
-// `is_parameter` of identity.py: 1 or 0; -1, with an error or without, where Python has to look.
+// `is_parameter` of tensors.py: 1 or 0; -1, with an error or without, where Python has to look.
 int is_parameter(PyObject* object, const at::TensorBase& tensor) {
   const c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
   if (impl->autograd_meta() == nullptr || !tensor.is_view()) {

@@ -22,9 +22,9 @@ from ..config import OffloadConfig
 from ..errors import ConfigError
 from ..policy import module_patterns
 from ..runtime.decision import InputShapes
-from ..runtime.identity import StorageSet
 from ..runtime.untraced import Hooking, skipped, untraced
 from .hook_stack import enabled
+from .owners import StorageSet
 
 
 class _Running(threading.local):

@@ -23,12 +23,12 @@ from ..memory.cpu_allocator import HeldBlock
 from ..memory.native_build import SWITCH, Refused, told
 from ..memory.slots import Slot
 from ..policy import STATIC, KeepReason
-from ..runtime.identity import own_counter
 from ..runtime.kept_place import KeptPlace
 from ..runtime.untraced import untraced
 from ..tiers.storage_ref import StorageRef
 from .exclusions import OPEN_REGIONS
 from .handles import Handle, KeptActivation, Stayed, check_version, hand_out, let_go, shape_of, unpack_only
+from .tensors import own_counter
 
 NAME = "actoffload_hooks"
 SOURCE = native_build.PACKAGE / "autograd" / "hooks.cpp"

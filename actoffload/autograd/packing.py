@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..policy import STATIC, KeepReason
-from ..runtime.identity import PLAIN_TYPES, Counter, byte_span, is_parameter, own_counter
+from ..runtime.identity import Counter
 from ..runtime.store import ActivationStore
 from ..runtime.tape import Tape
 from ..runtime.untraced import untraced
@@ -34,6 +34,7 @@ from .handles import (
 )
 from .module_names import ModuleScopes
 from .tensor_names import name_of
+from .tensors import PLAIN_TYPES, byte_span, is_parameter, own_counter
 
 ATTRIBUTES = (
     "a saved tensor has the attribute {!r}, which backward does not find: numbers and texts alone are kept of a "

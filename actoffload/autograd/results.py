@@ -21,13 +21,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import SavedTensorModifiedError, StateError
 from ..runtime.backward_end import BackwardEnd
-from ..runtime.identity import PLAIN_TYPES
 from ..tiers.device_tier import CAPTURED
 from .coded import Coded
 from .exclusions import MARKED
 from .handles import Handle, check_version, empty, version_probe, view_in
 from .hook_stack import OUR_UNPACKS
 from .originals import CHANGED, Checked, Original, Originals, source_of
+from .tensors import PLAIN_TYPES
 
 if TYPE_CHECKING:
     from ..runtime.store import ActivationStore

@@ -23,11 +23,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from ..errors import SavedTensorModifiedError
-from ..runtime.identity import same_counter, storages
+from ..runtime.identity import same_counter
 from ..tiers.storage_ref import StorageRef
 from .checkpoints import CACHING_MODES, must_be_plain
 from .handles import Handle, Kept, Wrapped, sharing_counters
 from .offloader import Offloader, open_offloaders
+from .tensors import storages
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 

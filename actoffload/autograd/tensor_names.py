@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..policy import CHECKPOINT_INPUT
-from ..runtime.identity import StorageSet
 from ..runtime.untraced import untraced
+from .owners import StorageSet
 
 _NAMES = StorageSet()
 _CHECKPOINTS = frozenset(

@@ -36,7 +36,6 @@ from ..tiers.tiers import Tiers
 from ..tiers.timers import traced
 from ..version import __version__
 from .backward_end import BackwardEnd
-from .identity import inner_tensors
 from .trace_writer import TraceWriter, writer_for
 from .untraced import skipped
 
@@ -517,9 +516,10 @@ class MemoryUse:
     def _bytes(self, tensor: Tensor) -> int:
         if tensor.layout is not torch.strided:
             return 0  # a sparse tensor has no storage of its own
-        if type(tensor) is nn.Parameter or type(tensor) is Tensor:
+        if type(tensor) in (nn.Parameter, Tensor) or not hasattr(tensor, "__tensor_flatten__"):
             return tensor.nbytes if tensor.device.type == self._type else 0
-        return sum(inner.nbytes for inner in inner_tensors(tensor) if inner.device.type == self._type)
+        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        return sum(self._bytes(one) for one in inner if isinstance(one, Tensor))  # a DTensor lists its mesh as well
 
 
 def _about_the_run(config: OffloadConfig) -> dict[str, Any]:

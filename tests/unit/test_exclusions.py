@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 import actoffload
 from actoffload import Offloader
+from actoffload.autograd.owners import modules_of
 from actoffload.errors import ConfigError
 from actoffload.policy import Decision, NameFilter, TensorFacts
-from actoffload.runtime.identity import modules_of
 from tests.harness import (
     Chain,
     MakeOffloader,

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from actoffload import keep, no_offload
 from actoffload.autograd import native
+from actoffload.autograd.owners import StorageSet
 from actoffload.autograd.packing import Packer
-from actoffload.runtime.identity import StorageSet
 from tests.harness import MakeOffloader, assert_empty, no_garbage_collection, same_bits
 from tests.unit.saved_tensors import in_python
 
