@@ -131,7 +131,7 @@ class Checkpoints:
         tape = self._packer.tape()
         if not len(tape) and not tape.regions:  # first: the shapes decide on the plan, and so on this region
             leaves = tree_leaves((given[1:], options))
-            self._decision.region_begins(sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor)))
+            self._decision.begins_with(sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor)))
         region = self._regions.begin(tape, name)
         entry.region = region
         try:

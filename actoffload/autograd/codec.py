@@ -88,7 +88,7 @@ class Codec:
 
     @property
     def _exact_everywhere(self) -> bool:
-        return self._codec == "exact" and self._store.regions.coded
+        return self._codec == "exact" and self._store.shared.coded
 
     def _applies(self, tensor: Tensor) -> bool:
         # On the CPU each product is computed a second time for the comparison, and a third time in backward. That takes

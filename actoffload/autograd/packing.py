@@ -102,6 +102,7 @@ class Packer:
         self._only_boundaries = store.shared.config.boundaries == "only"
         self._names_count = store.decision.names.used
         config = store.shared.config
+        self._is_chosen = config.codec == "exact" and config.policy == "auto"
         self._codec = None if config.codec == "none" and not config.fp8 else Codec(store)
 
     def hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
@@ -213,6 +214,8 @@ class Packer:
 
     def _coded(self, tensor: Tensor) -> Any:
         """Return the handle of a plain tensor that is saved in another form, or None."""
+        if self._is_chosen and not len(self.tape()):  # first: the planner may choose otherwise for this forward
+            self._store.decision.begins_with(tensor.untyped_storage().nbytes())
         # A region that runs again would compute all of its tensors again: to compute a few costs less than it saves.
         if self._codec is None or not (self._forwards.runs_once or self._codec.everywhere):
             return None

@@ -31,19 +31,10 @@ from ..tell.plans import regions
 from ..tell.report import say
 from .budgets import Budgets
 from .following import Following
-from .making import Brought, Making, bring, is_late, passed
-from .observations import (
-    Pauses,
-    Recording,
-    StepsUnderPlan,
-    Watch,
-    at_pace,
-    had_stall,
-    pace_of,
-    surprise,
-)
+from .making import Brought, Making, bring, passed
+from .observations import Pauses, Recording, StepsUnderPlan, Watch, at_pace, had_stall, pace_of, surprise
 from .resting import may_rest
-from .shapes import AGAIN, UNRECORDED, Shape, Shapes, Stage, Tried
+from .shapes import AGAIN, UNRECORDED, Codes, Shape, Shapes, Stage, Tried
 
 
 class Autopilot:
@@ -63,8 +54,7 @@ class Autopilot:
         self._store, self._shared, self._profiler = store, store.shared, store.profiler
         self._following = following
         following.placement.forward_begins = weakref.WeakMethod(self.forward_begins)
-        self._exact = store.shared.config.codec == "exact"
-        store.regions.coded = False  # a plan for steps that are not coded comes first
+        store.shared.coded = False  # a plan for steps that are not coded comes first
         self._shape = Shape(())
         """Of the running step; the shape of the step before until that is known."""
         self._recording = Recording(store, self._shape)
@@ -158,7 +148,7 @@ class Autopilot:
                 self._shape = shape
                 if self._agreed is not None:
                     shape.once = self._agreed  # for every shape: another rank's step may have another shape
-                self._following.follow(shape.plan, shape.once, coded=shape.coded)
+                self._following.follow(shape.plan, shape.once, coded=shape.codes.used)
                 self._begin_shape()
 
     def _begin_shape(self) -> None:
@@ -235,10 +225,10 @@ class Autopilot:
         peak = observed.peak_bytes or (0 if shape.profile is None else shape.profile.baseline_peak_bytes)
         most = peak if limit is None else min(peak, limit)
         shape.tried.forget()  # these plans were made for a larger budget
-        shape.uncoded = None
         if ran_out and most:
             self._budgets.at_most(shape, TIGHTER * most)
         if ran_out:
+            shape.codes = Codes()
             self._run_once(shape, AGAIN, "the step ran out of memory")
         else:
             self._budgets.at_most(shape, most - passed)
@@ -253,7 +243,7 @@ class Autopilot:
         if self._following.placement.mismatched_bytes <= SHAPES_CHANGED * max(1, shape.profile.saved_bytes):
             return False
         self._pauses.back_off()
-        shape.base, shape.confirmed, shape.uncoded = None, False, None
+        shape.base, shape.confirmed, shape.codes = None, False, Codes()
         shape.tried.forget()
         self._run_once(shape, AGAIN, "the forward saved other sizes than the plan was made for")
         return True
@@ -277,41 +267,45 @@ class Autopilot:
         if shape.plan is not None:
             self._correct(shape, profile)
             return
-        if self._recording.steps <= WARM_UP and shape.uncoded is None:
+        if shape.codes.new:
+            shape.codes.new = False
+            return  # this step compared each tensor with its form, so it was longer than later ones
+        if self._recording.steps <= WARM_UP and not self._may_code(shape, profile):
             self.making.refuse_if_too_low(self._recording.shape, profile, observed)
         if self._may_plan(shape) and not self._chooses_regions(shape, profile):
             self._make_plan(shape, profile, observed)
 
     def _may_plan(self, shape: Shape) -> bool:
         # Regions or forms chosen just now are planned for without a pause: until then the step moves everything.
-        rested = bool(shape.once) or shape.coded or now() >= self.making.rest_until_s
+        rested = bool(shape.once) or (shape.codes.used and shape.codes.open) or now() >= self.making.rest_until_s
         return self._recording.steps > WARM_UP and rested and self._budgets.all_is_there(shape)
 
     def _chooses_regions(self, shape: Shape, profile: Profile) -> bool:
         """Whether regions that ran again may run once. Then follow the best choice."""
         if shape.once or not profile.regions:
             return False
-        if self._chooses_codes(shape, None, profile):
-            return True
         shape.base = profile
         return self._agreed is None and self._choose(shape, "first plan")
 
-    def _chooses_codes(self, shape: Shape, plan: Plan | None, profile: Profile) -> bool:
-        """Choose whether the next steps save tensors in exact forms; return whether they follow another plan, or none.
+    def _may_code(self, shape: Shape, profile: Profile) -> bool:
+        # With checkpoints only regions that run once are coded, in all steps.
+        return self._shared.config.codec == "exact" and shape.codes.open and not profile.regions
 
-        ``plan``: for steps like the profile's; None: no such plan keeps the budget, or the program has checkpoints.
+    def _chooses_codes(self, shape: Shape, plan: Plan | None, profile: Profile) -> bool:
+        """Choose whether tensors are saved in exact forms; return whether the next steps do not follow this plan.
+
+        ``plan``: for steps like the profile's; None: no such plan keeps the budget.
         """
-        if shape.coded == self._exact:
-            uncoded = shape.shorter_uncoded(plan)
-            if uncoded is not None:
-                self._follow(shape, *uncoded, "a step with tensors in exact forms is no shorter")
-            return uncoded is not None
-        if plan is not None and not is_late(plan.predicted_step_s or 0.0, profile):
+        if not self._may_code(shape, profile):
             return False
-        shape.coded, shape.uncoded = True, None if plan is None else (plan, profile)
-        self._recording.steps = 0  # the next step compares each tensor with its form, so it is longer than later ones
-        self._run_once(shape, AGAIN, "a step may be shorter with tensors in exact forms")
-        return True
+        other, why = shape.codes.choose(plan, profile)
+        if other is not None:
+            self._follow(shape, *other, why)
+        elif why:
+            before = shape.codes.before  # which `_run_once` drops, as other reasons to run it make plans invalid
+            self._run_once(shape, AGAIN, why)
+            shape.codes.before = before
+        return bool(why)
 
     def _choose(self, shape: Shape, reason: str, *, once_more: bool = False) -> bool:
         """Whether the next step follows a plan, with all regions run again or with others on paper.
@@ -414,7 +408,7 @@ class Autopilot:
         try:
             plan = self.making.plan(shape, profile)
         except BudgetError as error:
-            if shape.uncoded is not None and self._chooses_codes(shape, None, profile):
+            if self._chooses_codes(shape, None, profile):
                 return
             found, number = None, bool(self._budgets.device_bytes)
             if number or passed(observed, budget):  # otherwise the last step kept the budget: go on without a plan
@@ -430,7 +424,9 @@ class Autopilot:
                 return
             plan = found
         if not self._chooses_codes(shape, plan, profile):
-            self._follow(shape, plan, profile, "first plan")
+            self._follow(
+                shape, plan, profile, "first plan, with tensors in exact forms" if shape.codes.used else "first plan"
+            )
 
     def _follow_known(self, shape: Shape, known: Tried, reason: str) -> None:
         shape.need.beside = known.beside
@@ -442,12 +438,12 @@ class Autopilot:
             self.history.append(reason)
         if self._agreed is None:  # otherwise all ranks decide together
             shape.once = once
-        shape.plan, shape.stage = None, Stage.SAFE
+        shape.plan, shape.stage, shape.codes.before = None, Stage.SAFE, None
         shape.steps = StepsUnderPlan()
         self._shared.accounts.begin_plan()
         self._profiler.forget()
         if shape is self._shape:
-            self._following.follow(None, shape.once, coded=shape.coded)
+            self._following.follow(None, shape.once, coded=shape.codes.used)
 
     def _follow(
         self, shape: Shape, plan: Plan, profile: Profile, reason: str, once: frozenset[int] | None = None
@@ -456,7 +452,7 @@ class Autopilot:
         shape.once = shape.once if once is None else once
         self.history.append(f"{reason} (inputs {shape})" if len(self._shapes) > 1 else reason)
         shape.steps = StepsUnderPlan()
-        shape.plan = replace(plan, once=tuple(sorted(shape.once)), regions=shape.regions, coded=shape.coded)
+        shape.plan = replace(plan, once=tuple(sorted(shape.once)), regions=shape.regions, coded=shape.codes.used)
         shape.profile, shape.stage = profile, Stage.FOLLOWED
         shape.recorded_at = self._pauses.steps
         self._shared.accounts.begin_plan()
@@ -576,7 +572,7 @@ class Autopilot:
                     shape, once or frozenset(), "the ranks have agreed" if once else "the ranks agree no more"
                 )
             self._agreed = once
-            self._following.follow(self._shape.plan, self._shape.once, coded=self._shape.coded)
+            self._following.follow(self._shape.plan, self._shape.once, coded=self._shape.codes.used)
         if told:
             self._shared.reporter.advise("agree", told)
             self._shared.reporter.warn()

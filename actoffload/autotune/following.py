@@ -23,7 +23,7 @@ class Following:
         self._largest_bytes = 0
         self._shared, self._tiers, self._prefetch = store.shared, store.tiers, store.prefetch
 
-    def follow(self, plan: Plan | None, once: frozenset[int] | None = None, *, coded: bool = True) -> None:
+    def follow(self, plan: Plan | None, once: frozenset[int] | None = None, *, coded: bool = False) -> None:
         """Follow a plan; None: as before the first one.
 
         ``once``: the regions that run once, by default the plan's; ``coded``: without a plan, as `Plan.coded`.
@@ -31,9 +31,8 @@ class Following:
         self.plan = plan
         if once is None:
             once = frozenset(() if plan is None else plan.once)
-        coded = coded if plan is None else plan.coded
-        saved = (0, 0) if plan is None else (len(plan.entries), plan.baseline_peak_bytes or 0)
-        self._regions.follow(once, saved, coded=coded)
+        self._shared.coded = coded if plan is None else plan.coded  # first: regions reserve room for coded tensors
+        self._regions.follow(once, (0, 0) if plan is None else (len(plan.entries), plan.baseline_peak_bytes or 0))
         self._shared.largest_moved_bytes = 0  # other storages may move under this plan
         budget = self._shared.budget
         self._largest_bytes = max(self._largest_bytes, budget.largest_bytes)

@@ -10,7 +10,7 @@ from ..errors import BudgetError
 from ..events import now
 from ..interrupts import expected
 from ..planning import search
-from ..planning.constants import NO_LOSS, NOTICEABLE, PLANNING_SHARE, TRIES
+from ..planning.constants import NOTICEABLE, PLANNING_SHARE, TRIES
 from ..planning.observed import Observed
 from ..planning.plan import Plan
 from ..planning.profile import Profile
@@ -96,7 +96,7 @@ class Making:
         # First whether the old one breaks a limit.
         if limits.device_budget is not None:
             return before.peak_bytes > limits.device_budget or after.step_s < (1 - NOTICEABLE) * before.step_s
-        return is_late(before.step_s, profile) or after.peak_bytes < (1 - NOTICEABLE) * before.peak_bytes
+        return profile.is_late(before.step_s) or after.peak_bytes < (1 - NOTICEABLE) * before.peak_bytes
 
     def take_floor(self, least: int, budget: int) -> None:
         """Replace a share or number that no plan keeps by the lowest budget that one keeps, with one warning."""
@@ -138,11 +138,6 @@ class Making:
             shape.most_bytes = least  # the next step shows whether the device has as much
             plan = found or self.planner.plan(profile, self.limits(shape))
             return plan
-
-
-def is_late(step_s: float, profile: Profile) -> bool:
-    """Whether a step is longer than one in which nothing moves."""
-    return step_s > (1 + NO_LOSS) * profile.step_s
 
 
 def passed(observed: Observed, budget: int | None) -> bool:

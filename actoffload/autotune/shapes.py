@@ -186,6 +186,41 @@ class Rest:
         return saved > 0 or self.left <= 0
 
 
+class Codes:
+    """The choice whether steps of a shape are coded. It is made once: a plan for coded steps is seldom as predicted.
+
+    Attributes:
+        open: the choice is still to be made.
+        used: as `Plan.coded`.
+        new: no coded step was recorded yet.
+        before: the plan for steps that are not coded, and their profile; None if no such plan keeps the budget.
+    """
+
+    def __init__(self) -> None:
+        self.open, self.used, self.new = True, False, False
+        self.before: tuple[Plan, Profile] | None = None
+
+    def choose(self, plan: Plan | None, profile: Profile) -> tuple[tuple[Plan, Profile] | None, str]:
+        """Return the plan to follow instead of this one, and its profile, and why; "" if this one is to be followed.
+
+        Without another plan the next step is recorded. ``plan``: for steps like the profile's; None: no such plan keeps
+        the budget.
+        """
+        if not self.used:
+            if plan is not None and not profile.is_late(plan.predicted_step_s or 0.0):
+                return None, ""  # and the choice stays open: a link may become slower
+            self.used = self.new = True
+            self.before = None if plan is None else (plan, profile)
+            return None, "a step may be shorter with tensors in exact forms"
+        before, self.before, self.open = self.before, None, False
+        step_s = float("inf") if before is None else before[0].predicted_step_s or 0.0
+        self.used = plan is not None and (plan.predicted_step_s or 0.0) < step_s
+        if self.used:
+            return None, ""
+        why = "no plan keeps the budget" if plan is None else "a step is no shorter"
+        return before, f"{why} with tensors in exact forms"
+
+
 class Shape:
     """Steps whose inputs have one shape.
 
@@ -204,8 +239,7 @@ class Shape:
         predicted_s: the length of a step, as predicted when the plan was made.
         tried: the steps under the choices of regions so far, this one among them.
         confirmed: later steps took as long as the recorded one, or it was dropped once because of a stall.
-        coded: as in `Plan`.
-        uncoded: the plan for steps that are not coded, and their profile, until one for coded steps is made.
+        codes: whether its steps are coded.
     """
 
     def __init__(self, key: InputShapes) -> None:
@@ -223,8 +257,7 @@ class Shape:
         self.predicted_s: float | None = None
         self.tried = Tries()
         self.confirmed = False
-        self.coded = False
-        self.uncoded: tuple[Plan, Profile] | None = None
+        self.codes = Codes()
 
     def take_other(self, other_s: float) -> None:
         """Have all that is known of these steps be as if the part after backward took so long."""
@@ -253,17 +286,6 @@ class Shape:
         elif other:
             passes_s = self.base.passes_s * profile.passes_s / paper.passes_s
             self.base = self.base.lasting(passes_s + self.base.other_s)
-
-    def shorter_uncoded(self, coded: Plan | None) -> tuple[Plan, Profile] | None:
-        """Return the plan for steps that are not coded, and their profile, if it has the shorter step; once.
-
-        ``coded``: the plan for steps that are; None: no such plan keeps the budget.
-        """
-        uncoded, self.uncoded = self.uncoded, None
-        if uncoded is None or (coded and (coded.predicted_step_s or 0.0) < (uncoded[0].predicted_step_s or 0.0)):
-            return None
-        self.coded = False
-        return uncoded
 
     def have_recorded(self, why: str, *, on_paper: bool = False) -> None:
         """Have the next step under the plan recorded; ``on_paper``: no step has followed this plan yet."""

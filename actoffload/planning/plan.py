@@ -48,7 +48,7 @@ class Plan:
         planner: the name of the planner that made the plan.
         once: the checkpointed regions that run once, by their places in the forward; all others run again in backward.
         regions: how many checkpointed regions a forward had when the plan was made.
-        coded: whether ``codec="exact"`` applied to tensors outside of regions that run once, too.
+        coded: whether ``codec="exact"``, if it is set, applies to tensors outside of regions that run once, too.
         declined: why the planner moves nothing; empty when it moves something.
         prefetch_bytes: how far ahead of backward to read; None for the offloader's own choice.
         pending_bytes: the most bytes that the plan expects on their way out at once; None if it expects no number.
@@ -128,11 +128,8 @@ def regions_in_words(count: int, once: int) -> str:
     return f"{count} checkpointed region{'s' * (count != 1)}: {once} run once, {count - once} run again"
 
 
-def decided(decisions: Iterable[tuple[int, KeepReason | None, str | None]], *, coded: bool) -> Plan:
-    """Return one forward's decisions as a plan: bytes, the reason to stay (None: it moves) and the module, in order.
-
-    ``coded``: see `Plan`.
-    """
+def decided(decisions: Iterable[tuple[int, KeepReason | None, str | None]]) -> Plan:
+    """Return one forward's decisions as a plan: bytes, the reason to stay (None: it moves) and the module, in order."""
     return Plan(
         tuple(
             PlanEntry(
@@ -143,6 +140,5 @@ def decided(decisions: Iterable[tuple[int, KeepReason | None, str | None]], *, c
                 module=module,
             )
             for index, (nbytes, reason, module) in enumerate(decisions)
-        ),
-        coded=coded,
+        )
     )

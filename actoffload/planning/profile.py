@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from ..errors import ConfigError
 from ..json_input import parse, read_file
 from ..policy import KeepReason
-from .constants import PREFETCH_BYTES
+from .constants import NO_LOSS, PREFETCH_BYTES
 
 VERSION = 2
 RECOMPUTED = KeepReason.RECOMPUTED.value
@@ -264,6 +264,10 @@ class Profile:
         same = copy.copy(self)
         vars(same).update(links)
         return same
+
+    def is_late(self, step_s: float) -> bool:
+        """Whether a step of this length is longer than this one, in which nothing moves."""
+        return step_s > (1 + NO_LOSS) * self.step_s
 
     def lasting(self, step_s: float, other_s: float | None = None) -> Profile:
         """The same step at another pace, so that it takes ``step_s``.

@@ -125,8 +125,6 @@ class OffloadDecision:
         self._keeps_last = config.policy in ("auto", "greedy")
         self.last: list[tuple[int, KeepReason | None, str | None]] = []
         """For each storage of the last forward: its bytes, the reason why it stays, and its module."""
-        self.coded_last = True
-        """As `Regions.coded`, in the last forward."""
         self._plan: Plan | None = None
         self._planned_sizes: tuple[int, ...] = ()
         self.forward_begins: ForwardBegins = lambda: None
@@ -180,10 +178,11 @@ class OffloadDecision:
             self.mismatched_bytes += record.nbytes
         return KeepReason.LAST if self._keeps_last and self._is_last(tape) else None
 
-    def region_begins(self, nbytes: int) -> None:
-        """Note that a forward begins with a checkpointed region, whose inputs have so many bytes.
+    def begins_with(self, nbytes: int) -> None:
+        """Note that a forward begins with tensors of so many bytes: a region's inputs, or the first saved tensor.
 
-        Its first storage says less of its shapes: it depends on the plan, as a region that runs once saves no input.
+        Its first storage says less of its shapes, as it depends on the plan: a region that runs once saves no input,
+        and a coded tensor has another size.
         """
         if (begins := self.forward_begins()) is not None:
             begins(((nbytes,),))

@@ -112,7 +112,7 @@ class Counts:
 
     Attributes:
         most: the most that each region held when it ran again, by `Recomputation.key`.
-        most_derived: the most bytes that backward has computed again at once, by `Regions.coded`.
+        most_derived: the most bytes that backward has computed again at once, by `Shared.coded`.
     """
 
     def __init__(self) -> None:
@@ -193,7 +193,6 @@ class Regions:
 
     Attributes:
         once: the places of the regions that run once. Every other region runs again in backward, as programmed.
-        coded: whether ``codec="exact"`` applies outside of the regions that run once, too. A planner may decide that.
         last: for each region of the last forward, whether it ran once.
         any_once: a region of this process has run once.
         expected: the number of regions that the first forward must have under the user's plan.
@@ -214,7 +213,6 @@ class Regions:
         abort: Callable[[BaseException], object],
     ) -> None:
         self.once: frozenset[int] = frozenset()
-        self.coded = True
         self.last: list[bool] = []
         self.expected: int | None = None
         self.tiers = tiers
@@ -232,12 +230,9 @@ class Regions:
         self._owed_bytes = 0
         """Of the next save, which has its room in what the running region gives back."""
 
-    def follow(self, once: frozenset[int], saved: tuple[int, int] = (0, 0), *, coded: bool = True) -> None:
-        """Run these regions once from the next forward on.
-
-        ``saved``: storages and bytes of its plan; ``coded``: see `Regions`.
-        """
-        self.once, self.coded = once, coded
+    def follow(self, once: frozenset[int], saved: tuple[int, int] = (0, 0)) -> None:
+        """Run these regions once from the next forward on. ``saved``: storages and bytes of its plan."""
+        self.once = once
         if len(self._known_ends) >= MOST_CHOICES:
             self._known_ends.clear()
         # For each plan: shapes may take turns, and have other numbers of storages.
@@ -439,8 +434,9 @@ class Regions:
 
     def will_compute(self, nbytes: int) -> None:
         """Note that backward will compute so many bytes again that are there at once. The lock is held."""
-        if nbytes > self._counts.most_derived[self.coded]:
-            self._counts.most_derived[self.coded] = nbytes
+        most = self._counts.most_derived
+        if nbytes > most[self._shared.coded]:
+            most[self._shared.coded] = nbytes
             self._reserve()
 
     def released(self, record: Record) -> None:
@@ -502,4 +498,4 @@ class Regions:
         budget.again = {place: nbytes for place, nbytes in most.items() if place >= 0 and place not in self.once}
         # A nested checkpoint may lie in a region that runs once, and then runs while backward is in that region.
         nested = (nbytes for place, nbytes in most.items() if place < 0)
-        budget.made_bytes = max([self._counts.most_derived[self.coded], *nested])
+        budget.made_bytes = max([self._counts.most_derived[self._shared.coded], *nested])

@@ -252,7 +252,7 @@ class ActivationStore:
         tier.release_due()  # late, at no loss: the saved storage was allocated before this hook ran
         self.regions.look_at_memory(born=record.nbytes)  # last: the hook has moved all that it moves
         tape.decisions.append((record.nbytes, reason, record.saved.module))
-        self.decision.last, self.decision.coded_last = tape.decisions, self.regions.coded
+        self.decision.last = tape.decisions
         if not tape.built:
             self.regions.last = tape.regions
 
@@ -596,5 +596,5 @@ class ActivationStore:
     def plan(self) -> Plan:
         """The decisions of the last forward as data; pass it as ``policy=`` to follow it."""
         once = tuple(place for place, runs_once in enumerate(self.regions.last) if runs_once)
-        decided_last = decided(self.decision.last, coded=self.decision.coded_last)
-        return replace(decided_last, once=once, regions=len(self.regions.last))
+        coded = self.shared.coded  # still of the last forward: the planner decides as the next one begins
+        return replace(decided(self.decision.last), once=once, regions=len(self.regions.last), coded=coded)

@@ -14,13 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import actoffload
-from actoffload import Offloader, Plan
+from actoffload import Offloader
 from actoffload.autograd import originals
 from actoffload.errors import SavedTensorModifiedError
 from actoffload.runtime.profiler import Profiler
 from actoffload.runtime.regions import Regions
 from actoffload.testing.simulated_device import NAME, SimulatedDevice
-from tests import scaled_llama
 from tests.harness import (
     ADVERSARIES,
     ON_EACH_DEVICE,
@@ -590,39 +589,3 @@ def test_a_recorded_region_has_the_bytes_that_it_would_save(
     saved = Counter(entry.nbytes for entry in alone.plan.entries)
     assert saved - Counter(noted) == {model.x.nbytes: 1}, "the half that the loss saves"
     assert not Counter(noted) - saved
-
-
-@pytest.mark.simulated
-@pytest.mark.parametrize(("budget", "coded"), [(None, None), (0.4, True), (0.72, False), (0.1, False)])
-def test_exact_forms_are_followed_where_they_make_a_step_shorter(budget: float | None, coded: bool | None) -> None:
-    """At 0.4 of the saved bytes steps without them wait for a link; at 0.72 they wait for less than products take.
-
-    At 0.1 no plan has the room to compute products. Without a limit nothing waits, so the forms are not tried.
-    """
-    limit = {} if budget is None else {"device_budget": budget}
-    launch_s = scaled_llama.LAUNCHES["host ahead"]
-    plain, exact = (
-        scaled_llama.run({"codec": codec, **limit}, launch_s, bf16=True, layers=4, steps=8)
-        for codec in ("none", "exact")
-    )
-    if coded:
-        assert exact["step_s"] < 0.8 * plain["step_s"]
-    else:
-        assert exact["step_s"] == pytest.approx(plain["step_s"], rel=1e-3)
-    assert (exact["steps_s"] == pytest.approx(plain["steps_s"], rel=1e-3)) == (coded is None)
-    assert exact["highest_bytes"] <= plain["highest_bytes"]
-
-
-def test_the_plan_of_steps_that_are_not_coded_names_them(make_offloader: Make) -> None:
-    """An offloader that follows the plan saves the same storages, at their places."""
-    model = Model("cpu")
-    planner = make_offloader(codec="exact", policy="auto")
-    for _ in range(3):
-        model.gradients(planner)
-    for policy, halves in ((Plan.from_json(planner.plan.to_json()), False), ("all", True)):
-        follower = make_offloader(codec="exact", policy=policy)
-        expected = model.gradients(None)
-        assert_same_bits(model.gradients(follower), expected)
-        assert (follower.statistics().halved_bytes > 0) == halves
-        if halves:
-            assert Plan.from_json(follower.plan.to_json()).coded
