@@ -17,7 +17,7 @@ from typing import IO, Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 _SERVER = """
 import contextlib, gc, json, os, runpy, select, signal, socket, sys, tempfile, warnings
-import torch, torch._dynamo, torch.distributed.fsdp, actoffload, actoffload.testing.faults
+import torch, torch._inductor.compile_fx, torch.distributed.fsdp, actoffload, actoffload.testing.faults
 gc.freeze()  # else each child looks at all that, and copies it
 torch.set_num_threads(1)
 server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
