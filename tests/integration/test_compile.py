@@ -80,7 +80,7 @@ def test_inductor(make_offloader: Callable[..., Offloader]) -> None:
 )
 def test_dynamic_shapes(how: str, dynamic: bool | None, make_offloader: Callable[..., Offloader]) -> None:
     lengths = (64, 32, 48)
-    check(lambda: tower(how, layers=2, dynamic=dynamic), make_offloader(), lengths=lengths)
+    check(lambda: tower(how, layers=1, dynamic=dynamic), make_offloader(), lengths=lengths)
     graphs = 1 if dynamic else 2  # no graph for each length, and none more with offloading
     assert counters["stats"]["unique_graphs"] == graphs
 
@@ -145,7 +145,7 @@ def entering_functions(model: Tower, options: dict[str, Any]) -> dict[str, Call]
 @cache
 def compiled_alone() -> list[dict[str, Tensor]]:
     """The gradients of each step without offloading."""
-    model = tower("eager", layers=2)
+    model = tower("eager", layers=1)
     call = torch.compile(lambda x: model(x), backend="aot_eager")
     found = [gradients_of(model, call, tokens(step)) for step in range(STEPS)]
     torch._dynamo.reset()
@@ -157,7 +157,7 @@ def test_entering_inside_a_compiled_function(kind: str, tmp_path: Path) -> None:
     """Entering breaks the graph and works: the same bits, and bytes on disk. With ``fullgraph`` an error names it."""
     options: dict[str, Any] = {"target": "nvme", "path": str(tmp_path), "min_bytes": 0, "keep_last_bytes": 0}
     options["policy"] = "greedy"
-    model = tower("eager", layers=2)
+    model = tower("eager", layers=1)
     inputs = [tokens(step) for step in range(STEPS)]
     plain = compiled_alone()
     function = entering_functions(model, options)[kind]
