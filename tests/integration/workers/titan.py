@@ -77,11 +77,11 @@ def attend(
 
 
 def with_few_layers(make: Any) -> Any:
-    """The debug model with three of its six layers, as the time of a row is theirs."""
+    """The debug model with two of its six layers, as the time of a row is theirs."""
 
     def made(**options: Any) -> Any:
         config = make(**options)
-        config.layers = config.layers[:3]
+        config.layers = config.layers[:2]
         return config
 
     return made
