@@ -16,14 +16,17 @@ from typing import IO, Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 _SERVER = """
-import contextlib, gc, json, os, runpy, select, signal, socket, sys, tempfile, warnings
-import torch, torch._dynamo, torch.distributed.fsdp, actoffload, actoffload.testing.faults
+import contextlib, gc, importlib, json, os, runpy, select, signal, socket, sys, tempfile, warnings
+import torch, torch._inductor.compile_fx, torch.distributed.fsdp, actoffload, actoffload.testing.faults
+for name in sys.argv[2:]:
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
 gc.freeze()  # else each child looks at all that, and copies it
 torch.set_num_threads(1)
 server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 server.bind(sys.argv[1])
 server.listen()
-print(flush=True)
+print("ready", flush=True)
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 while sys.stdin not in select.select([server, sys.stdin], [], [])[0]:
     link, _ = server.accept()
@@ -32,7 +35,7 @@ while sys.stdin not in select.select([server, sys.stdin], [], [])[0]:
         break
     link.close()
 else:
-    sys.exit()
+    os._exit(0)
 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 data, files, *_ = socket.recv_fds(link, 1 << 20, 3)
 child = os.fork()
@@ -92,23 +95,38 @@ class _Warm(NamedTuple):
     python: str
 
 
+FRAMEWORKS = (
+    "transformers.trainer",
+    "transformers.models.llama.modeling_llama",
+    "deepspeed",
+    "peft",
+    "trl.trainer.sft_trainer",
+    "diffusers.models.unets.unet_2d",
+    "lightning.pytorch",
+)
+"""Modules that take seconds to import; those that are not installed are left out."""
+
+
 @cache
-def _warm() -> _Warm:
-    """The socket of the process that forks, which ends with this one, and a program that has it fork."""
+def _warm(*modules: str) -> _Warm:
+    """The socket of the process that forks, which ends with this one, and a program that has it fork.
+
+    With ``modules`` it is another process, a fork of the first, which has imported these, too.
+    """
     folder = tempfile.TemporaryDirectory(prefix="warm")
     found = _Warm(f"{folder.name}/socket", f"{folder.name}/python")
     with open(found.python, "w", encoding="utf-8") as file:
         file.write(_CLIENT.format(python=sys.executable, address=found.address))
         os.fchmod(file.fileno(), 0o700)
     server = subprocess.Popen(
-        [sys.executable, "-c", _SERVER, found.address],
+        [warm_python() if modules else sys.executable, "-c", _SERVER, found.address, *modules],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
     )
     assert server.stdout is not None
-    assert server.stdout.readline(), "PyTorch could not be imported"
+    assert b"ready\n" in server.stdout, "PyTorch could not be imported"  # DeepSpeed prints a line before
 
     def end() -> None:
         server.communicate()  # ends its input, and waits
@@ -118,13 +136,13 @@ def _warm() -> _Warm:
     return found
 
 
-def warm_python() -> str:
-    """Stands in for ``sys.executable`` with ``-c`` or ``-m``, where PyTorch is imported anyway.
+def warm_python(*modules: str) -> str:
+    """Stands in for ``sys.executable`` with ``-c`` or ``-m``, where PyTorch, and these modules, are imported anyway.
 
     Little of Python's start happens anew, so it is not for what limits memory. Where ``ACTOFFLOAD`` is set, the program
     waits for frameworks as after any start, but not for PyTorch's first optimizer, which it has imported.
     """
-    return _warm().python
+    return _warm(*modules).python
 
 
 def run_program(
@@ -133,6 +151,7 @@ def run_program(
     errors: tuple[str, ...] = (),
     environment: dict[str, str] | None = None,
     timeout_s: float = 240,
+    modules: tuple[str, ...] = (),
 ) -> subprocess.CompletedProcess[str]:
     """Run a program as ``python -c`` does, to the end of the interpreter.
 
@@ -142,6 +161,7 @@ def run_program(
         errors: the warnings that are errors in it.
         environment: variables in addition to ours.
         timeout_s: then it is killed.
+        modules: what has been imported beside PyTorch.
     """
     job: dict[str, Any] = {"words": ["-c", program, *arguments], "folder": str(ROOT), "errors": errors}
     job["environment"] = {**os.environ, **(environment or {})}
@@ -157,7 +177,7 @@ def run_program(
         files = [opened(os.devnull, "rb"), opened(out.name, "wb"), opened(err.name, "wb")]
         link = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         link.settimeout(timeout_s)
-        link.connect(_warm().address)
+        link.connect(_warm(*modules).address)
         socket.send_fds(link, [json.dumps(job).encode()], [file.fileno() for file in files])
         with contextlib.suppress(TimeoutError):
             status = int(link.recv(16) or -9)

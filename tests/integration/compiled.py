@@ -47,7 +47,7 @@ def tokens(step: int, seq: int = 64) -> Tensor:
     return torch.randint(0, 64, (4, seq), generator=torch.Generator().manual_seed(step))
 
 
-def tower(how: str, backend: str = "aot_eager", layers: int = 3, **options: Any) -> Tower:
+def tower(how: str, backend: str = "aot_eager", layers: int = 2, **options: Any) -> Tower:
     """A tower that is not compiled ("eager"), block by block, or as a whole (without or with checkpoints inside)."""
     model = Tower(layers, how if how.endswith("reentrant") else None)
     if how == "blocks":

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import os
+import pkgutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,3 +108,22 @@ def noting_offloaders() -> Iterator[list[Offloader]]:
 
     with patch.object(Offloader, "__init__", noted):
         yield made
+
+
+SEAMS = ("transformers.Trainer.train", "accelerate.Accelerator.prepare", "deepspeed.initialize")
+"""The functions that ``ACTOFFLOAD`` patches, and TRL's for its own flag."""
+
+
+@contextlib.contextmanager
+def unpatched() -> Iterator[None]:
+    """As in a program without ``ACTOFFLOAD``: neither it nor the line that names it wraps functions of frameworks."""
+
+    def is_theirs(function: Any) -> bool:
+        return not function.__globals__["__name__"].startswith(("actoffload.", "_actoffload_"))
+
+    others = {name: value for name, value in os.environ.items() if not name.startswith("ACTOFFLOAD")}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, others, clear=True))
+        for name in SEAMS:
+            stack.enter_context(patch(name, inspect.unwrap(pkgutil.resolve_name(name), stop=is_theirs)))
+        yield

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -32,6 +34,9 @@ from transformers import (
 from actoffload import Offloader
 from actoffload import attach as attach_module
 from tests.integration.evidence import Run, counting_owners
+
+# Accelerate reads DeepSpeed's file of metadata again and again, which takes a twentieth of a training.
+importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
 
 WORDS = 64
 LENGTH = 32

@@ -31,7 +31,14 @@ Chosen = Callable[[str], set[Any]]
 """The fixture ``chosen``."""
 
 
-def launch(module: str, world: int, directory: Path, *arguments: str, env: dict[str, str] | None = None) -> list[Any]:
+def launch(
+    module: str,
+    world: int,
+    directory: Path,
+    *arguments: str,
+    env: dict[str, str] | None = None,
+    modules: tuple[str, ...] = (),
+) -> list[Any]:
     """Run ``python -m module`` once for each rank; returns the result of each rank's `main`, in rank order.
 
     Frameworks take seconds to import. So one process imports the module, and forks the ranks. To finalize an
@@ -45,6 +52,7 @@ def launch(module: str, world: int, directory: Path, *arguments: str, env: dict[
         directory: an empty directory that no other launch uses.
         arguments: command-line arguments of the module.
         env: more environment variables.
+        modules: what has been imported beside PyTorch, before these variables are set.
     """
     base = {
         **os.environ,
@@ -59,7 +67,7 @@ def launch(module: str, world: int, directory: Path, *arguments: str, env: dict[
         "MASTER_PORT": "0",
         **(env or {}),
     }
-    command = [warm_python(), "-m", __name__, module, *arguments]
+    command = [warm_python(*modules), "-m", __name__, module, *arguments]
     with open(directory / "log.txt", "wb") as log:
         parent = subprocess.Popen(command, env=base, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
         try:

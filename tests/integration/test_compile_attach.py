@@ -52,7 +52,7 @@ def attach_and_compile(model: Tower, order: str, options: dict[str, Any]) -> tup
 @pytest.fixture(scope="module")
 def plain() -> Run:
     """The run of a compiled model without offloading."""
-    return train(tower("whole", layers=2))
+    return train(tower("whole", layers=1))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def plain() -> Run:
 def test_attach_in_every_order(order: str, plain: Run, tmp_path: Path) -> None:
     """One graph without a break, every forward inside the context, the same bits; and no context after detach()."""
     options = {"target": "nvme", "path": str(tmp_path), "min_bytes": 0, "policy": "greedy"}
-    model = tower("eager", layers=2)
+    model = tower("eager", layers=1)
     call, attachment = attach_and_compile(model, order, options)
     offloader = attachment.offloader
     offloaded = train(model, call=call, attached=offloader)

@@ -14,7 +14,7 @@ from actoffload.integrations.examples.__main__ import main
 
 from actoffload.integrations import examples
 from tests.integration.workers.twice import SECOND
-from tests.programs import run_program, warm_python
+from tests.programs import FRAMEWORKS, run_program, warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = ["--layers", "2", "--width", "64", "--seq", "64", "--batch", "2", "--steps", "3"]
@@ -56,7 +56,9 @@ def run(name: str, directory: Path, flags: list[str], budget: str, ranks: int) -
         if ranks == 1:
             apart = f"import sys; sys.path.append({str(APART)!r}); " if name == "torchvision_loop" else ""
             program = f"{apart}import runpy; runpy.run_module({TWICE!r}, run_name='__main__')"
-            done = run_program(program, *words, environment=env, timeout_s=280)
+            # torchvision is for another PyTorch, so that frameworks which import it cannot stand beside it.
+            modules = FRAMEWORKS if name in NEEDS and not apart else ()
+            done = run_program(program, *words, environment=env, timeout_s=280, modules=modules)
         else:
             command = [warm_python(), *launcher, *words]
             env = os.environ | env | {"PYTHON_EXEC": warm_python()}  # the interpreter of the ranks

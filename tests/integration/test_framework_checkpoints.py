@@ -383,7 +383,7 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.chdir(tmp_path)
     (block,) = (text for name, text in pages.BLOCKS.items() if name.startswith("docs/checkpointing.md"))
     names: dict[str, Any] = {"__name__": "page"}
-    exec(block, names)
+    exec(block.replace("range(10)", "range(4)"), names)  # the same calls
     names["attachment"].offloader.close()
     assert capsys.readouterr().out.startswith("8\n")
 

@@ -38,6 +38,7 @@ from tests.integration.hf_models import (
     vit,
 )
 from tests.integration.processes import launch
+from tests.programs import FRAMEWORKS
 
 for _package in ("accelerate", "peft"):
     pytest.importorskip(_package)
@@ -352,7 +353,7 @@ def test_a_loop_of_accelerate_computes_the_same_bits(when: str, precision: str, 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return launch("tests.integration.workers.hf", 2, tmp_path_factory.mktemp("ranks"))
+    return launch("tests.integration.workers.hf", 2, tmp_path_factory.mktemp("ranks"), modules=FRAMEWORKS)
 
 
 @pytest.mark.parametrize("row", ["trainer", "checkpointing", "accelerate"])

@@ -87,6 +87,7 @@ def test_losses_and_saved_weights_are_those_of_the_program_alone(
     """Each program resumes from its own checkpoint half-way. The files of ``save_model`` are compared, too."""
     for rank in ranks:
         plain = rank[program, setup, False, "none"]
+        assert plain.statistics is None
         assert len(plain.losses) >= 3
         assert any(name.startswith("saved ") for name in plain.tensors)
         assert_evidence(rank[program, setup, checkpointed, way], plain)

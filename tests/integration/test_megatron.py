@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import types
 from collections.abc import Iterable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +17,8 @@ from actoffload.integrations.megatron import microbatches, phases
 
 from tests.integration.evidence import assert_evidence
 from tests.integration.megatron_found import Found, Hint
-from tests.integration.processes import PYTHONPATH, Chosen, launch
+from tests.integration.processes import Chosen, launch
 from tests.integration.workers.twice import SECOND
-from tests.programs import warm_python
 
 pytestmark = [
     # At import, Megatron warns of missing packages.
@@ -79,9 +77,14 @@ def rows(chosen: Chosen) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def found(rows: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("megatron")
+
+
+@pytest.fixture(scope="module")
+def found(rows: list[str], directory: Path) -> list[dict[str, Found]]:
     """The results of these rows, by rank."""
-    return launch("tests.integration.workers.megatron", WORLD, tmp_path_factory.mktemp("megatron"), *rows)
+    return launch("tests.integration.workers.megatron", WORLD, directory, *rows)
 
 
 @pytest.mark.slow
@@ -209,32 +212,17 @@ def test_micro_batches_are_counted_where_megatron_has_no_number(monkeypatch: pyt
 # -- the example ------------------------------------------------------------------------------------------------------
 
 
-SIZES = "--layers 4 --width 64 --seq 64 --steps 2 --microbatches 2"
-OFFLOADING = "--actoffload-target nvme --actoffload-min-bytes 4KiB --actoffload-path"
-
-
 @pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
-    """One process that runs the example without offloading and with it."""
-    folder = tmp_path_factory.mktemp("example")
-    command = [warm_python(), "-m", "tests.integration.workers.megatron_fused", *SIZES.split(), "--"]
-    done = subprocess.run(
-        [*command, *OFFLOADING.split(), str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done
+def example(found: list[dict[str, Found]], directory: Path) -> list[str]:
+    """The output and the errors of a process that ran the example without offloading and with it."""
+    assert found
+    return [(directory / f"log_{name}.txt").read_text(encoding="utf-8") for name in ("out", "err")]
 
 
 @pytest.mark.slow
-def test_fused_gradients_find_the_weights_attributes(example: subprocess.CompletedProcess[str]) -> None:
+def test_fused_gradients_find_the_weights_attributes(example: list[str]) -> None:
     """Megatron's Linear sets an attribute on the weight from ``ctx.saved_tensors``, and its DDP reads the attribute."""
-    plain, offloaded, _ = (re.findall("step .*", printed) for printed in example.stdout.split(SECOND))
+    plain, offloaded, _ = (re.findall("step .*", printed) for printed in example[0].split(SECOND))
     assert plain == offloaded
     losses = [float(line.split()[-1]) for line in plain]
     assert len(losses) == 2
@@ -242,6 +230,6 @@ def test_fused_gradients_find_the_weights_attributes(example: subprocess.Complet
 
 
 @pytest.mark.slow
-def test_the_example_runs_and_is_summed_up(example: subprocess.CompletedProcess[str]) -> None:
-    assert example.stderr.count("actoffload: target nvme") == 1
-    assert len(re.findall(r"micro-batches\): activations' peak .* to NVMe; details: ", example.stderr)) == 1
+def test_the_example_runs_and_is_summed_up(example: list[str]) -> None:
+    assert example[1].count("actoffload: target nvme") == 1
+    assert len(re.findall(r"micro-batches\): activations' peak .* to NVMe; details: ", example[1])) == 1

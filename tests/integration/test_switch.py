@@ -29,6 +29,7 @@ from actoffload.integrations import switch
 from actoffload.tools.app import app
 from tests.integration import matrix
 from tests.integration.processes import launch
+from tests.programs import warm_python
 
 for _package in ("accelerate", "datasets", "deepspeed", "tensorboard", "trackio", "transformers", "trl"):
     pytest.importorskip(_package)
@@ -52,19 +53,16 @@ Found = dict[Any, Any]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of the process that runs with ``ACTOFFLOAD``."""
+    """The directory of the process that runs the programs."""
     return tmp_path_factory.mktemp("env")
 
 
 @pytest.fixture(scope="module")
-def runs(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
+def runs(place: Path) -> Found:
     """The results of each (program, with checkpoints, way); the way ``none`` is the program alone."""
-    with ThreadPoolExecutor(2) as pool:
-        switched = pool.submit(
-            launch, WORKER, 1, place, "env", env={"ACTOFFLOAD": "nvme", "ACTOFFLOAD_PATH": str(place)}
-        )
-        others = pool.submit(launch, WORKER, 1, tmp_path_factory.mktemp("others"), "none", "code", "flag")
-        return {**switched.result()[0], **others.result()[0]}
+    env = {"ACTOFFLOAD": "nvme", "ACTOFFLOAD_PATH": str(place)}
+    found: Found = launch(WORKER, 1, place, env=env)[0]
+    return found
 
 
 @pytest.mark.parametrize(("name", "checkpointed", "way"), CASES)
@@ -190,8 +188,8 @@ def test_launchers_hand_the_switch_on(tmp_path: Path) -> None:
         "os.write(1, f'{found}\\n'.encode())\n"  # unbuffered, as a launcher ends the other processes
         "sys.exit(3)\n"
     )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
-    accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", str(script)]
+    torchrun = [warm_python(), "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+    accelerate = [warm_python(), "-m", "accelerate.commands.launch", "--cpu", str(script)]
     with ThreadPoolExecutor(2) as pool:
         jobs = pool.submit(run, "--target", "nvme", "--", *torchrun), pool.submit(start, *accelerate, ACTOFFLOAD="nvme")
         one, other = (job.result() for job in jobs)

@@ -10,6 +10,7 @@ import pytest
 
 from tests import pages
 from tests.integration.processes import ROOT, launch
+from tests.programs import FRAMEWORKS
 
 NOTES = {file.stem: file.read_text(encoding="utf-8") for file in (ROOT / "docs/upstream").glob("*.md")}
 RUN = ("deepspeed", "transformers", "trl")
@@ -25,7 +26,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             pytest.skip(f"{package} is not installed")
     place = tmp_path_factory.mktemp("upstream")
     answer: dict[str, Any] = launch(
-        "tests.integration.workers.upstream", 1, place, env={"ACTOFFLOAD_PATH": str(place)}
+        "tests.integration.workers.upstream", 1, place, env={"ACTOFFLOAD_PATH": str(place)}, modules=FRAMEWORKS
     )[0]
     return answer
 

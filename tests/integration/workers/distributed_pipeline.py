@@ -26,7 +26,7 @@ from tests.blocks import MLP
 from tests.integration.workers.distributed_models import WIDTH
 from tests.integration.workers.distributed_runs import Setting
 
-MICROBATCHES = 6
+MICROBATCHES = 4
 ROWS_OF_MICROBATCH = 256
 OPTIONS = {"device_budget": "512KiB"}
 

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.integration.evidence import Run, counting_owners, noting_offloaders
+from tests.integration.evidence import Run, counting_owners, noting_offloaders, unpatched
 from tests.integration.hf_models import QUIET, llama, spool, texts
 from tests.integration.processes import prepare_to_fork, scratch
 
@@ -130,9 +130,8 @@ def run(kind: Callable[..., Any], setup: str, checkpointed: bool, way: str) -> R
         stack.enter_context(as_launched())
         made = stack.enter_context(noting_offloaders())
         meter = stack.enter_context(counting_owners(program.parameters))
-        if way != "env":  # undo the patches of ``ACTOFFLOAD``
-            for place, name in SEAMS:
-                stack.enter_context(patch.object(place, name, getattr(place, name).__wrapped__))
+        if way != "env":
+            stack.enter_context(unpatched())
         program.run()
     found: Run = program.found
     found.moved_parameter_bytes = meter.parameter_bytes
@@ -143,14 +142,6 @@ def run(kind: Callable[..., Any], setup: str, checkpointed: bool, way: str) -> R
     for offloader in made:
         offloader.close()
     return found
-
-
-SEAMS: list[tuple[Any, str]] = [
-    (transformers.Trainer, "train"),
-    (accelerate.Accelerator, "prepare"),
-    (deepspeed, "initialize"),
-]
-"""The functions that ``ACTOFFLOAD`` patches."""
 
 
 ROWS: list[tuple[type[Program], str, bool, str]] = [

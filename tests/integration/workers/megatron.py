@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
+import os
+import runpy
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -106,7 +110,9 @@ ROWS = {
     ),
     "full recompute": Row("--layers 8 --pp 2 --microbatches 4 --recompute full", DROPOUT, TIGHT, evaluate=True),
     "full recompute, distributed": Row(
-        "--layers 8 --tp 2 --microbatches 2 --recompute full", {**DROPOUT, "distribute_saved_activations": True}, TIGHT
+        "--layers 4 --tp 2 --microbatches 2 --recompute full",
+        {**DROPOUT, "distribute_saved_activations": True},
+        "--actoffload-device-budget 128KiB",
     ),
     "partial checkpoints": Row(
         "--layers 4 --pp 2 --microbatches 4 --recompute full",
@@ -358,5 +364,40 @@ def each_row() -> Iterator[tuple[str, Found]]:
             dist.barrier()
 
 
+EXAMPLE = "--layers 4 --width 64 --seq 64 --steps 2 --microbatches 2"
+OFFLOADED_EXAMPLE = "--actoffload-target nvme --actoffload-min-bytes 4KiB --actoffload-path"
+
+
+def run_example() -> None:
+    """Run the example of `megatron_fused` in a fork of this process, which has imported Megatron, and wait for it.
+
+    As a user's program it has no rank, and it ends with its exit functions.
+    """
+    if (child := os.fork()) != 0:
+        assert os.waitpid(child, 0)[1] == 0, "the example failed"
+        return
+    status = 1
+    try:
+        for number, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(scratch() / f"log_{name}.txt", os.O_CREAT | os.O_WRONLY), number)
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            del os.environ[name]
+        folder = scratch() / "example"
+        folder.mkdir()
+        os.chdir(folder)
+        sys.argv[1:] = [*EXAMPLE.split(), "--", *OFFLOADED_EXAMPLE.split(), str(folder)]
+        runpy.run_module("tests.integration.workers.megatron_fused", run_name="__main__", alter_sys=True)
+        atexit._run_exitfuncs()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
 if __name__ == "__main__":
+    if os.environ["RANK"] == "0":
+        run_example()
     main(all_rows)

@@ -1,7 +1,8 @@
 """Programs that train with transformers, TRL, Accelerate and DeepSpeed: alone, and offloaded in three ways.
 
 ``env``: the program is not changed, and ``ACTOFFLOAD`` is set; ``flag``: by the framework's command line or
-configuration; ``code``: by `attach`. Each takes four steps of two micro-batches, with an evaluation between them.
+configuration; ``code``: by `attach`. Each takes four steps of two micro-batches, with an evaluation between them. One
+process runs all of them, with ``ACTOFFLOAD`` set: for all but ``env``, the functions that it patches are put back.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import functools
 import hashlib
 import io
 import os
-import sys
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -29,7 +29,7 @@ from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 import actoffload
-from tests.integration.evidence import noting_offloaders
+from tests.integration.evidence import noting_offloaders, unpatched
 from tests.integration.hf_models import QUIET, llama, sentence, texts, tokenizer
 from tests.integration.processes import main, scratch
 
@@ -201,6 +201,7 @@ def run(program: Callable[[bool, str], Found], checkpointed: bool, way: str) -> 
     if way == "env":
         os.environ["ACTOFFLOAD_MIN_BYTES"] = str(next(_sizes))
     with (
+        contextlib.nullcontext() if way == "env" else unpatched(),
         contextlib.redirect_stdout(io.StringIO()) as out,
         contextlib.redirect_stderr(io.StringIO()) as err,
         noting_offloaders() as made,
@@ -217,7 +218,7 @@ def run(program: Callable[[bool, str], Found], checkpointed: bool, way: str) -> 
 def work() -> dict[tuple[str, bool, str], Found]:
     """The results of each (program, with checkpoints, way)."""
     found = {}
-    for way in sys.argv[1:]:
+    for way in ("none", "env", "code", "flag"):
         for name, program in PROGRAMS.items():
             for checkpointed in (False, True):
                 if not (name == "loop" and way == "flag"):  # Accelerate has no flag for offloading
