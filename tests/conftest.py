@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import re
 import signal
 import sys
 from collections import Counter, defaultdict
@@ -53,12 +54,26 @@ def pytest_configure(config: pytest.Config) -> None:
             pytest.exit(f"the simulated device cannot be had: {error}", returncode=0)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``--simulated``, import no file of tests that need no accelerator."""
+    return True if config.getoption("simulated") and not _may_need_an_accelerator(collection_path) else None
+
+
+def _may_need_an_accelerator(file: Path) -> bool:
+    """Whether it is no file of tests, or its text has a mark of tests for an accelerator."""
+    marks = r"mark\.(gpu|simulated)\b|\bON_EACH_DEVICE\b"
+    return not file.match("test_*.py") or re.search(marks, file.read_text(encoding="utf-8")) is not None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests marked ``gpu`` without an accelerator; ``--simulated`` runs only these and the simulated ones."""
     chosen = items
+    marked = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("simulated")]
+    unseen = {file for file in {item.path for item in marked} if not _may_need_an_accelerator(file)}
+    assert not unseen, f"{unseen} would be ignored with --simulated"
     if config.getoption("simulated"):
-        chosen = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("simulated")]
+        chosen = marked
     if not config.getoption("thorough"):
         chosen = _sampled(chosen)
     left = set(items).difference(chosen)
@@ -77,12 +92,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _sampled(items: list[pytest.Item]) -> list[pytest.Item]:
     """One case in ``every`` of a test marked ``sampled(every)``, some of ``pairs``, and none that is ``thorough``."""
-    chosen, seen, pairs = [], Counter[str](), defaultdict[str, list[pytest.Item]](list)
+    chosen, seen, pairs = [], Counter[str](), defaultdict[Any, list[pytest.Item]](list)
     for item in (item for item in items if not item.get_closest_marker("thorough")):
         marker = item.get_closest_marker("sampled")
         test = item.nodeid.partition("[")[0]
-        if marker is None and item.get_closest_marker("pairs"):
-            pairs[test].append(item)
+        if marker is None and (each := item.get_closest_marker("pairs")):
+            pairs[test, each.args].append(item)
         elif marker is None or seen[test] % marker.args[0] == 0:
             chosen.append(item)
         seen[test] += 1

@@ -315,7 +315,7 @@ def run(
         options: of the offloader; None to keep everything. A ``device_budget`` of at most 1 is a share of the
             saved bytes. ``device_memory`` excludes the memory used between steps, and has no division by `BYTES`.
         launch_s: see `LAUNCHES`.
-        steps: how many are taken.
+        steps: how many are taken. With everything kept one is as any other, and a second one has ``forward_s``.
         layers, checkpointed, plain, head, link, bf16, lora: see `Step`.
         seam: ``"trl"`` for TRL's context, with the ``options`` None.
     """
@@ -329,7 +329,7 @@ def run(
             return _run_trl(step, steps, patch)
         if options is None:
             found = step.take(nullcontext())  # the first step is as every later one: `Step` has taken one
-            return found | {"forward_s": step.take(nullcontext(), apart=True)["forward_s"]}
+            return found if steps == 1 else found | {"forward_s": step.take(nullcontext(), apart=True)["forward_s"]}
         charge(step.device, patch)
         saved_bytes = _saved_bytes(step)
         budget = options.get("device_budget")

@@ -216,9 +216,7 @@ def _script(body: str, path: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "body",
     [
-        "kept = run('auto')",
-        "kept = run(partial(SlowEngine, threads=1, bandwidth_bytes_per_s=1e6))",
-        "kept = run(GateEngine)",
+        "kept = [run(one) for one in ('auto', partial(SlowEngine, threads=1, bandwidth_bytes_per_s=1e6), GateEngine)]",
         "offloader, loss = run(GateEngine); del offloader",
         "offloader, loss = run(GateEngine); offloader.abort()",
         "attach(model, target='nvme', path=path, min_bytes=0, announce='none'); kept = model(torch.ones(64, 64)).sum()",

@@ -10,7 +10,7 @@ import torch
 
 from actoffload import Offloader
 
-from .places import PLACES, SIMULATED, Maker, Place
+from .places import OF_LARGE_TENSORS, PLACES, Maker, Place
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -23,11 +23,11 @@ def _one_thread() -> Iterator[None]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Each place that this machine has; in the matrix the simulated device too, and one for the CPU: both are disk."""
-    if "place" in metafunc.fixturenames:
-        places = [PLACES[0], *SIMULATED] if metafunc.module.__name__.endswith("test_matrix") else PLACES
-        marks = {place.name: [pytest.mark.simulated, pytest.mark.sampled(11)] for place in SIMULATED}
-        params = [pytest.param(place, id=place.name, marks=marks.get(place.name, ())) for place in places]
+    """Each place that this machine has; the matrix names its own."""
+    if "place" in metafunc.fixturenames and not metafunc.module.__name__.endswith("test_matrix"):
+        again = () if metafunc.function.__name__ in OF_LARGE_TENSORS else pytest.mark.thorough
+        first, second = PLACES
+        params = [pytest.param(first, id=first.name), pytest.param(second, id=second.name, marks=again)]
         metafunc.parametrize("place", params)
 
 

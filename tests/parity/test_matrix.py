@@ -14,7 +14,7 @@ from torch import Tensor
 from actoffload import Offloader
 from tests.harness import assert_same_bits
 
-from .places import Maker
+from .places import PLACES, SIMULATED, Maker
 from .tower import CHECKPOINTS, LAYERS, Tower, tokens, tower
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")  # warnings of the compiler
@@ -109,12 +109,20 @@ def cases() -> Iterator[Any]:
     """Backend, shape, checkpoint; PyTorch itself refuses ``retain_graph`` through an eager selective checkpoint."""
     for backend, shape, kind in itertools.product((None, "aot_eager"), SHAPES, CHECKPOINTS):
         if (backend, shape, kind) != (None, "retained", "selective"):
-            yield pytest.param(backend, shape, kind, marks=[pytest.mark.pairs] if backend else [])
+            yield pytest.param(backend, shape, kind, marks=pytest.mark.pairs(backend))
+
+
+ON_DEVICE = [pytest.mark.simulated, pytest.mark.sampled(11)]
+AT = [
+    pytest.param(PLACES[0], id=PLACES[0].name),  # both places of the CPU are disk
+    *(pytest.param(place, id=place.name, marks=ON_DEVICE) for place in SIMULATED),
+]
 
 
 @pytest.mark.usefixtures("_no_donated_buffers")
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize(("backend", "shape", "kind"), list(cases()), ids=lambda value: value or "eager")
+@pytest.mark.parametrize("place", AT)
 def test_matrix(backend: str | None, shape: str, kind: str, inside: bool, make_offloader: Maker) -> None:
     if (backend, kind) == ("aot_eager", "selective") and make_offloader.place.device != "cpu":
         pytest.skip("PyTorch's compiler knows no random numbers of the simulated device")

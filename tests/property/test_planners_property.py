@@ -20,7 +20,7 @@ from tests.profiles import checkpointed, predicted_peak, predicted_s, random_pro
 
 PROFILES = 160
 CHUNK = 16
-EXHAUSTIVE = 60
+EXHAUSTIVE = 40
 RECORDED = sorted((Path(__file__).resolve().parents[1] / "recorded").glob("*.json"))
 
 

@@ -398,6 +398,7 @@ def test_the_suite_on_the_simulated_device(
     gpt = next(case for case in cases(True) if case.name.startswith("gpt2"))
     case = replace(gpt, modes=modes, optimizer=True)
     monkeypatch.setattr(gpu, "cases", lambda tiny: [case])
+    monkeypatch.setattr(gpu, "UNTIMED", 6)  # by then plans are made
     assert gpu.main(["--tiny", "--path", str(tmp_path)]) == 0, capsys.readouterr().out
     (file,) = tmp_path.glob("gpu_tiny_*.json")
     points = json.loads(file.read_text(encoding="utf-8"))["points"]
@@ -455,6 +456,7 @@ def test_the_study_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
         return found[0]
 
     monkeypatch.setattr(study, "trace", traced_once)
+    monkeypatch.setattr(study, "PIXELS", 40)
     monkeypatch.setattr(study, "RUNS", {name: study.RUNS[name] for name in ("plain", "actoffload")})
     monkeypatch.setenv("OUT", str(tmp_path))
     assert study.main(["--tiny", "--path", str(tmp_path)]) == 0, capsys.readouterr().out

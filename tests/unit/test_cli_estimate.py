@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from actoffload.tools.saved_bytes import WatchedStep, call
 from tests import commands
 from tests.commands import invoke
 
-run, answer = partial(invoke, "estimate"), partial(commands.answer, "estimate")
+run, answer = cache(partial(invoke, "estimate")), cache(partial(commands.answer, "estimate"))
+"""Several tests ask for the same."""
 GPT_OF = """
 import torch
 from actoffload.testing.gpt import GPT, GPTConfig
@@ -35,20 +36,20 @@ def build():
 """A user's file with a model of one of SSDTrain's shapes."""
 
 
-@pytest.fixture
-def two_layers(tmp_path: Path) -> tuple[str, ...]:
+@pytest.fixture(scope="module")
+def two_layers(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """The options for a GPT of two wide layers on an A100."""
-    return _gpt_of(tmp_path, layers=2, width=16384)
+    return _gpt_of(tmp_path_factory, layers=2, width=16384)
 
 
-@pytest.fixture
-def four_layers(tmp_path: Path) -> tuple[str, ...]:
+@pytest.fixture(scope="module")
+def four_layers(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """The options for half of a GPT of four layers: two A100 share it."""
-    return (*_gpt_of(tmp_path, layers=4, width=8192), "--tensor", "2")
+    return (*_gpt_of(tmp_path_factory, layers=4, width=8192), "--tensor", "2")
 
 
-def _gpt_of(folder: Path, **sizes: int) -> tuple[str, ...]:
-    file = folder / "shape.py"
+def _gpt_of(folders: pytest.TempPathFactory, **sizes: int) -> tuple[str, ...]:
+    file = folders.mktemp("gpt") / "shape.py"
     file.write_text(GPT_OF.format(**sizes))
     return ("--from-model", f"{file}:build", "--gpu", "a100-pcie", "--micro-batch", "16")
 
@@ -169,7 +170,7 @@ def test_presets_are_listed() -> None:
     assert "qwen3-30b-a3b" in run("--presets")
 
 
-@pytest.mark.sampled(3)  # the others have other numbers, and experts, which the families below have, too
+@pytest.mark.thorough  # `test_readme` counts the first; the families below have the others' experts
 @pytest.mark.parametrize("model", MODELS)
 def test_presets_of_transformers_are_counted(model: str) -> None:
     """With the layers of the real model, and a short sequence, because that is quick."""

@@ -103,7 +103,7 @@ def test_a_block_that_runs_once_is_predicted_to_save_what_it_saves_by_default(ow
 def test_the_trial_trains_with_and_without_and_compares_bits(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "WARM_UP", 2)
     monkeypatch.setattr(trial, "TURNS", 1)
-    found = answer(f"{own}:build", "--gpu", "h100-sxm", "--batch", "16")["measured"]
+    found = answer(f"{own}:build", "--gpu", "h100-sxm", "--batch", "4")["measured"]
     assert found["label"] == "your model, each of its blocks checkpointed"
     assert found["identical"]
     assert found["ratio"] > 0

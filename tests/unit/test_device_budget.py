@@ -20,7 +20,7 @@ from actoffload.tiers.device_tier import DeviceTier
 from actoffload.tiers.shared import DeviceBudget
 from tests import limited_memory
 from tests.harness import accounts_of, hinder, same_bits, simulated, states_of, wait_until
-from tests.limited_memory import ACCUMULATION, SHAPES, Training, limited, run, virtual_time
+from tests.limited_memory import SHAPES, Training, limited, run, virtual_time
 
 pytestmark = pytest.mark.simulated
 
@@ -131,12 +131,16 @@ NOISE = 1.005
 """Times a step of checkpointing alone: events and hooks take microseconds of the host."""
 
 
+@pytest.fixture
+def _two_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough for gradients to add up."""
+    monkeypatch.setattr(limited_memory, "ACCUMULATION", 2)
+
+
+@pytest.mark.usefixtures("_two_micro_batches")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gpt", "llama"])
-def test_the_default_runs_regions_once_in_no_more_memory_than_checkpointing_takes(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limited_memory, "ACCUMULATION", 2)  # enough for gradients to add up
+def test_the_default_runs_regions_once_in_no_more_memory_than_checkpointing_takes(name: str) -> None:
     with virtual_time():
         alone = run(name, LINK, STEPS)
         ours = run(name, LINK, STEPS, target="host")
@@ -155,14 +159,15 @@ def test_in_little_memory_no_plan_is_longer_than_the_programs_own_checkpoints(na
     """The checkpoints fit, or nearly: a region that runs once or a storage that moves has to shorten each step."""
     with virtual_time():
         alone = run(name, LINK, 4)
-        ours = limited(name, LINK, share, 8 * len(SHAPES), target="host")
+        ours = limited(name, LINK, share, 7 * len(SHAPES), target="host")
     assert "failed" not in ours
     assert max(ours["peaks"]) <= ours["limit_bytes"]
-    settled = range(5 * len(SHAPES), len(ours["seconds"]))
-    assert all(ours["seconds"][number] <= 1.05 * alone["seconds"][2 + number % len(SHAPES)] for number in settled)
+    times = [one / alone["seconds"][2 + number % len(SHAPES)] for number, one in enumerate(ours["seconds"])]
+    assert max(times[5 * len(SHAPES) :]) <= 1.05, times
     assert None not in ours["predicted"][len(SHAPES) * 2 :], "a plan is followed all the time"
 
 
+@pytest.mark.usefixtures("_two_micro_batches")
 def test_with_a_disk_too_no_step_passes_a_number_near_the_least() -> None:
     """A plan on paper once let all early reads onto the device; the plan that was followed instead kept too much."""
     with virtual_time():
@@ -171,8 +176,9 @@ def test_with_a_disk_too_no_step_passes_a_number_near_the_least() -> None:
     assert max(ours["peaks"]) <= ours["limit_bytes"]
 
 
-def test_steps_of_a_device_are_as_long_as_they_are_on_it() -> None:
+def test_steps_of_a_device_are_as_long_as_they_are_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host enqueues several micro-batches in the time of one, and waits in the last."""
+    monkeypatch.setattr(limited_memory, "ACCUMULATION", 3)
     with virtual_time():
         device = install()
         training = Training(device, "conv", (), LINK)
@@ -185,4 +191,4 @@ def test_steps_of_a_device_are_as_long_as_they_are_on_it() -> None:
         attachment.detach()
         attachment.offloader.abort()
     assert seen is not None
-    assert seen.step_s == pytest.approx(training.seconds[-1] / ACCUMULATION, rel=0.1)
+    assert seen.step_s == pytest.approx(training.seconds[-1] / 3, rel=0.1)

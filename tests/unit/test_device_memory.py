@@ -134,7 +134,7 @@ def _empty(device: SimulatedDevice) -> None:
 def test_steps_never_pass_the_number_from_the_first_one_on(
     device: SimulatedDevice, share: float, how: dict[str, Any]
 ) -> None:
-    steps = 12 // how.get("accumulate", 1) + 2
+    steps = 8 // how.get("accumulate", 1) + 2
     peaks, alone = _train(steps, None, **how)
     limit = int(share * max(peaks))
     expected = [parameter.detach().cpu() for parameter in alone.parameters()]
@@ -284,22 +284,22 @@ HOST_AHEAD = scaled_llama.LAUNCHES["host ahead"]
 
 
 @functools.cache
-def _alone_bytes(**shape: Any) -> int:
-    """The peak of a step of checkpointed layers without the library, in virtual time."""
-    return int(scaled_llama.run(None, HOST_AHEAD, checkpointed=True, **shape)["peak_bytes"])
+def _alone(**shape: Any) -> dict[str, Any]:
+    """A step of checkpointed layers without the library, in virtual time."""
+    return scaled_llama.run(None, HOST_AHEAD, checkpointed=True, **shape, steps=1)
 
 
 def _with_number(nbytes: int, **shape: Any) -> dict[str, Any]:
     """Train these layers in so many bytes. No optimizer steps, and a plan waits for one for a single step."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budgets, "UNSEEN_STEPS", 1)
-        return scaled_llama.run({"device_memory": nbytes}, HOST_AHEAD, checkpointed=True, **shape, steps=7)
+        return scaled_llama.run({"device_memory": nbytes}, HOST_AHEAD, checkpointed=True, **shape, steps=5)
 
 
 @pytest.mark.simulated
 def test_without_a_number_a_loss_makes_no_step_take_more_than_checkpointing(device: SimulatedDevice) -> None:
     """In virtual time, where some of eight layers run once."""
-    alone = scaled_llama.run(None, HOST_AHEAD, checkpointed=True, head=True, layers=8)
+    alone = _alone(head=True, layers=8)
     ours = scaled_llama.run({}, HOST_AHEAD, checkpointed=True, head=True, layers=8, steps=5)
     assert ours["once"] > 0
     assert ours["step_s"] < 0.98 * alone["step_s"]
@@ -327,7 +327,7 @@ def test_regions_run_once_within_the_number(
     `Offloader.use` the library does not know it. If no region runs again, no room for one is left free. A tensor that
     backward computes before it takes any other one of its region counts until backward has left this region.
     """
-    limit = int(share * _alone_bytes(head=head, layers=layers))
+    limit = int(share * _alone(head=head, layers=layers)["peak_bytes"])
     ours = _with_number(limit, head=head, layers=layers)
     assert ours["once"] >= least
     assert ours["highest_bytes"] <= limit

@@ -140,7 +140,7 @@ def test_a_budget_holds_while_backward_builds_a_graph(share: float, make_offload
     budget = int(share * whole.statistics().baseline_peak_bytes)
     for latency_s in (0.0005, 0.002):
         offloader = make_offloader(device_budget=budget, engine=partial(SlowEngine, latency_s=latency_s))
-        run(laplacian, "layers", offloader, steps=6)
+        run(laplacian, "layers", offloader, steps=4)
         assert offloader.statistics().nvme_written_bytes > 0
         assert offloader.statistics().resident_peak_bytes <= budget
 

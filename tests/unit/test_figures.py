@@ -29,7 +29,7 @@ os.chdir(sys.argv[1])
 mode, options, steps = sys.argv[2], json.loads(sys.argv[3]), 6
 torch.manual_seed(0)
 model = torch.nn.Sequential(*(layer for _ in range(8) for layer in (torch.nn.Linear(128, 128), torch.nn.GELU())))
-optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(32768, 128)
+optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(16384, 128)
 offloader = None
 if mode != "plain":
     options = {"target": "nvme", "path": ".", "policy": mode, "announce": "none", **options}
@@ -81,7 +81,7 @@ def run(folder: Path, mode: str, **options: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Without an offloader: the peak, and the saved bytes: the inputs of eight GELU, seven layers and the loss."""
-    return {"peak": run(tmp_path_factory.mktemp("plain"), "plain")["peak"], "saved": 16 * 32768 * 128 * 4}
+    return {"peak": run(tmp_path_factory.mktemp("plain"), "plain")["peak"], "saved": 16 * 16384 * 128 * 4}
 
 
 def _peaks(run: Run, peaks: list[int]) -> list[tuple[float, float, float]]:

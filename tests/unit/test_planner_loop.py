@@ -66,7 +66,7 @@ def test_slow_first_steps_are_unlearned_under_a_budget(make_rig: MakeRig) -> Non
     rig.steps(WARM_UP + 3)
     rig.clock.speed = 1.0
     changed = len(rig.seconds)
-    rig.steps(41)
+    rig.steps(2 * SOON)
     _check(rig, best, changed + SOON)
     pilot = autopilot_of(rig.offloader)
     assert pilot.plan.predicted_step_s == pytest.approx(rig.seconds[-1], rel=0.05)
@@ -85,11 +85,11 @@ def _throttled(make_rig: MakeRig, budget: int | None, blocks: int) -> None:
     rig.steps(2 * SOON)
     _check(rig, fast, WARM_UP + 1)
     rig.disk.bytes_per_s = SLOW
-    rig.steps(33)
+    rig.steps(23)
     _check(rig, slow, 3 * SOON)
     rig.disk.bytes_per_s = FAST
-    rig.steps(40)
-    _check(rig, fast, 2 * SOON + 33 + SOON)
+    rig.steps(2 * SOON)
+    _check(rig, fast, 2 * SOON + 23 + SOON)
 
 
 def test_a_disk_that_another_program_writes_to_as_well(make_rig: MakeRig) -> None:
@@ -102,7 +102,7 @@ def test_a_disk_that_another_program_writes_to_as_well(make_rig: MakeRig) -> Non
     assert autopilot_of(rig.offloader).profile.disk.write_bytes_per_s == pytest.approx(FAST / 4, rel=0.05)
     assert 0 < rig.moved[-1] < 8 * 4 * 2 * MIB
     rig.disk.other_bytes = 0
-    rig.steps(40)
+    rig.steps(2 * SOON)
     _check(rig, whole, 3 * SOON)
 
 
@@ -116,7 +116,7 @@ def test_a_disk_that_no_plan_used_is_measured_now_and_then(make_rig: MakeRig, fa
     assert max(rig.seconds) <= 1.01 * min(rig.seconds), "no step waits for it"
     assert "one storage in 5 steps moves only to be measured" in rig.offloader.explain()
     rig.disk.bytes_per_s = FAST
-    rig.steps(40)
+    rig.steps(soon + SOON)
     _check(rig, best, 3 * SOON + soon)
     assert "only to be measured" not in rig.offloader.explain()
 
@@ -232,7 +232,7 @@ def test_a_step_under_a_plan_checks_no_storage_of_its_profile_again(
 def test_shapes_that_take_turns_have_a_plan_each(make_rig: MakeRig) -> None:
     best = {scale: _settled(make_rig, SLOW, BUDGET // 2, 4, scale)[0] for scale in (1.0, 1.5)}
     rig = make_rig(bytes_per_s=SLOW, device_budget=BUDGET // 2, blocks=4)
-    for step in range(60):
+    for step in range(4 * SOON):
         rig.step(1.0 + step % 2 / 2)
         assert step < 2 * SOON or rig.seconds[-1] <= NEAR * best[1.0 + step % 2 / 2]
     assert rig.plans <= 4
@@ -256,7 +256,7 @@ def test_steps_that_become_longer_make_no_room_for_more_without_a_budget(
     assert autopilot_of(rig.offloader).profile.step_s == pytest.approx(times * before_s, rel=0.02)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     ("bytes_per_s", "speeds"),
     [(FAST, (1.0, 1.0, 1.0, 0.7, 0.5, 0.35)), (SLOW, (1.0, 0.95, 0.9, 0.85))],
@@ -321,7 +321,7 @@ def test_another_pace_of_the_machine_changes_the_blocks_that_run_once(
     rig.clock.speed = speed
     once = []
     steps.clear()
-    for _ in range(2 * SOON):
+    for _ in range(SOON + 5):
         rig.step()
         once.append(_once(rig))
     assert len(steps) == 1 or device != "cpu", "only the first one under the new plan"
@@ -332,8 +332,8 @@ def test_another_pace_of_the_machine_changes_the_blocks_that_run_once(
 PAUSES: dict[str, Collection[int]] = {
     "none": (),
     "after the recorded steps": range(WARM_UP + 2),
-    "at first": range(15),
-    "in the end": range(15, 30),
+    "at first": range(SOON + 2),
+    "in the end": range(SOON + 2, 2 * SOON + 4),
 }
 """After these steps something else takes as long as two steps: an evaluation, say, or the data are late."""
 
@@ -361,7 +361,7 @@ def test_the_time_between_backward_and_the_next_forward_changes_no_plan(
         rig = make_rig(announce="none", **options)
         once = []
         recorded.clear()
-        for step in range(30):
+        for step in range(2 * SOON + 4):
             _steps_beside(rig, 1, 5.0 if step in after else 0.0)
             once.append(_once(rig))
         assert len(recorded) <= 4, pauses
@@ -402,7 +402,7 @@ def test_a_stall_in_the_recorded_steps_makes_no_other_plan(
             plain(seconds)
 
         block.compute = compute
-        for step in range(2 * SOON):
+        for step in range(SOON):
             left_s[0] = 10.0 if stalls and step < WARM_UP + 2 else 0.0
             rig.step()
         rig.steps(SOON)
@@ -468,15 +468,12 @@ def test_a_plan_after_a_pause_is_for_steps_without_it(
 ) -> None:
     """The first steps were followed by it, that is, also the one in which all blocks ran again."""
     _as_on(device, monkeypatch)
-    once = []
-    for pause_s in (0.0, 5.0):
-        rig = make_rig(bytes_per_s=4 / 3 * SLOW, recompute=True, announce="none")
-        _steps_beside(rig, 2 * SOON, pause_s)
-        rig.steps(2 * SOON)
-        rig.disk.bytes_per_s = 3 * SLOW
-        rig.steps(2 * SOON)
-        once.append(_once(rig))
-    assert once == [7, 7]
+    rig = make_rig(bytes_per_s=4 / 3 * SLOW, recompute=True, announce="none")
+    _steps_beside(rig, 2 * SOON, 5.0)
+    rig.steps(2 * SOON)
+    rig.disk.bytes_per_s = 3 * SLOW
+    rig.steps(2 * SOON)
+    assert _once(rig) == 7, "as without a pause"
 
 
 @pytest.mark.parametrize(("device", "before"), [("cpu", WARM_UP + 2), ("cpu", 2 * SOON), ("cuda", 2 * SOON)])
@@ -485,16 +482,13 @@ def test_the_time_after_backward_and_the_pace_change_at_once(
 ) -> None:
     """The base takes the new pace in forward and backward alone. The first steps under a plan show both changes."""
     _as_on(device, monkeypatch)
-    once = []
-    for pause_s in (0.0, 5.0):
-        rig = make_rig(bytes_per_s=SLOW * 4 / 3, recompute=True, announce="none")
-        rig.steps(before)
-        rig.clock.speed = 0.5
-        _steps_beside(rig, 2 * SOON, pause_s)
-        once.append(_once(rig))
-        again_s = autopilot_of(rig.offloader).facts().shape.base_s
-        assert again_s == pytest.approx((3.2 + pause_s) / rig.clock.speed, rel=0.005)
-    assert once[0] == once[1] in range(5, 8)
+    rig = make_rig(bytes_per_s=SLOW * 4 / 3, recompute=True, announce="none")
+    rig.steps(before)
+    rig.clock.speed = 0.5
+    _steps_beside(rig, 2 * SOON, 5.0)
+    again_s = autopilot_of(rig.offloader).facts().shape.base_s
+    assert again_s == pytest.approx((3.2 + 5.0) / rig.clock.speed, rel=0.005)
+    assert _once(rig) == 6, "as without a pause"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

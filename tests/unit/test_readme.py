@@ -55,5 +55,8 @@ def test_the_wear_is_the_estimates() -> None:
     pytest.importorskip("transformers")
     (command,) = re.findall(r"`actoffload estimate (--model llama3-8b [^`]+)`", README)
     found = answer("estimate", *command.split())
+    assert len(found["layers_bytes"]) == 32
+    assert found["required_bytes_per_s"] > 0
+    assert "Bytes by counting on meta tensors, with flash attention." in found["notes"]
     assert f"counts {found['written_bytes_per_day'] / 1e12:.0f} TB of writes a day" in README
     assert f"reach their rating in {found['rated_life_s'] / 86400:.1f} days" in " ".join(README.split())

@@ -256,7 +256,7 @@ def test_a_recorded_step_counts_cached_tensors_once(device: SimulatedDevice, pen
 @pytest.mark.parametrize("share", [0.7, 1.0])
 def test_a_programs_own_selective_checkpoints_keep_the_memory(device: SimulatedDevice, share: float) -> None:
     """A number below the program's own need; or no number: with a plan, no more than the program's own need."""
-    model, x = Blocks(save_all, width=256, depth=8, dropout=0.0).to(NAME), batch(rows=2048, width=256).to(NAME)
+    model, x = Blocks(save_all, width=256, depth=8, dropout=0.0).to(NAME), batch(rows=1024, width=256).to(NAME)
     model.make = plain_contexts
     for _ in range(2):
         torch.accelerator.reset_peak_memory_stats()

@@ -315,9 +315,9 @@ def test_we_raise_exactly_when_plain_pytorch_raises(
         assert_empty(offloader)
     assert (raised, len(PROGRAMS) - raised) == (17, 6)
     statistics = offloader.statistics()
-    if "min_bytes" not in options:
+    if "min_bytes" not in options and settle:  # else backward may take all before any batch is full
         assert statistics.nvme_written_bytes > 0
-        assert statistics.nvme_read_bytes > 0 or not settle
+        assert statistics.nvme_read_bytes > 0
 
 
 @pytest.mark.parametrize("cell", [nn.GRUCell, nn.LSTMCell])

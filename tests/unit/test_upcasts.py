@@ -127,6 +127,7 @@ class Model(Trained):
 
 
 @ON_EACH_DEVICE
+@pytest.mark.pairs
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("options", [{"policy": "all"}, {"policy": "auto"}, {"device_budget": 1 << 15}], ids=str)
