@@ -92,12 +92,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _sampled(items: list[pytest.Item]) -> list[pytest.Item]:
     """One case in ``every`` of a test marked ``sampled(every)``, some of ``pairs``, and none that is ``thorough``."""
-    chosen, seen, pairs = [], Counter[str](), defaultdict[Any, list[pytest.Item]](list)
+    chosen, seen, pairs = [], Counter[str](), defaultdict[str, list[pytest.Item]](list)
     for item in (item for item in items if not item.get_closest_marker("thorough")):
         marker = item.get_closest_marker("sampled")
         test = item.nodeid.partition("[")[0]
-        if marker is None and (each := item.get_closest_marker("pairs")):
-            pairs[test, each.args].append(item)
+        if marker is None and item.get_closest_marker("pairs"):
+            pairs[test].append(item)
         elif marker is None or seen[test] % marker.args[0] == 0:
             chosen.append(item)
         seen[test] += 1

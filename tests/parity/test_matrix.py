@@ -109,7 +109,7 @@ def cases() -> Iterator[Any]:
     """Backend, shape, checkpoint; PyTorch itself refuses ``retain_graph`` through an eager selective checkpoint."""
     for backend, shape, kind in itertools.product((None, "aot_eager"), SHAPES, CHECKPOINTS):
         if (backend, shape, kind) != (None, "retained", "selective"):
-            yield pytest.param(backend, shape, kind, marks=pytest.mark.pairs(backend))
+            yield pytest.param(backend, shape, kind, marks=[pytest.mark.pairs] if backend else [])
 
 
 ON_DEVICE = [pytest.mark.simulated, pytest.mark.sampled(11)]

@@ -380,12 +380,12 @@ class _Boundaries:
 def test_a_step_with_gathers_is_shorter_than_a_loop(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the resident peak grows by less than a boundary for each micro-batch."""
     steps = _Boundaries(device, monkeypatch, share=0.3)
-    one, six = steps.layer_major(1), steps.layer_major(6)
-    assert six["step_s"] <= 0.71 * steps.loop_s(6)
-    assert six["waited_s"] < 0.02 * six["step_s"]
+    one, eight = steps.layer_major(1), steps.layer_major(8)
+    assert eight["step_s"] <= 0.75 * steps.loop_s(8)
+    assert eight["waited_s"] < 0.02 * eight["step_s"]
     assert one["step_s"] <= 1.01 * steps.loop_s(1)
-    assert six["moved"] >= (steps.LAYERS - 1) * 6, "the boundaries of all layers but the first"
-    assert six["resident"] - one["resident"] < 6 - 1
+    assert eight["moved"] >= (steps.LAYERS - 1) * 8, "the boundaries of all layers but the first"
+    assert eight["resident"] - one["resident"] < 8 - 1
 
 
 def _taken() -> Taken:
@@ -445,10 +445,10 @@ def test_a_proposal_takes_its_predicted_memory(device: SimulatedDevice, monkeypa
     with simulated(**options) as offloader:
         small = peak(offloader, 1, 2)
         memory = 2 * small
-        proposed = offloader.microbatches(memory, batch=1, count=2, samples=6)
+        proposed = offloader.microbatches(memory, batch=1, count=2, samples=8)
     with simulated(**options) as offloader:
         measured = peak(offloader, proposed.size, proposed.count)
         assert 0 < offloader.plan.offloaded_bytes <= proposed.movable_bytes
     assert measured == pytest.approx(proposed.device_bytes, rel=0.05)
     assert measured <= memory
-    assert proposed.count * proposed.size == 6
+    assert proposed.count * proposed.size == 8
