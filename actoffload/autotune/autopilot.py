@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 
-from ..errors import BudgetError
+from ..errors import REMEDY, BudgetError
 from ..events import now
 from ..interrupts import is_interrupt
 from ..planning.constants import MOST_REASONS, NO_LOSS, NOTICEABLE, PEAK_CHANGE, SHAPES_CHANGED, TIGHTER, WARM_UP
 from ..planning.observed import Observed
 from ..planning.plan import Plan
-from ..planning.profile import Profile
+from ..planning.profile import DERIVED, Profile
 from ..planning.regions import with_regions
 from ..planning.search import Limits
 from ..planning.simulator import simulate
@@ -415,7 +415,11 @@ class Autopilot:
                 assert budget is not None, "no plan keeps it"
                 least, found = self.making.least(self._recording.shape, profile, budget)
                 if self._shared.config.device_budget is not None and self._shared.config.device_share is None:
-                    raise BudgetError(budget, least) from error
+                    # A region that runs once needs room in backward for the tensors that it computes again.
+                    saves = (save for region in profile.regions for save in region.saves)
+                    computes = any(save.kept == DERIVED for save in saves)
+                    remedy = f"{REMEDY}; with codec='none' less may do" if computes else REMEDY
+                    raise BudgetError(budget, least, remedy=remedy) from error
                 if not number or self._budgets.passed_bytes:
                     self.making.take_floor(least, budget)
             if found is None:
@@ -424,9 +428,8 @@ class Autopilot:
                 return
             plan = found
         if not self._chooses_codes(shape, plan, profile):
-            self._follow(
-                shape, plan, profile, "first plan, with tensors in exact forms" if shape.codes.used else "first plan"
-            )
+            forms = ", with tensors in exact forms" if shape.codes.used else ""
+            self._follow(shape, plan, profile, f"first plan{forms}")
 
     def _follow_known(self, shape: Shape, known: Tried, reason: str) -> None:
         shape.need.beside = known.beside

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -51,14 +52,13 @@ class Names:
         """Whether the option ``fp8`` names a tensor of this name that is saved in this module, and it may move."""
         return bool(self._inexact.include) and self._inexact.allows(module, name) and not self.excludes(module, name)
 
-    def keeps(self, record: Record) -> bool:
-        """Complete the name of a record that was just saved, and return whether its names keep it."""
+    def complete(self, record: Record) -> None:
+        """Complete the name of a record that was just saved, if an earlier forward has shown it."""
         saved = record.saved
         if saved.name is None and self._late:
             saved.name = self._late.get((record.index, record.nbytes))
         if saved.name is not None:
             self._seen.add(saved.name)
-        return self.used and self.excludes(saved.module, saved.name)  # `used` first saves a call for each record
 
     def named_late(self, record: Record, name: str) -> None:
         """Name a record that got its name by a later save; the next forward names the record at its place at once."""
@@ -147,35 +147,44 @@ class OffloadDecision:
         alone = not self.names.used and self._unproven is None and self.probe is None
         return self._planned_sizes if alone else ()
 
+    def note(self, record: Record) -> None:
+        """Note a record that was just added to its tape: its name, the forward that it begins, its entry in the plan.
+
+        Raises:
+            ConfigError: the user's plan does not list it in the first forward.
+        """
+        self.names.complete(record)
+        # Before the plan is read: the observer may follow another plan for a forward of this size.
+        if not record.index and (begins := self.forward_begins()) is not None:
+            begins(((record.nbytes,),))
+        if self._unproven is not None and self._unproven.is_over(record):
+            self._unproven = None
+        entry = self._entry(record)
+        if entry is None and self._plan is not None:
+            self.mismatched_bytes += record.nbytes
+        if entry is not None and record.index == self.probe:
+            self.probe = None  # once: a single transfer measures the link
+            entry = replace(entry, action=Decision.OFFLOAD.value)
+        record.saved.planned = entry
+
     def why_keep(self, record: Record, tensor: Tensor, tape: Tape[Record]) -> KeepReason | None:
-        """Return why a record that was just added to ``tape`` stays, or None.
+        """Return why a record stays, or None. It changes nothing.
 
         Args:
-            record: the storage.
+            record: the storage, which `note` has noted.
             tensor: the view of it that was saved first.
-            tape: of the forward that saves it.
+            tape: of the forward that saves it, whose newest record it is.
         """
         # Before the plan, which does not know the patterns and may move a storage that they keep.
-        if self.names.keeps(record):
+        if self.names.excludes(record.saved.module, record.saved.name):
             return KeepReason.EXCLUDED
         if self._policy is not None and self._answer(record, tensor) is Decision.KEEP:
             return KeepReason.POLICY
-        # Before the plan is read below: the observer may follow another plan for a forward of this size.
-        if not record.index and (begins := self.forward_begins()) is not None:
-            begins(((record.nbytes,),))
         if self._keeps_all:
             return KeepReason.POLICY
-        entry = self._entry(record)
-        if self._unproven is not None and self._unproven.is_over(record):
-            self._unproven = None
-        if entry is not None:
-            record.saved.planned = entry
-            if record.index == self.probe:
-                self.probe = None  # once: a single transfer measures the link
-                return None
-            return self.why_planned if entry.action == _KEEP else None
-        if self._plan is not None:
-            self.mismatched_bytes += record.nbytes
+        planned = record.saved.planned
+        if planned is not None:
+            return self.why_planned if planned.action == _KEEP else None
         return KeepReason.LAST if self._keeps_last and self._is_last(tape) else None
 
     def begins_with(self, nbytes: int) -> None:

@@ -224,6 +224,7 @@ class ActivationStore:
         elif self.closed or shared.stopped:
             reason = KeepReason.DEGRADED
         else:
+            self.decision.note(record)
             reason = self.decision.why_keep(record, tensor, tape)
             full = reason is KeepReason.LAST and not budget.has_room_early(0)
             if reason is KeepReason.FITS and self.decision.could_move(record):  # a plan may be wrong about the room
@@ -596,5 +597,4 @@ class ActivationStore:
     def plan(self) -> Plan:
         """The decisions of the last forward as data; pass it as ``policy=`` to follow it."""
         once = tuple(place for place, runs_once in enumerate(self.regions.last) if runs_once)
-        coded = self.shared.coded  # still of the last forward: the planner decides as the next one begins
-        return replace(decided(self.decision.last), once=once, regions=len(self.regions.last), coded=coded)
+        return replace(decided(self.decision.last), once=once, regions=len(self.regions.last), coded=self.shared.coded)

@@ -176,7 +176,8 @@ class Shared:
             counts in events when device memory is released, not in seconds: the host may be far ahead of the device.
         largest_moved_bytes: the largest record that moved; prefetch looks at least twice as far.
         late_s: seconds that compute streams waited for records that were fetched ahead, since a forward began.
-        coded: ``codec="exact"`` applies to tensors outside of regions that run once, too. A planner may decide that.
+        coded: ``codec="exact"`` applies to tensors outside of regions that run once, too. A planner may change it as a
+            forward begins.
         watches_host: this step measures whether an accelerator idles while hooks move records.
         stopped: nothing may be started any more: the store was aborted or shut, or this is a forked child.
         interrupted: an interrupt has left records half changed, so that completions do nothing.

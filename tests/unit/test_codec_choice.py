@@ -55,6 +55,14 @@ def test_with_checkpoints_only_blocks_that_run_once_are_coded() -> None:
     assert exact["steps_s"] == pytest.approx(auto["steps_s"], rel=1e-3)
 
 
+@pytest.mark.simulated
+def test_a_budget_that_is_too_small_for_computing_tensors_names_the_remedy() -> None:
+    options: dict[str, Any] = {"bf16": True, "layers": 4, "checkpointed": True, "steps": 5}
+    with pytest.raises(BudgetError, match="with codec='none' less may do"):
+        scaled_llama.run({"device_budget": 0.4}, LAUNCH_S, **options)
+    assert scaled_llama.run({"device_budget": 0.4, "codec": "none"}, LAUNCH_S, **options)["once"] == 4
+
+
 class Model(nn.Module):
     """Saves float32 tensors that were cast from bfloat16, and nothing else that may move."""
 
