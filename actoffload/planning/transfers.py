@@ -49,7 +49,7 @@ class Clock:
             self.cost_s += seconds
 
 
-class Tier:
+class Destination:
     """Host memory or disk, and the storages there."""
 
     def __init__(self, nbytes: Sequence[int], limit: int | None) -> None:
@@ -193,8 +193,8 @@ class Transfers:
         self.has_host = workload.profile.host is not None
         self.state = [UNSAVED] * len(self.nbytes)
         self.device = Device(self.nbytes, device)
-        self.host = Tier(self.nbytes, host)
-        self.disk = Tier(self.nbytes, disk)
+        self.host = Destination(self.nbytes, host)
+        self.disk = Destination(self.nbytes, disk)
         self.links = Links(workload, self.state)
         self.pending = self.pending_peak = 0
         """Bytes whose write has not ended, also of storages that need it no more."""

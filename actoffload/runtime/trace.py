@@ -100,7 +100,7 @@ class Recorder:
         )
         self._timeline = tiers.start_timeline()
         self._writer: TraceWriter = writer_for(path, _about_the_run(shared.config))
-        self._rates = Rates(self._writer, frozenset() if tiers.spool is None else tiers.spool.devices())
+        self._rates = Usage(self._writer, frozenset() if tiers.spool is None else tiers.spool.devices())
         shared.accounts.resident_by_module = self._memory.saved
         shared.reporter.sink, shared.reporter.unwanted = self.event, _TOLD_OTHERWISE
         if tiers.spool is not None:
@@ -376,7 +376,7 @@ class _Running:
     on_host: bool = False
 
 
-class Rates:
+class Usage:
     """The use of processors and drives over time, as counters of a trace.
 
     Args:
