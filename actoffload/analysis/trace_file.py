@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import TraceFileError, printable
-from ..json_input import convert, parse, read_file
+from ..planning.json_input import convert, parse, read_file
 
 MOST_BYTES = 1 << 30
 """The largest file. A step of a thousand tensors takes half a MiB."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch.autograd import graph
 
-from ..interrupts import expected
 from ..runtime.regions import Region
 from ..runtime.store import ActivationStore
 from ..runtime.tape import Tape
+from ..tiers.interrupts import expected
 from ..tiers.record import Record
 from .hook_stack import Hooks, Pair, enabled, top
 from .packing import Packer

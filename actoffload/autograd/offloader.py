@@ -22,7 +22,6 @@ from ..autotune.blocks import find_blocks
 from ..autotune.following import Following
 from ..config import OffloadConfig
 from ..errors import ConfigError, OffloaderClosedError, StateError
-from ..interrupts import expected, is_interrupt
 from ..planning.microbatches import Microbatches, Taken, propose_microbatches
 from ..planning.plan import Plan
 from ..planning.profile import Profile
@@ -38,6 +37,7 @@ from ..tell.facts import Facts
 from ..tell.plans import explain_plans, render_decisions
 from ..tell.report import announcement, diagnose, explain_causes, render_report, say
 from ..tiers.accelerator import Accelerator
+from ..tiers.interrupts import expected, is_interrupt
 from ..tiers.tiers import Tiers
 from .checkpoints import REENTRANT, Checkpoints, install
 from .entry import Entry

@@ -15,7 +15,6 @@ from dataclasses import replace
 
 from ..errors import REMEDY, BudgetError
 from ..events import now
-from ..interrupts import is_interrupt
 from ..planning.constants import MOST_REASONS, NO_LOSS, NOTICEABLE, PEAK_CHANGE, SHAPES_CHANGED, TIGHTER, WARM_UP
 from ..planning.observed import Observed
 from ..planning.plan import Plan
@@ -29,6 +28,7 @@ from ..sizes import format_size
 from ..tell.facts import PlanFacts
 from ..tell.plans import regions
 from ..tell.report import say
+from ..tiers.interrupts import is_interrupt
 from .budgets import Budgets
 from .following import Following
 from .making import Brought, Making, bring, passed

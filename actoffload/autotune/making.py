@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 from ..errors import BudgetError
 from ..events import now
-from ..interrupts import expected
 from ..planning import search
 from ..planning.constants import NOTICEABLE, PLANNING_SHARE, TRIES
 from ..planning.observed import Observed
@@ -18,6 +17,7 @@ from ..planning.search import Limits, Proposal
 from ..planning.simulator import simulate
 from ..runtime.store import ActivationStore
 from ..sizes import format_size
+from ..tiers.interrupts import expected
 from .budgets import Budgets
 from .shapes import AGAIN, Shape, Shapes
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import KW_ONLY, asdict, dataclass, fields
 
 from ..errors import ConfigError
-from ..json_input import parse
 from ..policy import Decision, KeepReason, TensorFacts
 from ..sizes import format_size
+from .json_input import parse
 
 VERSION = 2
 TIERS = ("", "host", "nvme")

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import ConfigError
-from ..json_input import parse, read_file
 from ..policy import KeepReason
 from .constants import NO_LOSS, PREFETCH_BYTES
+from .json_input import parse, read_file
 
 VERSION = 2
 RECOMPUTED = KeepReason.RECOMPUTED.value

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ..config import OffloadConfig
 from ..errors import ConfigError
-from ..interrupts import expected
 from ..planning.plan import Plan, PlanEntry
 from ..policy import Decision, KeepReason, NameFilter, Policy, TensorFacts
+from ..tiers.interrupts import expected
 from ..tiers.record import Record
 from .pipeline import Phases
 from .tape import Tape, Window

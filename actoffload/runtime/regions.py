@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from ..errors import ConfigError
-from ..interrupts import aborts_when_interrupted
+from ..tiers.interrupts import aborts_when_interrupted
 from ..tiers.record import Record
 from ..tiers.storage_ref import StorageRef
 from ..tiers.tiers import Tiers

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 from ..config import OffloadConfig
 from ..events import EventKind, EventSink, TraceEvent, now
-from ..interrupts import expected, is_interrupt
 from ..locks import Changed, DrainingLock
 from .accounts import Accounts
+from .interrupts import expected, is_interrupt
 from .record import Record
 
 _logger = logging.getLogger("actoffload")

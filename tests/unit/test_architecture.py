@@ -16,7 +16,7 @@ from statistics import quantiles
 ROOT = Path(__file__).resolve().parents[2]
 
 FLOORS = {
-    0: "errors events interrupts json_input locks policy sizes statistics version memory.native_*",
+    0: "errors events locks policy sizes statistics version memory.native_*",
     1: "memory memory.*",
     2: "storage storage.*",
     3: "planning planning.*",
@@ -31,7 +31,7 @@ FLOORS = {
 """Rooms by floor: a module imports from its own room and lower floors, and no module imports in a circle."""
 
 TORCH_FREE = (
-    "errors config events json_input locks policy sizes statistics version memory.best_fit memory.native_build "
+    "errors config events locks policy sizes statistics version memory.best_fit memory.native_build "
     "storage storage.* planning planning.* analysis.trace_file runtime.trace_writer"
 )
 """Modules that never import torch, directly or through another module of the package."""
@@ -56,7 +56,7 @@ OPTIONAL = {
 }
 """Third parties that need not be there (or are heavy), and the only modules that may import them."""
 
-FORMATS = ("VERSION", "ROUNDING")
+FORMATS = ("VERSION", "ROUNDING", "MOST_BYTES", "_LARGEST")
 """Numbers of a file format and of floats, which need no tuning."""
 MAX_TUNED = 25
 """Numbers of the planner, in one file, each followed by its unit and its source."""

@@ -14,7 +14,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from .errors import ActOffloadError
+from ..errors import ActOffloadError
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -11,7 +11,7 @@ import stat
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
-from .errors import printable
+from ..errors import printable
 
 T = TypeVar("T")
 
