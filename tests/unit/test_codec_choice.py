@@ -124,6 +124,23 @@ def test_other_sizes_begin_the_choice_anew(make_offloader: Make) -> None:
     assert [OTHER_SIZES in reason for reason in reasons] == [False, True, False]
 
 
+def test_a_step_without_memory_begins_the_choice_anew(make_offloader: Make) -> None:
+    """The next step saves less, and nothing that needs room to be computed."""
+    model, offloader = Model(), make_offloader(codec="exact", policy="auto", device_budget=LITTLE)
+    train(model, offloader, 8)
+
+    def fail() -> None:
+        model(torch.randn(NBYTES // 4, dtype=torch.bfloat16))
+        raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError), offloader:
+        fail()
+    before = offloader.statistics().halved_bytes
+    train(model, offloader, 1)
+    assert offloader.statistics().halved_bytes == before > 0
+    assert "the step ran out of memory" in offloader.plan_history
+
+
 def test_lengths_in_turns_keep_their_plans_without_a_model(make_offloader: Make) -> None:
     """The size of the first saved tensor stands for a length, in both forms."""
     offloader = make_offloader(codec="exact", policy="auto", device_budget=LITTLE)
