@@ -71,9 +71,6 @@ class ConfigError(ActOffloadError, ValueError):
         return ConfigError, (self.field, self.value, self.remedy)
 
 
-REMEDY = "give at least that, or make the batch or the blocks smaller"
-
-
 class BudgetError(ActOffloadError, ValueError):
     """No plan keeps the step within its ``device_budget`` or ``device_memory``. The message has the least that works.
 
@@ -91,7 +88,7 @@ class BudgetError(ActOffloadError, ValueError):
         floor_bytes: int,
         detail: str = "",
         option: str = "device_budget",
-        remedy: str = REMEDY,
+        remedy: str = "give at least that, or make the batch or the blocks smaller",
     ) -> None:
         self.budget_bytes = budget_bytes
         self.floor_bytes = floor_bytes

@@ -13,12 +13,12 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 
-from ..errors import REMEDY, BudgetError
+from ..errors import BudgetError
 from ..events import now
 from ..planning.constants import MOST_REASONS, NO_LOSS, NOTICEABLE, PEAK_CHANGE, SHAPES_CHANGED, TIGHTER, WARM_UP
 from ..planning.observed import Observed
 from ..planning.plan import Plan
-from ..planning.profile import DERIVED, Profile
+from ..planning.profile import Profile
 from ..planning.regions import with_regions
 from ..planning.search import Limits
 from ..planning.simulator import simulate
@@ -415,11 +415,12 @@ class Autopilot:
                 assert budget is not None, "no plan keeps it"
                 least, found = self.making.least(self._recording.shape, profile, budget)
                 if self._shared.config.device_budget is not None and self._shared.config.device_share is None:
-                    # A region that runs once needs room in backward for the tensors that it computes again.
-                    saves = (save for region in profile.regions for save in region.saves)
-                    computes = any(save.kept == DERIVED for save in saves)
-                    remedy = f"{REMEDY}; with codec='none' less may do" if computes else REMEDY
-                    raise BudgetError(budget, least, remedy=remedy) from error
+                    if profile.computes_again and self._shared.may_code:
+                        self._shared.may_code = False  # regions that run once need less room then
+                        shape.tried.forget()
+                        self._run_once(shape, AGAIN, "no plan keeps the budget with tensors in exact forms")
+                        return
+                    raise BudgetError(budget, least) from error
                 if not number or self._budgets.passed_bytes:
                     self.making.take_floor(least, budget)
             if found is None:

@@ -265,6 +265,11 @@ class Profile:
         vars(same).update(links)
         return same
 
+    @property
+    def computes_again(self) -> bool:
+        """Whether a region, if it ran once, would have tensors that backward computes from other saved ones."""
+        return any(save.kept == DERIVED for region in self.regions for save in region.saves)
+
     def is_late(self, step_s: float) -> bool:
         """Whether a step of this length is longer than this one, in which nothing moves."""
         return step_s > (1 + NO_LOSS) * self.step_s

@@ -176,6 +176,7 @@ class Shared:
             counts in events when device memory is released, not in seconds: the host may be far ahead of the device.
         largest_moved_bytes: the largest record that moved; prefetch looks at least twice as far.
         late_s: seconds that compute streams waited for records that were fetched ahead, since a forward began.
+        may_code: the option ``codec`` applies, also to regions that run once. A planner may end that.
         coded: ``codec="exact"`` applies to tensors outside of regions that run once, too. A planner may change it as a
             forward begins.
         watches_host: this step measures whether an accelerator idles while hooks move records.
@@ -194,7 +195,7 @@ class Shared:
         self.events = 0
         self.largest_moved_bytes = 0
         self.late_s = 0.0
-        self.coded = True
+        self.may_code = self.coded = True
         self.watches_host = False
         self.stopped = False
         self.interrupted = False
