@@ -94,7 +94,7 @@ class Codec:
         # On the CPU each product is computed a second time for the comparison, and a third time in backward. That takes
         # longer than to write it, unless the disk is slow: so only where the user asks for it.
         wanted = self._codec == "exact" or (self._codec == "auto" and not tensor.is_cpu)
-        return wanted and self._store.shared.may_code
+        return wanted and self._store.shared.budget.allows_codes
 
     def _is_inexact(self, tensor: Tensor, names: tuple[str | None, str | None]) -> bool:
         # Never the input of a checkpoint, whose second run has to begin with what the first one had. The program may

@@ -415,8 +415,8 @@ class Autopilot:
                 assert budget is not None, "no plan keeps it"
                 least, found = self.making.least(self._recording.shape, profile, budget)
                 if self._shared.config.device_budget is not None and self._shared.config.device_share is None:
-                    if profile.computes_again and self._shared.may_code:
-                        self._shared.may_code = False  # regions that run once need less room then
+                    if profile.computes_again and self._shared.budget.allows_codes:
+                        self._shared.budget.allows_codes = False  # regions that run once need less room then
                         shape.tried.forget()
                         self._run_once(shape, AGAIN, "no plan keeps the budget with tensors in exact forms")
                         return

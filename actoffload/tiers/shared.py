@@ -34,6 +34,7 @@ class DeviceBudget:
         floor_bytes: the lowest limit that a step keeps, where that is known; a share is never less.
         spare_bytes: without a plan, how much device memory copies out may hold, and fetches ahead as much again: a part
             of the device memory that was free as the forward began; None: no limit is known.
+        allows_codes: it may leave room for tensors that backward computes again from others, so ``codec`` applies.
         no_memory_ahead: the device had no memory for a fetch ahead. The allocator has given its cache back,
             to no avail, so that nothing more is fetched ahead before the next forward.
     """
@@ -48,6 +49,7 @@ class DeviceBudget:
         self.again: dict[int, int] = {}
         self.made_bytes = self.used_bytes = 0
         self.spare_bytes: int | None = None
+        self.allows_codes = True
         self.no_memory_ahead = False
         self._accounts = accounts
 
@@ -176,7 +178,6 @@ class Shared:
             counts in events when device memory is released, not in seconds: the host may be far ahead of the device.
         largest_moved_bytes: the largest record that moved; prefetch looks at least twice as far.
         late_s: seconds that compute streams waited for records that were fetched ahead, since a forward began.
-        may_code: the option ``codec`` applies, also to regions that run once. A planner may end that.
         coded: ``codec="exact"`` applies to tensors outside of regions that run once, too. A planner may change it as a
             forward begins.
         watches_host: this step measures whether an accelerator idles while hooks move records.
@@ -195,7 +196,7 @@ class Shared:
         self.events = 0
         self.largest_moved_bytes = 0
         self.late_s = 0.0
-        self.may_code = self.coded = True
+        self.coded = True
         self.watches_host = False
         self.stopped = False
         self.interrupted = False
