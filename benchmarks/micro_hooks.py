@@ -220,9 +220,8 @@ def measure_steps(spec: dict[str, Any]) -> dict[str, Any]:
 
     if default:
         offloader = actoffload.Offloader(actoffload.OffloadConfig(announce="none", **options)).use(model)
-        for _ in range(
-            MOST_STEPS
-        ):  # without a collection, which would be most of a step, and the hooks next to nothing
+        # Without a garbage collection: beside it hooks take too little of a step for a step without them.
+        for _ in range(MOST_STEPS):
             once(forward, lambda: offloader, _nothing, 1)
             if offloader.statistics().unhooked:
                 break

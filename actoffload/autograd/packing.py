@@ -102,6 +102,7 @@ class Packer:
         self._only_boundaries = store.shared.config.boundaries == "only"
         self._names_count = store.decision.names.used
         config = store.shared.config
+        self._codes_all = config.codec == "exact" or bool(config.fp8)
         self._is_chosen = config.codec == "exact" and config.policy == "auto"
         self._codec = None if config.codec == "none" and not config.fp8 else Codec(store)
 
@@ -214,11 +215,14 @@ class Packer:
 
     def _coded(self, tensor: Tensor) -> Any:
         """Return the handle of a plain tensor that is saved in another form, or None."""
-        if self._is_chosen and not len(self.tape()):  # first: the planner may choose otherwise for this forward
-            self._store.decision.begins_with(tensor.untyped_storage().nbytes())
         # A region that runs again would compute all of its tensors again: to compute a few costs less than it saves.
-        if self._codec is None or not (self._forwards.runs_once or self._codec.everywhere):
+        if self._codec is None or not (self._codes_all or self._forwards.runs_once):
             return None
+        if self._is_chosen:
+            if not len(self.tape()):  # first: the planner may choose otherwise for this forward
+                self._store.decision.begins_with(tensor.untyped_storage().nbytes())
+            if not (self._forwards.runs_once or self._codec.everywhere):
+                return None
         with sharing_counters():
             names = self._names_for(tensor)
             return self._codec.handle_of(tensor, self.tape(), names, once=self._forwards.runs_once)

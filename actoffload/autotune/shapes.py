@@ -187,7 +187,7 @@ class Rest:
 
 
 class Codes:
-    """The choice whether steps of a shape are coded. It is made once: a plan for coded steps is seldom as predicted.
+    """The choice whether steps of a shape are coded. It is made once, as no plan's step is quite as long as predicted.
 
     Attributes:
         open: the choice is still to be made.

@@ -153,7 +153,8 @@ class OffloadDecision:
         Raises:
             ConfigError: the user's plan does not list it in the first forward.
         """
-        self.names.complete(record)
+        if self.names.used:  # first, as it saves a call for each record
+            self.names.complete(record)
         # Before the plan is read: the observer may follow another plan for a forward of this size.
         if not record.index and (begins := self.forward_begins()) is not None:
             begins(((record.nbytes,),))
@@ -176,7 +177,7 @@ class OffloadDecision:
             tape: of the forward that saves it, whose newest record it is.
         """
         # Before the plan, which does not know the patterns and may move a storage that they keep.
-        if self.names.excludes(record.saved.module, record.saved.name):
+        if self.names.used and self.names.excludes(record.saved.module, record.saved.name):
             return KeepReason.EXCLUDED
         if self._policy is not None and self._answer(record, tensor) is Decision.KEEP:
             return KeepReason.POLICY

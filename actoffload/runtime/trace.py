@@ -100,7 +100,7 @@ class Recorder:
         )
         self._timeline = tiers.start_timeline()
         self._writer: TraceWriter = writer_for(path, _about_the_run(shared.config))
-        self._rates = Usage(self._writer, frozenset() if tiers.spool is None else tiers.spool.devices())
+        self._usage = Usage(self._writer, frozenset() if tiers.spool is None else tiers.spool.devices())
         shared.accounts.resident_by_module = self._memory.saved
         shared.reporter.sink, shared.reporter.unwanted = self.event, _TOLD_OTHERWISE
         if tiers.spool is not None:
@@ -306,7 +306,7 @@ class Recorder:
             if nbytes != self._told_bytes.get(name):
                 self._told_bytes[name] = nbytes
                 self._writer.counter(name, begin_s, {"bytes": nbytes})
-        self._rates.add()
+        self._usage.add()
         if self._writer.failed:
             self._shared.reporter.advise("trace", f"the trace ends early: {self._writer.failed}")
 
@@ -323,7 +323,7 @@ class Recorder:
             if self._closed.is_set():
                 return
             self._closed.set()
-            self._rates.end()
+            self._usage.end()
         self._stop()
         self._take_timeline(wait=wait)
         known: dict[str, Any] = {}
