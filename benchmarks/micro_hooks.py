@@ -220,7 +220,7 @@ def measure_steps(spec: dict[str, Any]) -> dict[str, Any]:
 
     if default:
         offloader = actoffload.Offloader(actoffload.OffloadConfig(announce="none", **options)).use(model)
-        # Without a garbage collection: beside it hooks take too little of a step for a step without them.
+        # No garbage collection here: it makes steps so long that hooks cost too little of one for the planner to drop.
         for _ in range(MOST_STEPS):
             once(forward, lambda: offloader, _nothing, 1)
             if offloader.statistics().unhooked:
