@@ -175,7 +175,7 @@ class CodedStorages:
         coded = None if tensor.is_neg() else self._known.get(storage._cdata)
         again = coded is not None and coded.original.has_bytes_of(tensor, stream)
         if coded is None or not again or not self._hold_again(coded.record, names[1]):
-            if storage._cdata in self.store.identities.records:  # it has been saved whole, in another place
+            if self.store.identities.has(storage):  # it has been saved whole, in another place
                 return None
             if (len(tape.records), storage.nbytes()) in self.held or not self.form.code_bytes(tensor):
                 return None

@@ -27,6 +27,7 @@ from ..tiers.record import State
 from .tensors import inner_names, storages
 
 if TYPE_CHECKING:
+    from ..runtime.kept_place import KeptPlace
     from ..runtime.profiler import SavedStorage
     from ..runtime.store import ActivationStore
     from ..tiers.record import Record
@@ -413,6 +414,36 @@ class Stayed(Kept):
         store = getattr(self, "store", None)
         if store is not None:
             store.drop(self.record, self.round)
+
+
+class Planned(Kept):
+    """One saved view of a storage that a plan keeps, which has no record. Its unpack notifies the store as well."""
+
+    __slots__ = ("place", "round")
+
+    def __init__(self, place: KeptPlace, alias: Tensor) -> None:
+        super().__init__(alias)
+        self.place = place
+        self.round = place.round
+
+    def unpack(self) -> Tensor:
+        """Return the saved tensor.
+
+        Raises:
+            SavedTensorModifiedError: it was changed in place.
+        """
+        alias = super().unpack()
+        self.round = self.place.passed(self.round)
+        return alias
+
+    def peek(self, fetch: bool) -> Tensor | None:
+        """As of a `Handle`."""
+        return self.alias.detach() if self.alias._version == self.version else None
+
+    @property
+    def module(self) -> str | None:
+        """The name of the module that it was saved in, if that is known."""
+        return self.place.module
 
 
 class KeptActivation(Kept):

@@ -1,6 +1,5 @@
-// Pack and unpack of tensors that stay where they are without a record: parameters, buffers, inputs, small tensors, and what
-// a plan keeps. They are recognized, aliased, counted and handed out here. What a plan keeps has a place on the tape, which
-// Python gives it; all else runs without a frame of Python. All others go to Python's functions.
+// Pack and unpack of the tensors that never move: parameters, buffers, inputs and small tensors. They are recognized,
+// aliased, counted and returned without a frame of Python. All others go to Python's functions.
 //
 // What this depends on: Python's C interface; PyTorch's C++ headers and libraries, which have no stable binary interface;
 // and where a tensor lies in its Python object, which no header says (`TensorPlace`). So it is compiled for the PyTorch that
@@ -12,7 +11,6 @@
 #include "tensor.hpp"
 
 #include <iterator>
-#include <unordered_map>
 
 namespace {
 
@@ -22,17 +20,14 @@ struct Known {
   PyObject* regions;             // a list with one entry for each open `no_offload()` region of any thread
   PyObject* reasons;             // why a noted storage stays, by its note: a parameter's first of all
   PyObject* small;               // why a small tensor stays
-  PyObject* place;               // the type of a place on a tape, of what a plan keeps
-  PyObject* passed;              // (place, round) -> the handle's next round: backward has come to it
-  PyObject* own_counter;         // tensor -> not empty if its version counter says nothing of others
-  PyObject* changed;             // (alias, version, place or None) -> raises the error of a tensor that was changed in place
+  PyObject* changed;             // (alias, version) -> raises the error of a tensor that was changed in place
   PyObject* unpack;              // handle -> the tensor, of Python's handles
   PyObject* hand_out;            // tensor -> the tensor, held while a custom Function has it
   PyObject* let_go;              // () -> whether any is held still; those of Functions that have returned are let go
 } known;
 
 TensorPlace tensor_place;
-PyObject *text_again, *text_append, *text_parameter, *text_input, *text_cpu, *text_name, *text_engine;
+PyObject *text_append, *text_parameter, *text_input, *text_cpu, *text_name, *text_engine;
 
 // The tensor in a Python object, if it is plain; else null.
 const at::TensorBase* plain_tensor(PyObject* object) {
@@ -44,107 +39,16 @@ const at::TensorBase* plain_tensor(PyObject* object) {
   return tensor != nullptr && tensor->defined() && is_plain(tensor->unsafeGetTensorImpl()) ? tensor : nullptr;
 }
 
-// -- storages that a plan keeps --------------------------------------------------------------------------------------
-
-struct KeptStorage;
-
-// The storages of one offloader that a plan keeps, while they have handles, whose aliases hold them.
-struct KeptStorages {
-  PyObject_HEAD
-  PyObject* notes;  // of the accounts
-  std::unordered_map<c10::StorageImpl*, KeptStorage*> by_number;
-};
-
-PyTypeObject kept_storages_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
-
-// One of them, in the version in which it was saved: shared by all handles on it. It dies with the last one.
-struct KeptStorage {
-  PyObject_HEAD
-  KeptStorages* among;
-  PyObject* place;  // on the tape; its finalizer counts
-  c10::StorageImpl* number;
-  const void* address;
-  c10::VariableVersion counter;
-  long long version;
-  long long nbytes;
-  unsigned long thread;
-};
-
-PyTypeObject kept_storage_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
-
-void kept_storage_dealloc(PyObject* self) {
-  KeptStorage* const storage = reinterpret_cast<KeptStorage*>(self);
-  const ErrorKept error;
-  auto& by_number = storage->among->by_number;
-  const auto listed = by_number.find(storage->number);
-  if (listed != by_number.end() && listed->second == storage) {
-    by_number.erase(listed);
-  }
-  Py_DECREF(storage->among);
-  storage->counter.~VariableVersion();
-  PyObject* const place = storage->place;
-  PyObject_Free(self);
-  Py_DECREF(place);  // last: it runs Python
-}
-
-// Of a storage's memory, which nobody looks at.
-const void* address_of(c10::StorageImpl* storage) { return storage->_mutable_data_ptr_no_checks().get(); }
-
-// Null with an error where there is no memory.
-Ref make_kept_storage(KeptStorages* among, PyObject* place, const at::TensorBase& tensor, long long nbytes) {
-  KeptStorage* const storage = PyObject_New(KeptStorage, &kept_storage_type);
-  if (storage == nullptr) {
-    return Ref();
-  }
-  storage->among = reinterpret_cast<KeptStorages*>(Py_NewRef(among));
-  storage->place = Py_NewRef(place);
-  storage->number = storage_of(tensor);
-  storage->address = address_of(storage->number);
-  new (&storage->counter) c10::VariableVersion(tensor.unsafeGetTensorImpl()->version_counter());
-  storage->version = version_of(tensor);
-  storage->nbytes = nbytes;
-  storage->thread = PyThread_get_thread_ident();
-  Ref made(reinterpret_cast<PyObject*>(storage));
-  return guarded([&] { among->by_number.emplace(storage->number, storage); }) ? std::move(made) : Ref();
-}
-
-// As `same_counter` of identity.py.
-bool same_counter(c10::VariableVersion one, const c10::VariableVersion& other) {
-  const auto version = one.current_version();
-  if (other.current_version() != version) {
-    return false;
-  }
-  one.set_version(version + 1);
-  const bool shared = other.current_version() != version;
-  one.set_version(version);
-  return shared;
-}
-
-// As `IdentityMap.find` of identity.py: the storage of a tensor in the version in which it is kept here; null: it is not.
-KeptStorage* find_kept(KeptStorages* among, const at::TensorBase& tensor, long long end) {
-  const auto found = among->by_number.find(storage_of(tensor));
-  if (found == among->by_number.end()) {
-    return nullptr;
-  }
-  KeptStorage* const known = found->second;
-  const bool same = known->version == version_of(tensor) && end <= known->nbytes &&
-                    known->address == address_of(known->number) && known->thread == PyThread_get_thread_ident() &&
-                    same_counter(known->counter, tensor.unsafeGetTensorImpl()->version_counter());
-  return same ? known : nullptr;
-}
-
 // -- the handle ------------------------------------------------------------------------------------------------------
 
-// As `Kept`, `KeptActivation` and `Stayed` of handles.py.
+// As `Kept` and `KeptActivation` of handles.py.
 struct Kept {
   PyObject_HEAD
   at::TensorBase alias;  // or the tensor itself
   long long version;     // at which it was saved
   PyObject* notes;       // where the death of an activation is noted; else null
   PyObject* nbytes;
-  KeptStorage* storage;  // that a plan keeps; else null
   bool itself;
-  long round;            // how often it was unpacked before, as `passed` said
 };
 
 PyTypeObject kept_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
@@ -162,9 +66,7 @@ Ref make_kept(const at::TensorBase& tensor, bool itself) {
     kept->version = version_of(alias);
     new (&kept->alias) at::TensorBase(std::move(alias));
     kept->notes = kept->nbytes = nullptr;
-    kept->storage = nullptr;
     kept->itself = itself;
-    kept->round = 0;
   }
   return Ref(reinterpret_cast<PyObject*>(kept));
 }
@@ -175,7 +77,6 @@ void kept_dealloc(PyObject* self) {
   if (kept->notes != nullptr && !Ref(PyObject_CallMethodOneArg(kept->notes, text_append, kept->nbytes))) {
     PyErr_WriteUnraisable(kept->notes);  // not `self`, which would die a second time
   }
-  Py_XDECREF(kept->storage);  // before the alias, which has held it
   kept->alias.~TensorBase();
   Py_XDECREF(kept->notes);
   Py_XDECREF(kept->nbytes);
@@ -223,18 +124,7 @@ PyObject* kept_unpack(PyObject* self, PyObject*) {
   }
   if (version_of(kept->alias) != kept->version) {
     const Ref alias = wrap(kept->alias);
-    PyObject* const place = kept->storage != nullptr ? kept->storage->place : Py_None;
-    return alias ? PyObject_CallFunction(known.changed, "OLO", alias.get(), kept->version, place) : nullptr;
-  }
-  if (kept->storage != nullptr) {
-    const Ref round(PyLong_FromLong(kept->round));
-    PyObject* const place = kept->storage->place;
-    const Ref next(round ? PyObject_CallFunctionObjArgs(known.passed, place, round.get(), nullptr) : nullptr);
-    const long told = next ? PyLong_AsLong(next.get()) : -1;
-    if (told < 0) {
-      return nullptr;
-    }
-    kept->round = told;
+    return alias ? PyObject_CallFunction(known.changed, "OL", alias.get(), kept->version) : nullptr;
   }
   if (kept->itself) {
     return wrap(kept->alias).release();
@@ -246,71 +136,13 @@ PyObject* kept_unpack(PyObject* self, PyObject*) {
 // As `Kept.peek` of handles.py; the argument makes no difference to a tensor that stays.
 PyObject* kept_peek(PyObject* self, PyObject*) {
   const Kept* const kept = as_kept(self);
-  const bool is_static = kept->notes == nullptr && kept->storage == nullptr;
+  const bool is_static = kept->notes == nullptr;
   return is_static || version_of(kept->alias) != kept->version ? Py_NewRef(Py_None) : new_alias(kept->alias).release();
 }
 
 PyMethodDef kept_methods[] = {
     {"unpack", kept_unpack, METH_NOARGS, "The saved tensor; raises SavedTensorModifiedError if it was changed in place."},
     {"peek", kept_peek, METH_O, "The saved activation, or None if it was changed in place: no use by backward."},
-    {nullptr, nullptr, 0, nullptr}};
-
-// The handle of a tensor whose storage a plan keeps.
-PyObject* keep_planned(KeptStorage* storage, const at::TensorBase& tensor) {
-  Ref kept = make_kept(tensor, /*itself=*/false);
-  if (kept) {
-    as_kept(kept.get())->storage = reinterpret_cast<KeptStorage*>(Py_NewRef(storage));
-  }
-  return kept.release();
-}
-
-// The handle of one more tensor of a storage that is kept already.
-PyObject* keep_again(KeptStorage* storage, const at::TensorBase& tensor, long long nbytes) {
-  Ref kept(keep_planned(storage, tensor));
-  const Ref note(kept ? Py_BuildValue("(OLO)", text_again, nbytes, Py_False) : nullptr);
-  if (!note || !Ref(PyObject_CallMethodOneArg(storage->among->notes, text_append, note.get()))) {
-    return nullptr;
-  }
-  return kept.release();
-}
-
-PyObject* kept_storages_again(PyObject* self, PyObject* arguments) {
-  PyObject* object;
-  long long begin, end;
-  if (!PyArg_ParseTuple(arguments, "O!LL:again", known.tensor, &object, &begin, &end)) {
-    return nullptr;
-  }
-  const at::TensorBase* const tensor = tensor_place.in(object);
-  const bool counted = tensor != nullptr && tensor->defined() && tensor->unsafeGetTensorImpl()->has_storage() &&
-                       tensor->unsafeGetTensorImpl()->version_counter().enabled();
-  KeptStorage* const storage = counted ? find_kept(reinterpret_cast<KeptStorages*>(self), *tensor, end) : nullptr;
-  return storage != nullptr ? keep_again(storage, *tensor, end - begin) : Py_NewRef(Py_None);
-}
-
-PyObject* kept_storages_new(PyTypeObject* type, PyObject* arguments, PyObject* names) {
-  static const char* const kNames[] = {"notes", nullptr};
-  PyObject* notes;
-  if (!PyArg_ParseTupleAndKeywords(arguments, names, "O:KeptStorages", const_cast<char**>(kNames), &notes)) {
-    return nullptr;
-  }
-  KeptStorages* const made = PyObject_New(KeptStorages, type);
-  if (made != nullptr) {
-    made->notes = Py_NewRef(notes);
-    new (&made->by_number) decltype(made->by_number)();
-  }
-  return reinterpret_cast<PyObject*>(made);
-}
-
-void kept_storages_dealloc(PyObject* self) {
-  KeptStorages* const storages = reinterpret_cast<KeptStorages*>(self);
-  storages->by_number.~unordered_map();
-  Py_DECREF(storages->notes);
-  PyObject_Free(self);
-}
-
-PyMethodDef kept_storages_methods[] = {
-    {"again", kept_storages_again, METH_VARARGS,
-     "The handle of a tensor that needs the bytes [begin, end) of a storage that is kept; None where it is not."},
     {nullptr, nullptr, 0, nullptr}};
 
 // -- the unpack hook -------------------------------------------------------------------------------------------------
@@ -340,9 +172,7 @@ struct Pack {
   PyObject* notes;      // of the accounts
   PyObject* settle;     // counts the notes
   PyObject* fallback;   // the pack hook in Python
-  PyObject* save;       // (tensor, bytes, new) -> the place of what a plan keeps, or a handle
-  PyObject* kept;       // `KeptStorages`
-  PyObject* records;    // not empty for a storage with a record, by number
+  PyObject* save;       // (tensor, bytes) -> the handle of one that may move
   PyObject* noted;      // storages that stay, by number: (reference, note)
   PyObject* marked;     // storages with keep(), by number
   PyObject* awaited;    // modules with sharded parameters that were never seen gathered
@@ -351,9 +181,9 @@ struct Pack {
   Py_ssize_t many;      // so many notes are counted at once
 };
 
-constexpr PyObject* Pack::*kPackMembers[] = {&Pack::notes, &Pack::settle,  &Pack::fallback, &Pack::save,
-                                             &Pack::kept,  &Pack::records, &Pack::noted,    &Pack::marked,
-                                             &Pack::awaited, &Pack::least, &Pack::recording};
+constexpr PyObject* Pack::*kPackMembers[] = {&Pack::notes,  &Pack::settle,  &Pack::fallback,
+                                             &Pack::save,   &Pack::noted,   &Pack::marked,
+                                             &Pack::awaited, &Pack::least,  &Pack::recording};
 
 PyTypeObject pack_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
@@ -429,32 +259,6 @@ PyObject* keep(Pack* pack, const at::TensorBase& tensor, PyObject* reason, long 
   return kept.release();
 }
 
-// The handle of a tensor that stands for all of its storage, and may move; null without an error where Python has to look.
-PyObject* save(Pack* pack, PyObject* object, const at::TensorBase& tensor, PyObject* number, long long nbytes) {
-  if (tensor.unsafeGetTensorImpl()->autograd_meta() != nullptr && tensor.is_view()) {
-    const Ref own(PyObject_CallOneArg(known.own_counter, object));
-    if (!own || PyObject_IsTrue(own.get()) != 0) {
-      return nullptr;
-    }
-  }
-  KeptStorages* const among = reinterpret_cast<KeptStorages*>(pack->kept);
-  if (KeptStorage* const storage = find_kept(among, tensor, nbytes)) {
-    return keep_again(storage, tensor, nbytes);
-  }
-  const int recorded = PyDict_Contains(pack->records, number);
-  const bool is_new = recorded == 0 && among->by_number.count(storage_of(tensor)) == 0;
-  const Ref size(recorded >= 0 ? PyLong_FromLongLong(nbytes) : nullptr);
-  if (!size) {
-    return nullptr;
-  }
-  Ref saved(PyObject_CallFunctionObjArgs(pack->save, object, size.get(), is_new ? Py_True : Py_False, nullptr));
-  if (!saved || reinterpret_cast<PyObject*>(Py_TYPE(saved.get())) != known.place) {
-    return saved.release();
-  }
-  const Ref storage = make_kept_storage(among, saved.get(), tensor, nbytes);
-  return storage ? keep_planned(reinterpret_cast<KeptStorage*>(storage.get()), tensor) : nullptr;
-}
-
 // The handle of a plain tensor; null without an error where Python has to look at it.
 PyObject* pack_plain(Pack* pack, PyObject* object, const at::TensorBase& tensor) {
   const c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
@@ -479,7 +283,8 @@ PyObject* pack_plain(Pack* pack, PyObject* object, const at::TensorBase& tensor)
   }
   const int small = is_small(pack, impl, storage_bytes);
   if (small == 0) {
-    return save(pack, object, tensor, number.get(), storage_bytes);
+    const Ref size(PyLong_FromLongLong(storage_bytes));
+    return size ? PyObject_CallFunctionObjArgs(pack->save, object, size.get(), nullptr) : nullptr;
   }
   return small > 0 ? keep(pack, tensor, known.small, storage_bytes, /*activation=*/true, /*itself=*/false) : nullptr;
 }
@@ -502,14 +307,13 @@ PyMethodDef pack_methods[] = {{"pack", pack_hook, METH_O, "The pack hook: a hand
                               {nullptr, nullptr, 0, nullptr}};
 
 PyObject* pack_new(PyTypeObject* type, PyObject* arguments, PyObject* names) {
-  static const char* const kNames[] = {"notes",  "settle",  "fallback", "save",      "kept", "records", "static",
+  static const char* const kNames[] = {"notes",  "settle",  "fallback", "save",      "static",
                                        "marked", "awaited", "least",    "recording", "many", nullptr};
   PyObject* given[std::size(kPackMembers)];  // in their order
   Py_ssize_t many;
-  if (!PyArg_ParseTupleAndKeywords(arguments, names, "OOOOO!O!O!O!O!O!O!n:Pack", const_cast<char**>(kNames), &given[0],
-                                   &given[1], &given[2], &given[3], &kept_storages_type, &given[4], &PyDict_Type, &given[5],
-                                   &PyDict_Type, &given[6], &PyDict_Type, &given[7], &PyDict_Type, &given[8],
-                                   &PyDict_Type, &given[9], &PyList_Type, &given[10], &many)) {
+  if (!PyArg_ParseTupleAndKeywords(arguments, names, "OOOOO!O!O!O!O!n:Pack", const_cast<char**>(kNames), &given[0],
+                                   &given[1], &given[2], &given[3], &PyDict_Type, &given[4], &PyDict_Type, &given[5],
+                                   &PyDict_Type, &given[6], &PyDict_Type, &given[7], &PyList_Type, &given[8], &many)) {
     return nullptr;
   }
   Pack* const pack = reinterpret_cast<Pack*>(type->tp_alloc(type, 0));  // all members are null
@@ -620,22 +424,21 @@ bool find_place(PyObject* samples, PyTypeObject* base, TensorPlace* place) {
 }
 
 PyObject* setup(PyObject*, PyObject* arguments, PyObject* names) {
-  static const char* const kNames[] = {"tensor", "parameter", "regions", "reasons", "small", "place", "passed",
-                                       "own_counter", "changed", "unpack", "hand_out", "let_go", "samples", nullptr};
+  static const char* const kNames[] = {"tensor",  "parameter", "regions",  "reasons", "small",  "changed",
+                                       "unpack", "hand_out",  "let_go", "samples", nullptr};
   Known told;
   PyObject* samples;
   TensorPlace place;
   if (!PyArg_ParseTupleAndKeywords(
-          arguments, names, "O!O!O!O!UO!OOOOOOO!:setup", const_cast<char**>(kNames), &PyType_Type, &told.tensor,
+          arguments, names, "O!O!O!O!UOOOOO!:setup", const_cast<char**>(kNames), &PyType_Type, &told.tensor,
           &PyType_Type, &told.parameter, &PyList_Type, &told.regions, &PyDict_Type, &told.reasons, &told.small,
-          &PyType_Type, &told.place, &told.passed, &told.own_counter, &told.changed, &told.unpack, &told.hand_out,
-          &told.let_go, &PyTuple_Type, &samples) ||
+          &told.changed, &told.unpack, &told.hand_out, &told.let_go, &PyTuple_Type, &samples) ||
       !find_place(samples, reinterpret_cast<PyTypeObject*>(told.tensor), &place)) {
     return nullptr;
   }
   for (PyObject* const one :
-       {told.tensor, told.parameter, told.regions, told.reasons, told.small, told.place, told.passed, told.own_counter,
-        told.changed, told.unpack, told.hand_out, told.let_go}) {
+       {told.tensor, told.parameter, told.regions, told.reasons, told.small, told.changed, told.unpack, told.hand_out,
+        told.let_go}) {
     Py_INCREF(one);  // for as long as the process lives
   }
   known = told;
@@ -657,15 +460,6 @@ void describe_types() {
   kept_type.tp_flags |= Py_TPFLAGS_DISALLOW_INSTANTIATION;
   kept_type.tp_methods = kept_methods;
 
-  describe(&kept_storage_type, "actoffload_hooks.KeptStorage", sizeof(KeptStorage), kept_storage_dealloc,
-           "A storage that a plan keeps, in the version in which it was saved.");
-  kept_storage_type.tp_flags |= Py_TPFLAGS_DISALLOW_INSTANTIATION;
-
-  describe(&kept_storages_type, "actoffload_hooks.KeptStorages", sizeof(KeptStorages), kept_storages_dealloc,
-           "The storages of one offloader that a plan keeps.");
-  kept_storages_type.tp_new = kept_storages_new;
-  kept_storages_type.tp_methods = kept_storages_methods;
-
   describe(&unpack_type, "actoffload_hooks.Unpack", sizeof(Unpack), nullptr, "The unpack hook: the tensor of a handle.");
   unpack_type.tp_flags |= Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_HAVE_VECTORCALL;
   unpack_type.tp_vectorcall_offset = offsetof(Unpack, vectorcall);
@@ -683,7 +477,6 @@ void describe_types() {
 }  // namespace
 
 PyMODINIT_FUNC PyInit_actoffload_hooks() {
-  text_again = PyUnicode_InternFromString("");
   text_append = PyUnicode_InternFromString("append");
   text_parameter = PyUnicode_InternFromString("parameter");
   text_input = PyUnicode_InternFromString("input");
@@ -692,9 +485,8 @@ PyMODINIT_FUNC PyInit_actoffload_hooks() {
   text_engine = PyUnicode_InternFromString("torch.autograd.graph");
   describe_types();
   Ref made(PyModule_Create(&module));
-  if (!text_again || !text_append || !text_parameter || !text_input || !text_cpu || !text_name || !text_engine || !made ||
-      PyType_Ready(&kept_storage_type) < 0 || PyModule_AddType(made.get(), &kept_type) < 0 ||
-      PyModule_AddType(made.get(), &kept_storages_type) < 0 || PyModule_AddType(made.get(), &pack_type) < 0 ||
+  if (!text_append || !text_parameter || !text_input || !text_cpu || !text_name || !text_engine || !made ||
+      PyModule_AddType(made.get(), &kept_type) < 0 || PyModule_AddType(made.get(), &pack_type) < 0 ||
       PyType_Ready(&unpack_type) < 0 || PyDict_SetItemString(unpack_type.tp_dict, "_torchdynamo_disable", Py_True) < 0) {
     return nullptr;
   }

@@ -1,4 +1,4 @@
-"""Builds, loads and sets up the compiled hooks (``hooks.cpp``): pack and unpack of tensors that stay without a record.
+"""Builds, loads and sets up the compiled hooks (``hooks.cpp``): pack and unpack of the tensors that never move.
 
 Where they cannot be used, `refusal` returns the reason, and the Python hooks do the same work more slowly.
 """
@@ -23,12 +23,10 @@ from ..memory.cpu_allocator import HeldBlock
 from ..memory.native_build import SWITCH, Refused, told
 from ..memory.slots import Slot
 from ..policy import STATIC, KeepReason
-from ..runtime.kept_place import KeptPlace
 from ..runtime.untraced import untraced
 from ..tiers.storage_ref import StorageRef
 from .exclusions import OPEN_REGIONS
 from .handles import Handle, KeptActivation, Stayed, check_version, hand_out, let_go, shape_of, unpack_only
-from .tensors import own_counter
 
 NAME = "actoffload_hooks"
 SOURCE = native_build.PACKAGE / "autograd" / "hooks.cpp"
@@ -36,7 +34,7 @@ TESTED = ("2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
 """Releases of PyTorch with an object layout that tests cover. ``ACTOFFLOAD_NATIVE=1`` (or ``=hooks``) permits any
 release: the module still checks at load where a tensor lies in its Python object."""
 
-FINALIZED: tuple[Any, ...] = (Handle, Stayed, KeptActivation, KeptPlace, Slot, StorageRef, HeldBlock)
+FINALIZED: tuple[Any, ...] = (Handle, Stayed, KeptActivation, Slot, StorageRef, HeldBlock)
 """Classes of objects that die as autograd frees a graph, often just after a kernel. Python would only print an
 interrupt that arrives in their finalizers, so the module wraps these."""
 
@@ -57,9 +55,7 @@ def load() -> Any:
     - ``notes``: `Accounts.deferred`. The hooks append each tensor that stays, and the death of each activation.
     - ``settle``: called without arguments once there are ``many`` notes.
     - ``fallback``: the pack hook in Python, for every tensor that the module leaves to it.
-    - ``save``: called with a plain tensor that may move, the bytes of its storage, and whether the storage is new.
-      Returns the `KeptPlace` of a storage that a plan keeps, or a handle.
-    - ``kept``: the module's ``KeptStorages``, which a plan keeps; ``records``: `IdentityMap.records`.
+    - ``save``: returns the handle of a plain tensor that may move; called with it and the bytes of its storage.
     - ``static``: the storages that never move, `StorageSet.by_number`; ``marked``: likewise, of ``keep()``.
     - ``awaited``: a dictionary. While it has any item, ``fallback`` gets every tensor that ``static`` does not name.
     - ``least``: bytes by type of device. Smaller storages stay. For a type without an entry ``fallback`` decides.
@@ -109,9 +105,6 @@ def _load() -> Any:
         regions=OPEN_REGIONS,
         reasons={note: note for note in STATIC},  # the reason why a storage stays, by its note in a `StorageSet`
         small=KeepReason.SMALL.value,
-        place=KeptPlace,
-        passed=untraced(KeptPlace.passed),
-        own_counter=untraced(own_counter),
         changed=_changed,
         unpack=untraced(unpack_only),
         hand_out=untraced(hand_out),
@@ -133,9 +126,9 @@ def _import(path: Path) -> Any:
     return module
 
 
-def _changed(alias: Tensor, version: int, place: KeptPlace | None) -> None:
+def _changed(alias: Tensor, version: int) -> None:
     """Raise autograd's error for a saved tensor that was changed in place."""
-    check_version(alias._version, version, alias.dtype, shape_of(alias), None if place is None else place.module)
+    check_version(alias._version, version, alias.dtype, shape_of(alias), None)
 
 
 def _samples() -> tuple[Tensor, ...]:

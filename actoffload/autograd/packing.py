@@ -25,6 +25,7 @@ from .handles import (
     Handle,
     Kept,
     KeptActivation,
+    Planned,
     Stayed,
     Wrapped,
     is_plain_value,
@@ -40,6 +41,8 @@ ATTRIBUTES = (
     "a saved tensor has the attribute {!r}, which backward does not find: numbers and texts alone are kept of a "
     "tensor's attributes; pass what backward needs by ctx, or have the tensor left alone by no saved-tensor hook"
 )
+CPU_MIN_BYTES = 128 << 10
+DEVICE_MIN_BYTES = 1 << 20
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 
@@ -96,9 +99,10 @@ class Packer:
         self._exclusions = exclusions
         self._module_names = module_names
         self._forwards = forwards
-        self._min_bytes = store.min_bytes
-        self._kept: Any = None
-        """With compiled hooks, their ``KeptStorages``: the storages that a plan keeps."""
+        size = store.shared.config.size
+        least = {kind: CPU_MIN_BYTES if kind == "cpu" else DEVICE_MIN_BYTES for kind in store.tiers.by_device}
+        self._min_bytes = {kind: max(1, size("min_bytes", nbytes)) for kind, nbytes in least.items()}
+        """The bytes of the smallest tensor that moves, for each type of device from which tensors move."""
         self._only_boundaries = store.shared.config.boundaries == "only"
         self._names_count = store.decision.names.used
         config = store.shared.config
@@ -113,16 +117,11 @@ class Packer:
         if module is None:
             return self.pack, unpack
         shared = self._store.shared
-        # One for all entries of the context, so that a storage saved in two of them counts once.
-        if self._kept is None:
-            self._kept = module.KeptStorages(notes=shared.accounts.deferred)
         pack = module.Pack(
             notes=shared.accounts.deferred,
             settle=self._store.count_deferred,
             fallback=self.pack,
             save=self.save_plain,
-            kept=self._kept,
-            records=self._store.identities.records,
             static=self._exclusions.static.by_number,
             marked=MARKED.by_number,
             awaited=self._exclusions.owners.sharded,
@@ -147,13 +146,12 @@ class Packer:
             raise
 
     @untraced
-    def save_plain(self, tensor: Tensor, nbytes: int, new: bool) -> Any:
-        """Return the handle of a plain tensor that may move, or the `KeptPlace` of a storage that a plan keeps.
+    def save_plain(self, tensor: Tensor, nbytes: int) -> Any:
+        """Return the handle of a plain tensor that may move: the part of `pack` that the compiled hooks leave to it.
 
         Args:
             tensor: neither excluded nor small. It stands for its whole storage.
             nbytes: the size of that storage.
-            new: whether no tensor of the storage is saved yet.
         """
         try:
             store, kind = self._store, "cpu" if tensor.is_cpu else tensor.device.type
@@ -164,17 +162,8 @@ class Packer:
                     return self._keep(tensor, KeepReason.CAPTURE, nbytes)
                 if is_filled_later(tensor):
                     return self._keep(tensor, KeepReason.FILLED_LATER, nbytes)
-                tape, module = self.tape(), self._module_names.innermost()
-                coded = self._coded(tensor)
-                if coded is not None:
-                    return coded
-                if new and tape.planned:
-                    place = store.keep_planned(nbytes, kind, tape, module)
-                    if place is not None:
-                        return place
                 with sharing_counters():
-                    alias = tensor.detach()
-                    return self._save(alias, tensor.untyped_storage(), (0, nbytes), tape, module)
+                    return self._save(tensor, tensor.untyped_storage(), (0, nbytes))
         except BaseException as error:
             self._store.abort_if_interrupted(error)
             raise
@@ -201,17 +190,7 @@ class Packer:
             reason = KeepReason.FILLED_LATER
         if reason is not None:
             return self._keep(tensor, reason, end - begin)
-        counters = counters or own_counter(tensor)
-        coded = None if counters else self._coded(tensor)
-        if coded is not None:
-            return coded
-        alias = tensor.detach()
-        # The compiled hooks may have kept this storage without a record: a record now would count it a second time.
-        if self._kept is not None and not counters:
-            again = self._kept.again(alias, begin, end)
-            if again is not None:
-                return again
-        return self._save(alias, storage, (begin, end), self.tape(), self._module_names.innermost(), counters=counters)
+        return self._save(tensor, storage, (begin, end), counters)
 
     def _coded(self, tensor: Tensor) -> Any:
         """Return the handle of a plain tensor that is saved in another form, or None."""
@@ -286,15 +265,27 @@ class Packer:
 
     def _save(
         self,
-        alias: Tensor,
+        tensor: Tensor,
         storage: torch.UntypedStorage,
         span: tuple[int, int],
-        tape: Tape[Record],
-        module: str | None,
-        *,
         counters: tuple[Counter, ...] = (),
     ) -> Any:
-        """Admit a tensor that may move to the store, and return its handle."""
+        """Return the handle of a tensor that may move: coded, kept by the plan, or of a record."""
+        store, alias, counters = self._store, tensor.detach(), counters or own_counter(tensor)
+        if not counters:
+            # First: a storage that is kept without a record is neither coded nor counted a second time.
+            place = store.identities.find_kept(storage, alias, span[1])
+            if place is not None:
+                store.shared.accounts.deferred.append(("", span[1] - span[0], False))
+                return Planned(place, alias)
+            coded = self._coded(tensor)
+            if coded is not None:
+                return coded
+        tape, module = self.tape(), self._module_names.innermost()
+        if tape.planned and not counters:
+            place = store.keep_planned(alias, span[1] - span[0], storage, tape, module)
+            if place is not None:
+                return Planned(place, alias)
         # The record holds bytes. Conjugation and negation are lazy bits of the view, which the handle restores.
         conj, neg = alias.is_conj(), alias.is_neg()
         if conj:
@@ -302,10 +293,10 @@ class Packer:
         if neg:
             alias = alias._neg_view()
         name = self._name_of(storage) if self._names_count else None
-        record = self._store.admit(alias, span, storage, tape, (module, name), counters)
+        record = store.admit(alias, span, storage, tape, (module, name), counters)
         if record.stays and not conj and not neg:
-            return Stayed(self._store, record, alias)
-        return Handle(self._store, record, alias, conj, neg)
+            return Stayed(store, record, alias)
+        return Handle(store, record, alias, conj, neg)
 
     def _names_for(self, tensor: Tensor) -> tuple[str | None, str | None]:
         return self._module_names.innermost(), self._name_of(tensor.untyped_storage())

@@ -295,7 +295,7 @@ class Results:
         stream = tier.stream_of(tensor.device)
         result = self._known.get(number)
         if result is None or not result.original.has_bytes_of(tensor, stream):
-            if number in store.identities.records:  # it has been saved as it is
+            if store.identities.has(storage):  # it has been saved as it is
                 return None
             result = self._find(tensor, stream, names[0], len(tape.regions))
             if result is None:

@@ -8,12 +8,14 @@ address alone proves nothing: freed addresses are reused within microseconds.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..tiers.record import Record
+from .kept_place import KeptPlace, PlaceRef
 
 
 class Counter(NamedTuple):
@@ -38,11 +40,16 @@ class Version(NamedTuple):
 
 
 class IdentityMap:
-    """The live records by (storage, version, span)."""
+    """The live records by (storage, version, span), and the storages that a plan keeps without a record.
+
+    Attributes:
+        records: by the storage's number.
+        kept: likewise, those that a plan keeps; until their death is counted.
+    """
 
     def __init__(self) -> None:
         self.records: dict[int, list[Version]] = {}
-        """By the storage's number."""
+        self.kept: dict[int, PlaceRef] = {}
 
     def find(
         self, storage: torch.UntypedStorage, tensor: Tensor, span: tuple[int, int], counters: tuple[Counter, ...] = ()
@@ -66,6 +73,39 @@ class IdentityMap:
             ):
                 return record
         return None
+
+    def find_kept(self, storage: torch.UntypedStorage, tensor: Tensor, end: int) -> KeptPlace | None:
+        """Return the place of a storage that a plan keeps at the tensor's version and to the byte ``end``, or None."""
+        known = self.kept.get(storage._cdata)
+        place = None if known is None else known()
+        # The same comparisons as in `find`, for the same reasons.
+        if (
+            place is not None
+            and place.version == tensor._version
+            and end <= place.nbytes
+            and place.address == storage.data_ptr()
+            and place.thread == threading.get_ident()
+            and same_counter(place.alias, tensor)
+        ):
+            return place
+        return None
+
+    def add_kept(self, place: KeptPlace, number: int, died: Callable[[PlaceRef], None]) -> None:
+        """Add the place of a storage with this number that is not listed; ``died`` receives its death."""
+        reference = PlaceRef(place, died)
+        reference.tape, reference.index = place.tape, place.index
+        reference.nbytes, reference.number = place.nbytes, number
+        self.kept[number] = reference
+
+    def remove_kept(self, reference: PlaceRef) -> None:
+        """Remove a storage whose place has died, unless another one has its number already."""
+        if self.kept.get(reference.number) is reference:
+            del self.kept[reference.number]
+
+    def has(self, storage: torch.UntypedStorage) -> bool:
+        """Return whether the storage is saved as it is, in any version: it has a record, or a plan keeps it."""
+        known = self.kept.get(storage._cdata)
+        return storage._cdata in self.records or (known is not None and known() is not None)
 
     def add(self, record: Record, tensor: Tensor, counters: tuple[Counter, ...] = ()) -> None:
         """Add a record on the device.

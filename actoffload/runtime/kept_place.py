@@ -1,8 +1,12 @@
-"""The object that the compiled hooks hold for a storage that a plan keeps."""
+"""The place of a storage that a plan keeps: all that the library knows of it, as it has no record."""
 
 from __future__ import annotations
 
+import threading
+import weakref
 from typing import Protocol
+
+from torch import Tensor
 
 from ..tiers.record import Record
 from ..tiers.shared import Shared
@@ -17,14 +21,11 @@ class Keeper(Protocol):
     def passed(self, record: KeptPlace, round_: int, /) -> int:
         """Note that backward takes a storage that stays; return the handle's next round."""
 
-    def drop(self, record: KeptPlace, round_: int, /) -> None:
-        """Note that the last handle died."""
-
 
 class KeptPlace:
-    """The place on a tape of a storage that a plan keeps, and that has no record.
+    """The place on a tape of a storage that a plan keeps, in the version in which it was saved.
 
-    The compiled hooks hold it while the storage has handles. They distinguish the versions of a storage.
+    The handles on the storage share it, and it dies with the last of them.
 
     Attributes:
         store: the store that counts it.
@@ -33,20 +34,36 @@ class KeptPlace:
         kind: the type of its device.
         module: the name of the module that saved it, if known.
         round: as in a `Record`.
+        alias: of the tensor that was saved first, whose version counter it shares; ``version``: as it was saved.
+        address: where the storage lay; ``thread``: that saved it.
     """
 
-    __slots__ = ("index", "kind", "module", "nbytes", "round", "store", "tape")
+    __slots__ = (
+        "__weakref__", "address", "alias", "index", "kind", "module", "nbytes", "round", "store", "tape", "thread",
+        "version",
+    )  # fmt: skip
 
     def __init__(
-        self, store: Keeper, tape: Tape[Record], index: int, nbytes: int, kind: str, module: str | None
+        self,
+        store: Keeper,
+        tape: Tape[Record],
+        index: int,
+        alias: Tensor,
+        address: int,
+        nbytes: int,
+        module: str | None,
     ) -> None:
+        self.store = store
         self.tape = tape
         self.index = index
         self.nbytes = nbytes
-        self.kind = kind
+        self.kind = "cpu" if alias.is_cpu else alias.device.type
         self.module = module
         self.round = 0
-        self.store = store  # last: its death counts from here on
+        self.alias = alias
+        self.version = alias._version
+        self.address = address
+        self.thread = threading.get_ident()
 
     def passed(self, round_: int) -> int:
         """Note that backward uses a tensor of the storage; return the handle's next round.
@@ -61,8 +78,17 @@ class KeptPlace:
         tape.walk.seen[self.index] = None  # nothing moves under this plan, so there is nothing to fetch or to release
         return 1
 
-    def __del__(self) -> None:
-        store = getattr(self, "store", None)
-        if store is not None:
-            store.drop(self, 0)
-            del self.store  # the store's list of deaths holds this object now: if the store is dropped, no cycle
+
+class PlaceRef(weakref.ref[KeptPlace]):
+    """Finds a place while it lives, and outlives it with the facts that its end needs.
+
+    Its callback appends it to the store's list of deaths. No code in Python runs as the place dies, so no interrupt can
+    arrive there. The reference is cleared before, so nobody finds a place that dies.
+    """
+
+    __slots__ = ("index", "nbytes", "number", "tape")
+
+    tape: Tape[Record]
+    index: int
+    nbytes: int
+    number: int  # of the storage

@@ -30,7 +30,7 @@ from ..tiers.tiers import Tiers
 from .backward_end import BackwardEnd
 from .decision import OffloadDecision
 from .identity import Counter, IdentityMap
-from .kept_place import KeptPlace
+from .kept_place import KeptPlace, PlaceRef
 from .out_of_memory import OutOfMemory
 from .pipeline import Hint, Phases
 from .prefetch import Prefetch, first_window
@@ -40,8 +40,6 @@ from .run_so_far import RunSoFar
 from .tape import Tape
 from .trace import Recorder, trace_path
 
-CPU_MIN_BYTES = 128 << 10
-DEVICE_MIN_BYTES = 1 << 20
 SHORT_WAIT_S = 1e-4  # a wait for room is an event of its own only above this
 _node_number = torch._C._autograd._get_sequence_nr  # of the autograd node that is made next
 
@@ -75,7 +73,7 @@ class ActivationStore:
         self.closed = self.forked = False
         self.identities = IdentityMap()
         self.run = run = RunSoFar(self.shared.accounts)
-        self._dropped: deque[tuple[Record | KeptPlace, int]] = self.shared.lock.noted
+        self._dropped: deque[tuple[Record, int] | PlaceRef] = self.shared.lock.noted
         self._backward_end = BackwardEnd(self._backward_ended)
         self._swallowed: BaseException | None = None
         path = trace_path(config)  # may raise: before a file is opened or a thread starts
@@ -108,13 +106,6 @@ class ActivationStore:
             if first and (self.profiler.running or self.shared.config.device_memory is not None):
                 self.run.beside.begin_step(self.tiers, apart=bool(self.profiler.running) and self.regions.bound)
             self.shared.accounts.steps += 1
-
-    @property
-    def min_bytes(self) -> dict[str, int]:
-        """The bytes of the smallest tensor that moves, for each type of device from which tensors move."""
-        size = self.shared.config.size
-        least = {device: CPU_MIN_BYTES if device == "cpu" else DEVICE_MIN_BYTES for device in self.tiers.by_device}
-        return {device: max(1, size("min_bytes", nbytes)) for device, nbytes in least.items()}
 
     def admit(
         self,
@@ -182,17 +173,17 @@ class ActivationStore:
             # A node holds all its saves until the last one, so these bytes are resident together.
             self.shared.accounts.resident_at_once(tape.by_node.node_bytes)
 
-    def keep_planned(self, nbytes: int, kind: str, tape: Tape[Record], module: str | None) -> KeptPlace | None:
-        """Count a storage that the plan keeps without a record; return None where `admit` has to decide.
-
-        Args:
-            nbytes: its size, all of which is saved.
-            kind: the type of its device.
-            tape: of the forward that saves it.
-            module: the name of the module that runs, if known.
-        """
+    def keep_planned(
+        self, alias: Tensor, nbytes: int, storage: torch.UntypedStorage, tape: Tape[Record], module: str | None
+    ) -> KeptPlace | None:
+        """Count a storage that the plan keeps without a record; return None where `admit` has to decide."""
         shared, index = self.shared, len(tape.records)  # without the lock: only this thread appends to the tape
         if index >= len(tape.planned) or tape.planned[index] != nbytes or shared.stopped or self.closed:
+            return None
+        # A recorded step needs records, and so does backward, whose saves are not the plan's.
+        if self.profiler.running or torch._C._current_graph_task_id() != -1:
+            return None
+        if nbytes != storage.nbytes() or self.identities.has(storage):  # a part, or another version
             return None
         self.speak()
         accounts, reason = shared.accounts, self.decision.why_planned
@@ -205,13 +196,15 @@ class ActivationStore:
             tape.decisions.append((nbytes, reason, module))
             self._saved_by_node(tape, nbytes)
             shared.events += 1
+            place = KeptPlace(self, tape, index, alias, storage.data_ptr(), nbytes, module)
+            self.identities.add_kept(place, storage._cdata, self._dropped.append)  # its death counts from here on
             if shared.largest_moved_bytes:  # other storages move under this plan, and this save is a position for them
-                with (tier := self.tiers.by_device[kind]).watched():
+                with (tier := self.tiers.by_device[place.kind]).watched():
                     tier.notice_resized()
                     tier.poll()
                     self.prefetch.during_forward(tape)
                     tier.release_due()
-        return KeptPlace(self, tape, index, nbytes, kind, module)
+        return place
 
     def _place(self, record: Record, tensor: Tensor, tape: Tape[Record], tier: Tier) -> None:
         """Decide whether a new record moves, and begin its move."""
@@ -424,14 +417,13 @@ class ActivationStore:
 
     # -- the end of a handle ------------------------------------------------------------------------------------------
 
-    def drop(self, record: Record | KeptPlace, round_: int) -> None:
+    def drop(self, record: Record, round_: int) -> None:
         """Note that a handle died. It may run anywhere, even in a thread that holds our lock: it never blocks."""
         if self.shared.interrupted:
             return  # the abort has dropped every record
         try:
             self._dropped.append((record, round_))  # atomic, so it needs no lock
-            if self.closed or not isinstance(record, KeptPlace):  # else it frees nothing: the next save counts it
-                self._count_dropped_if_free()
+            self._count_dropped_if_free()
         except BaseException as error:
             self._tell_later(error)
 
@@ -458,9 +450,11 @@ class ActivationStore:
                 threading.Thread(target=self._shut, kwargs={"wait": True}, name="actoffload-close", daemon=True).start()
 
     def _count_dropped_and_look(self) -> bool:
-        """Count the dead handles; return whether the store was closed and none is left, so that it can shut."""
+        """Count the dead handles; return whether the store was closed and has no record left, so that it can shut."""
         self._count_dropped()
-        return self.closed and self.shared.accounts.live_records == 0 and not self.shared.stopped
+        # Storages that a plan keeps need nothing of ours, and nothing runs as the last of them dies.
+        alive = self.shared.accounts.live_records - len(self.identities.kept)
+        return self.closed and alive == 0 and not self.shared.stopped
 
     def _count_dropped(self) -> None:
         """Count the handles that died. The lock is held."""
@@ -468,11 +462,14 @@ class ActivationStore:
         if accounts.deferred:
             accounts.count_deferred()  # first: it has the births of tensors whose deaths may be noted below
         while self._dropped:  # not a `for`: finalizers may append meanwhile
-            record, round_ = self._dropped.popleft()
-            if isinstance(record, KeptPlace):
-                accounts.remove_resident(record.nbytes)
-                self._leave(record)
+            dropped = self._dropped.popleft()
+            if isinstance(dropped, PlaceRef):
+                if not self.shared.interrupted:  # else the abort has dropped it
+                    self.identities.remove_kept(dropped)
+                    accounts.remove_resident(dropped.nbytes)
+                    self._leave(dropped)
                 continue
+            record, round_ = dropped
             record.handles -= 1
             if round_ <= record.round:  # else it was unpacked in this round, and waits no more
                 record.waiting -= 1
@@ -493,7 +490,7 @@ class ActivationStore:
         self.shared.reporter.event(EventKind.RELEASE, record)
         self.shared.changed.notify_all()  # a thread may wait for the room that this freed
 
-    def _leave(self, record: Record | KeptPlace) -> None:
+    def _leave(self, record: Record | PlaceRef) -> None:
         """Free the place on the tape of a storage without handles."""
         record.tape.forget(record.index)
         if not record.tape.live:
@@ -532,8 +529,7 @@ class ActivationStore:
             return
         self.closed = True  # before the wait: from now on, no save begins a move that would prolong it
         self.synchronize()
-        if self.nothing_is_alive():
-            self._shut(wait=True)
+        self._shut_if_over()
 
     def abort(self) -> None:
         """Stop at once: cancel queued transfers, release everything, lose bytes that are not in memory. Idempotent."""
@@ -557,6 +553,12 @@ class ActivationStore:
         finally:
             self.abort()
         return True
+
+    def _shut_if_over(self) -> None:
+        with self.shared.lock:
+            over = self._count_dropped_and_look()
+        if over:
+            self._shut(wait=True)
 
     def _shut(self, *, wait: bool) -> None:
         with self.shared.lock:
@@ -585,13 +587,10 @@ class ActivationStore:
         self.tiers.count_waits()
         elsewhere = {**self.tiers.counts(), "process_before_bytes": self.run.process_before_bytes}
         elsewhere |= {"regions": len(self.regions.last), "regions_once": sum(self.regions.last)}
+        self._shut_if_over()
         with self.shared.lock:
-            last = self._count_dropped_and_look()
             self.run.optimizer.count()
-            statistics = self.shared.accounts.freeze(**elsewhere)
-        if last:  # without the lock, as in `_shut`
-            self._shut(wait=True)
-        return statistics
+            return self.shared.accounts.freeze(**elsewhere)
 
     @property
     def plan(self) -> Plan:

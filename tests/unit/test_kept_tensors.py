@@ -373,6 +373,26 @@ def test_a_storage_that_a_plan_keeps_counts_as_long_as_it_lives(make_offloader: 
     assert_empty(offloader)
 
 
+def test_a_closed_offloader_shuts_while_storages_that_a_plan_keeps_live(make_offloader: MakeOffloader) -> None:
+    """Nothing of the library's runs as the last of these dies, so their end cannot be waited for."""
+    offloader = make_offloader(policy=_plan(count=2))
+    for _ in range(2):  # from the second forward on the plan is proven
+        x = _input()
+        with offloader:
+            graphs = [(x * factor).sin() for factor in (1.0, 2.0)]
+    offloader.close()
+    assert not offloader.store.shared.stopped, "the first storage of a forward has a record"
+    del graphs[0]
+    for thread in threading.enumerate():
+        if thread.name == "actoffload-close":
+            thread.join()
+    assert offloader.store.shared.stopped
+    graphs[0].sum().backward()
+    assert same_bits(x.grad, 2.0 * torch.cos(2.0 * x.detach()))
+    del graphs
+    assert_empty(offloader)
+
+
 class ReturnsSaved(torch.autograd.Function):
     """Returns the first of its two saved tensors, itself, as a gradient."""
 

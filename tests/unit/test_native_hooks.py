@@ -54,8 +54,7 @@ class Hooks:
         self.unpack = module.unpack
         self.pack = module.Pack(
             notes=self.notes, settle=settle or self.settle, fallback=self.fallback, static=self.static.by_number,
-            save=self.save, kept=module.KeptStorages(notes=self.notes), records={},
-            marked=self.marked.by_number, awaited=self.awaited, least=least or {"cpu": LEAST_BYTES},
+            save=self.save, marked=self.marked.by_number, awaited=self.awaited, least=least or {"cpu": LEAST_BYTES},
             recording=self.recording, many=many,
         ).pack  # fmt: skip
 
@@ -66,7 +65,7 @@ class Hooks:
     def fallback(self, tensor: Tensor) -> Python:
         return Python(tensor)
 
-    def save(self, tensor: Tensor, nbytes: int, new: bool) -> Python:
+    def save(self, tensor: Tensor, nbytes: int) -> Python:
         return Python(tensor)
 
     def takes(self, tensor: Tensor) -> bool:
