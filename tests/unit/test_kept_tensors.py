@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from actoffload import Offloader, Plan
+from actoffload import Decision, Offloader, Plan, TensorFacts
 from actoffload.errors import SavedTensorModifiedError
 from actoffload.planning.plan import PlanEntry
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
@@ -301,34 +301,43 @@ def test_tensors_stay_and_move_side_by_side_on_a_device(device: SimulatedDevice,
         assert statistics.live_records == 0
 
 
-def _saves_in_many_ways(offloader: Offloader) -> list[Tensor]:
-    """Steps that save storages again: whole, as views, changed, with other counters, and never unpacked."""
+def _saves_in_many_ways(offloader: Offloader) -> tuple[list[Tensor], list[Plan]]:
+    """Steps that save storages again: whole, as views, changed, with other counters, and never unpacked.
+
+    Returns:
+        The gradients, and the decisions on each forward.
+    """
     found: list[Tensor] = []
+    plans = []
     for _ in range(3):
         x = _input()
         with offloader:
-            unused = [(x * factor).sin() for factor in (1.0, 2.0)]
-            del unused[0]
-            unused.clear()  # no backward follows: later tensors belong to the next forward
             first, second, third = (x * 1.0 for _ in range(3))
             turned = torch.view_as_complex(second.view(-1, 2)).conj()
-            out = first.sin() + first.view(2, -1).cos().view(-1) + first[: ELEMENTS // 4].exp().sum()
+            out = first.sin() + first.view(2, -1).cos().view(-1)
             out = out + second.sin() + second.cos() + (turned * turned).abs().sum() + third.detach().mul_(2).sum()
             chunks = third.clone().unsafe_chunk(2)
             with torch.no_grad():
                 second.detach()[:7].mul_(1)
+            out = out + second.tan().sum()  # another version, which has a place of its own
             out = out + sum(chunk.sin().sum() for chunk in chunks) + (x[:3] * 1.0).exp().sum()
+            out = out + first[: ELEMENTS // 4].exp().sum()
+        plans.append(offloader.plan)
         offloader.synchronize()  # else chance decides whether backward forwards a storage from its write
         with contextlib.suppress(SavedTensorModifiedError):
             found += torch.autograd.grad(out.sum(), x, retain_graph=True)
         out = first.sin()
         with offloader:
             out = ((first * 1.0).sin() * third).sum()
+            unused = [(x * factor).sin() for factor in (1.0, 2.0)]
+            del unused[0]
+            unused.clear()
+        plans.append(offloader.plan)
         offloader.synchronize()
         for retain in (True, False):
             found += torch.autograd.grad(out, x, retain_graph=retain)
         del first, second, third, turned, out, chunks
-    return found
+    return found, plans
 
 
 COUNTED = (
@@ -337,22 +346,35 @@ COUNTED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("moving", [(), (2, 5)])
-def test_compiled_hooks_count_as_python_does(moving: tuple[int, ...], make_offloader: MakeOffloader) -> None:
-    """Under a plan that keeps storages, compiled hooks and Python give the same places, bits and statistics."""
-    outcomes = []
-    for hooks in (contextlib.nullcontext(), in_python()):
-        offloader = make_offloader(policy=_plan(*moving), engine="memory", min_bytes=64, prefetch_bytes=NBYTES)
-        with hooks:
-            found = _saves_in_many_ways(offloader)
-        plan = offloader.plan
+class _Moves:
+    """A policy that moves the storages at these places of a forward: all have records."""
+
+    def __init__(self, *places: int) -> None:
+        self.places = places
+
+    def decide(self, facts: TensorFacts) -> Decision:
+        return Decision.OFFLOAD if facts.index in self.places else Decision.KEEP
+
+
+@pytest.mark.parametrize("moving", [(), (3, 6)])
+def test_places_count_as_records_do(moving: tuple[int, ...], make_offloader: MakeOffloader) -> None:
+    """A plan that keeps the storages which a policy has kept gives the same bits, decisions and statistics."""
+
+    def outcome(policy: Any) -> Any:
+        offloader = make_offloader(policy=policy, engine="memory", min_bytes=64, prefetch_bytes=NBYTES)
+        found, plans = _saves_in_many_ways(offloader)
         statistics = offloader.statistics()
         assert_empty(offloader)
-        outcomes.append((found, plan, [getattr(statistics, name) for name in COUNTED]))
-    (found, plan, counts), (expected, planned, counted) = outcomes
-    assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
-    assert plan == planned
-    assert counts == counted
+        return found, plans, [getattr(statistics, name) for name in COUNTED]
+
+    expected, plans, counts = outcome(_Moves(*moving))
+    assert [entry.action for entry in plans[0].entries].count("offload") == len(moving)
+    for hooks in (contextlib.nullcontext(), in_python()):
+        with hooks:
+            found, planned, counted = outcome(plans[0])
+        assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
+        assert [plan.entries for plan in planned] == [plan.entries for plan in plans]
+        assert counted == counts
 
 
 def test_a_storage_that_a_plan_keeps_counts_as_long_as_it_lives(make_offloader: MakeOffloader) -> None:
