@@ -319,7 +319,7 @@ def _saves_in_many_ways(offloader: Offloader) -> tuple[list[Tensor], list[Plan]]
             chunks = third.clone().unsafe_chunk(2)
             with torch.no_grad():
                 second.detach()[:7].mul_(1)
-            out = out + second.tan().sum()  # another version, which has a place of its own
+            out = out + second.sin().sum()  # another version, which has a place of its own
             out = out + sum(chunk.sin().sum() for chunk in chunks) + (x[:3] * 1.0).exp().sum()
             out = out + first[: ELEMENTS // 4].exp().sum()
         plans.append(offloader.plan)
