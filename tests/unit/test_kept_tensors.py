@@ -322,6 +322,8 @@ def _saves_in_many_ways(offloader: Offloader) -> tuple[list[Tensor], list[Plan]]
             out = out + second.sin().sum()  # another version, which has a place of its own
             out = out + sum(chunk.sin().sum() for chunk in chunks) + (x[:3] * 1.0).exp().sum()
             out = out + first[: ELEMENTS // 4].exp().sum()
+            parts = x * 1.0
+            out = out + parts[512:515].sin().sum() + parts[:3].cos().sum()
         plans.append(offloader.plan)
         offloader.synchronize()  # else chance decides whether backward forwards a storage from its write
         with contextlib.suppress(SavedTensorModifiedError):
@@ -336,7 +338,7 @@ def _saves_in_many_ways(offloader: Offloader) -> tuple[list[Tensor], list[Plan]]
         offloader.synchronize()
         for retain in (True, False):
             found += torch.autograd.grad(out, x, retain_graph=retain)
-        del first, second, third, turned, out, chunks
+        del first, second, third, turned, out, chunks, parts
     return found, plans
 
 
