@@ -103,8 +103,7 @@ class Extent:
     valid_bytes: int = 0  # how much the last write left here; 0: nothing that may be read
     transfers: int = 0  # how many are in flight
     writer: object = None  # the write that is in flight
-    freed: bool = False  # the caller has freed it
-    release_due: bool = False  # the spool is to release it when the last transfer has ended
+    freed: bool = False  # the caller has freed it: the spool releases it when the last transfer has ended
 
     def __repr__(self) -> str:
         return f"<Extent {self.nbytes} bytes at {self.offset} in {self.arena.file.path}>"

@@ -243,3 +243,20 @@ class StorageEngine(ABC):
 
     def after_fork_in_child(self) -> None:  # noqa: B027 - most engines own nothing that a child must close
         """In a forked child: closes the engine's own descriptors. Takes no lock, touches no thread."""
+
+
+OTHER_BYTES = "the trial read back other bytes than it wrote"
+
+
+def try_transfers(engine: StorageEngine, address: int, nbytes: int, offset: int) -> str | None:
+    """Write memory to the file, and read it back to the memory behind it; return a description of the failure, or None.
+
+    The caller compares the bytes.
+    """
+    for kind, place in ((IoKind.WRITE, address), (IoKind.READ, address + nbytes)):
+        request = IoRequest(kind, place, nbytes, offset)
+        engine.submit(request)
+        request.wait()
+        if request.error is not None:
+            return f"the trial {kind.value} failed: {request.error}"
+    return None

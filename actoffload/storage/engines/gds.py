@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, ClassVar, Final
 
 from ...errors import EngineUnavailableError
-from .base import EngineCapabilities, IoKind, IoRequest, SpoolFile
+from .base import OTHER_BYTES, EngineCapabilities, IoKind, SpoolFile, try_transfers
 from .queued import QueuedEngine, default_threads
 
 PAGE_BYTES: Final = 4096
@@ -107,16 +107,13 @@ class GdsEngine(QueuedEngine):
         device = cuda.alloc(2 * _PROBE_BYTES)
         device.copy_from_host(ctypes.c_void_p(ctypes.addressof(host)), 2 * _PROBE_BYTES)
         try:
-            for kind, address in ((IoKind.WRITE, device.ptr), (IoKind.READ, device.ptr + _PROBE_BYTES)):
-                request = IoRequest(kind, address, _PROBE_BYTES, offset)
-                self.submit(request)
-                request.wait()
-                if request.error is not None:
-                    return f"the trial {kind.value} failed: {request.error}"
+            problem = try_transfers(self, device.ptr, _PROBE_BYTES, offset)
         finally:
             os.ftruncate(self._file.fd, size)
         device.copy_to_host(ctypes.c_void_p(ctypes.addressof(host)), 2 * _PROBE_BYTES)
-        return None if host.raw == 2 * pattern else "the trial read back other bytes than it wrote"
+        if problem is None and host.raw != 2 * pattern:
+            problem = OTHER_BYTES
+        return problem
 
 
 class _Memory:
