@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..locks import Mailbox, renewed_in_child
-from .slab import ALIGNMENT, OF_THE_PARENT, Device, OwnedMemory, Slab, Slabs
+from .slab import ALIGNMENT, OF_THE_PARENT, Device, OwnedMemory, Slab, Slabs, round_up
 from .slots import Piece, Slot, Slots, overwrite
 
 T = TypeVar("T")
@@ -30,11 +30,7 @@ each GiB, so an occasional long input should still find it."""
 
 
 class HostBudget:
-    """Most bytes that the pools of one configuration map, all together. A pool shares its mapped memory with no other.
-
-    Args:
-        capacity_bytes: the bytes.
-    """
+    """Most bytes that the pools of one configuration map, all together. Pools do not share mapped memory."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -175,7 +171,7 @@ class HostPool:
         self._budget.make_room(max(nbytes, self._slab_bytes), self)
         with self._lock:
             if not self._grow(nbytes) and force:
-                self._add(Slab(-(-nbytes // ALIGNMENT) * ALIGNMENT))
+                self._add(Slab(round_up(nbytes)))
             return self._find(nbytes)
 
     def tensor(self, slot: Slot, begin: int, nbytes: int, *, owning: bool = False) -> Tensor:
@@ -229,7 +225,7 @@ class HostPool:
             for slab in unused:
                 self.slabs.unlist(slab)
             for slab in self.slabs:
-                slab.used = slab not in self.slabs.idle
+                slab.used = not slab.idle
             if unused and not self._unlocker.start(partial(self._unlock, unused, self._device.unpin)):
                 self._unlocker.done.extend(unused)
 
@@ -239,7 +235,7 @@ class HostPool:
             return
         try:
             self._reclaim()
-            for slab in tuple(self.slabs.idle):
+            for slab in self.slabs.idle:
                 self._unmap(slab)
         finally:
             self._lock.release()
@@ -263,7 +259,7 @@ class HostPool:
                 if wait:
                     for event in slab.events():
                         self._device.wait_for(event)
-                # Not `idle`, which an interrupt may have left without it. A slot keeps the mapping that it lies in.
+                # Not `idle`: an interrupt may have left it unlisted. A slot keeps the mapping that it lies in.
                 if not slab.extents.allocated_bytes or not slab.locked:
                     self._unmap(slab)
             if not any(slab.locked for slab in self.slabs):
@@ -289,14 +285,14 @@ class HostPool:
             return None
         offset, events = slab.take(nbytes)
         self.slabs.relist(slab)
-        piece = Piece(slab.address + offset, slab.extents.round_up(nbytes), slab, offset, events, [])
+        piece = Piece(slab.address + offset, round_up(nbytes), slab, offset, events, [])
         return self.slots.hand_out(piece)
 
     def _grow(self, nbytes: int) -> bool:
         """Map a slab with room for ``nbytes``, or begin to; return False when the capacity does not allow it."""
         if self.growing:
             return True
-        need = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        need = round_up(nbytes)
         self._unmap_idle(need)
         room = min(self.capacity_bytes - self.slabs.mapped_bytes, self._budget.room()) // ALIGNMENT * ALIGNMENT
         size = max(need, min(self._slab_bytes, room))
@@ -332,7 +328,7 @@ class HostPool:
         """Let slabs go that are free from end to end, if that makes room for a slab of ``need`` bytes."""
         if self.slabs.mapped_bytes - sum(slab.nbytes for slab in self.slabs.idle) + need > self.capacity_bytes:
             return
-        for slab in tuple(self.slabs.idle):
+        for slab in self.slabs.idle:
             if self.slabs.mapped_bytes + need <= self.capacity_bytes:
                 return
             self._unmap(slab)
@@ -371,7 +367,7 @@ class HostPool:
             slab.give_back(piece.offset, piece.nbytes, piece.events)
             if slab.room >= 0:
                 self.slabs.relist(slab)
-                if slab in self.slabs.idle and self.slabs.mapped_bytes > self.capacity_bytes:
+                if slab.idle and self.slabs.mapped_bytes > self.capacity_bytes:
                     self._unmap(slab)
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..locks import Mailbox
-from .slab import ALIGNMENT, Device, Slab
+from .slab import Device, Slab, round_up
 
 
 class Piece(NamedTuple):
@@ -73,7 +73,7 @@ class Slots:
 
     def again(self, nbytes: int) -> Slot | None:
         """Return a slot in a free piece of exactly this size, or None."""
-        pieces = self.free.get(-(-nbytes // ALIGNMENT) * ALIGNMENT)
+        pieces = self.free.get(round_up(nbytes))
         return self.hand_out(pieces.pop()) if pieces else None
 
     def take_dropped(self) -> None:
