@@ -128,8 +128,7 @@ class QueuedEngine(StorageEngine):
     def __init__(self, file: SpoolFile, capabilities: EngineCapabilities) -> None:
         self._file = file
         self._capabilities = capabilities
-        self._reads: deque[IoRequest] = deque()
-        self._writes: deque[IoRequest] = deque()
+        self._queues: dict[IoKind, deque[IoRequest]] = {IoKind.READ: deque(), IoKind.WRITE: deque()}  # reads first
         self._mutex = threading.RLock()  # guards the queues and the next three; reentrant: see `abort`
         self._wake = threading.Condition(self._mutex)
         self._closing = False
@@ -151,18 +150,16 @@ class QueuedEngine(StorageEngine):
         with self._mutex:
             if self._closing:
                 raise OffloaderClosedError("the storage engine is closed")
-            self._queue(request).append(request)
+            self._queues[request.kind].append(request)
             self._notify()
 
     def promote(self, request: IoRequest) -> None:
         """See ``StorageEngine``; searches the queue."""
         with self._mutex:
-            queue = self._queue(request)
-            try:
+            queue = self._queues[request.kind]
+            if request in queue:
                 queue.remove(request)
-            except ValueError:
-                return
-            queue.appendleft(request)
+                queue.appendleft(request)
 
     def close(self) -> None:
         """See ``StorageEngine``."""
@@ -182,9 +179,9 @@ class QueuedEngine(StorageEngine):
                 self._mutex.release()  # the workers need it to end
         with self._mutex:
             self._closing = True
-            queued = [*self._reads, *self._writes]
-            self._reads.clear()
-            self._writes.clear()
+            queued = [request for queue in self._queues.values() for request in queue]
+            for queue in self._queues.values():
+                queue.clear()
         for request in queued:
             request.cancel()
         self.close()
@@ -228,10 +225,11 @@ class QueuedEngine(StorageEngine):
 
     def _pop(self) -> IoRequest | None:
         """Start the next request that was not cancelled. The lock is held."""
-        while queue := self._reads or self._writes:
-            request = queue.popleft()
-            if request.try_start():
-                return request
+        for queue in self._queues.values():
+            while queue:
+                request = queue.popleft()
+                if request.try_start():
+                    return request
         return None
 
     def _carry_out(self, request: IoRequest) -> BaseException | None:
@@ -250,9 +248,6 @@ class QueuedEngine(StorageEngine):
         except BaseException as exc:  # any error belongs to the request and must not end this thread
             return exc
         return None
-
-    def _queue(self, request: IoRequest) -> deque[IoRequest]:
-        return self._reads if request.kind is IoKind.READ else self._writes
 
     def _notify(self) -> None:
         """Notify one worker, unless all are at work: they look for more by themselves. The lock is held."""

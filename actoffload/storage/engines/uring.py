@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from ...errors import EngineUnavailableError
 from .base import EngineCapabilities, IoKind, IoRequest, SpoolFile
-from .queued import Cursor, QueuedEngine
+from .queued import Cursor, QueuedEngine, default_threads
 from .ring import Ring
 
 DEPTH = 256
@@ -43,9 +43,7 @@ class UringEngine(QueuedEngine):
     default_name: ClassVar[str] = "uring"
 
     def __init__(self, file: SpoolFile, *, threads: int | None = None) -> None:
-        if threads is not None and threads < 1:
-            raise ValueError(f"threads={threads}: must be at least 1")
-        self._depth = DEPTH if threads is None else threads
+        self._depth = DEPTH if threads is None else default_threads(threads)
         super().__init__(
             file,
             EngineCapabilities(
@@ -74,19 +72,17 @@ class UringEngine(QueuedEngine):
     def close(self) -> None:
         """See ``StorageEngine``."""
         super().close()
-        self._free()
+        with self._mutex:  # against a second close(), which may be about to write to the descriptor
+            self._ring.close()
+            self._close_eventfd()
 
     def after_fork_in_child(self) -> None:
         """See ``StorageEngine``."""
         self._ring.forget()
-        eventfd, self._eventfd = self._eventfd, -1
-        if eventfd >= 0:
-            os.close(eventfd)
+        self._close_eventfd()
 
-    def _free(self) -> None:
-        with self._mutex:  # against a second close(), which may be about to write to the descriptor
-            self._ring.close()
-            eventfd, self._eventfd = self._eventfd, -1
+    def _close_eventfd(self) -> None:
+        eventfd, self._eventfd = self._eventfd, -1
         if eventfd >= 0:
             os.close(eventfd)
 
@@ -141,7 +137,7 @@ class UringEngine(QueuedEngine):
         return not finished
 
     def _pop(self) -> IoRequest | None:
-        for queue in (self._reads, self._writes):
+        for queue in self._queues.values():
             while queue and self._has_room_for(queue[0]):
                 request = queue.popleft()
                 if request.try_start():
