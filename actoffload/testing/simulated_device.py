@@ -63,7 +63,7 @@ class SimulatedDevice:
     ) -> None:
         """Set the virtual time of kernels and copies, and the host's time for each of them (``launch_s``)."""
         rates = (flops, memory_bytes_per_s, to_device_bytes_per_s, to_host_bytes_per_s, latency_s, launch_s)
-        self._library.actoffload_sim_configure(*map(ctypes.c_double, rates))
+        self._library.actoffload_sim_configure((ctypes.c_double * len(rates))(*rates))
 
     def delay(self, longest_s: float, seed: int = 0) -> None:
         """Have some streams sleep, in real time, before some of their tasks.
