@@ -34,7 +34,7 @@ class HostBudget:
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
-        self._lock = renewed_in_child(threading.Lock())
+        self._lock = renewed_in_child(threading.RLock())
         self._pools: weakref.WeakSet[HostPool] = weakref.WeakSet()
 
     def join(self, pool: HostPool) -> None:
@@ -50,7 +50,7 @@ class HostBudget:
     def take(self, pool: HostPool, nbytes: int) -> bool:
         """Let a pool map so many more bytes; return False where there is no room for them."""
         with self._lock:
-            if nbytes > self._room():
+            if nbytes > self.room():
                 return False
             pool.growth_bytes = nbytes  # under the lock: of two pools that ask at once, one sees the other's bytes
             return True
@@ -58,10 +58,7 @@ class HostBudget:
     def room(self) -> int:
         """Return the bytes that may still be mapped."""
         with self._lock:
-            return self._room()
-
-    def _room(self) -> int:
-        return self.capacity_bytes - sum(pool.slabs.mapped_bytes + pool.growth_bytes for pool in self._pools)
+            return self.capacity_bytes - sum(pool.slabs.mapped_bytes + pool.growth_bytes for pool in self._pools)
 
     def make_room(self, nbytes: int, asker: HostPool) -> None:
         """Have other pools unmap idle memory, unless there is room. The caller holds no lock: the pools take theirs."""

@@ -17,7 +17,7 @@ from typing import Any
 from ..errors import ChecksumError, OffloaderClosedError, StateError
 from ..locks import Claim
 from .arena import Extent
-from .engines.base import Completion, IoKind, IoRequest, Range, RequestState, report_uncaught
+from .engines.base import Completion, IoKind, IoRequest, Range, RequestState, call_back
 from .engines.queued import memory_view
 
 _CHUNK_BYTES = 1 << 20
@@ -226,10 +226,7 @@ class Transfer:
         self.on_end(self)  # first: on_done may want to free the extent and find the room
         self._ended.set()
         if finished and on_done is not None:
-            try:
-                on_done(self)
-            except BaseException as exc:  # it must not end the engine's thread, and must not be lost
-                report_uncaught(exc)
+            call_back(on_done, self)
         del keepalive  # it lives until here, so that memory is freed with no lock held
 
 

@@ -49,12 +49,7 @@ def choose_engine(
 ) -> tuple[StorageEngine, str]:
     """Return the first engine of an order that moves bytes to the file and back, and the reason for it.
 
-    Overwrites the first bytes of the file: only for a file that holds nothing yet.
-
-    Args:
-        file: The file.
-        order: Names of engines; None: ``AUTO_ORDER``.
-        threads: See `create_engine`.
+    Overwrites the first bytes of the file: only for a file that holds nothing yet. ``order`` None: ``AUTO_ORDER``.
 
     Raises:
         EngineUnavailableError: None of them does; the message has every engine's error.

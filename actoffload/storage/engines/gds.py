@@ -47,10 +47,10 @@ class GdsEngine(QueuedEngine):
         kvikio, defaults = _import("kvikio"), _import("kvikio.defaults")
         compat = why_compat()
         direct = file.direct and not compat
-        super().__init__(
-            file,
-            EngineCapabilities(self.default_name, direct, 1, threads=count, vectored=True, device_memory=True),
+        capabilities = EngineCapabilities(
+            self.default_name, direct, 1, threads=count, vectored=True, device_memory=True
         )
+        super().__init__(file, capabilities)
         self.remark = (
             f"compatibility mode, through host memory: {compat}" if compat else "GPUDirect Storage, past host memory"
         )
@@ -72,12 +72,10 @@ class GdsEngine(QueuedEngine):
             raise _unavailable(problem)
 
     def close(self) -> None:
-        """See ``StorageEngine``."""
         super().close()
         self._kvikio_file.close()  # idempotent
 
     def after_fork_in_child(self) -> None:
-        """See ``StorageEngine``."""
         _kept_after_fork.append(self._kvikio_file)  # its destructor would call a driver that a child cannot use
         ours = os.fstat(self._kvikio_file.fileno())
         for name in os.listdir("/proc/self/fd"):  # kvikio has a second descriptor that it does not expose

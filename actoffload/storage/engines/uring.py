@@ -33,7 +33,6 @@ class UringEngine(QueuedEngine):
     """Transfers by io_uring, in one thread, which sleeps in the kernel until a transfer ends or an eventfd is written.
 
     Args:
-        file: The file to work on; with ``O_DIRECT`` when ``file.direct``.
         threads: Transfers at the same time; None: up to 256, and up to 64 MiB in each direction.
 
     Raises:
@@ -44,12 +43,10 @@ class UringEngine(QueuedEngine):
 
     def __init__(self, file: SpoolFile, *, threads: int | None = None) -> None:
         self._depth = DEPTH if threads is None else default_threads(threads)
-        super().__init__(
-            file,
-            EngineCapabilities(
-                self.default_name, direct=file.direct, alignment=file.alignment, threads=self._depth, vectored=True
-            ),
+        capabilities = EngineCapabilities(
+            self.default_name, file.direct, file.alignment, threads=self._depth, vectored=True
         )
+        super().__init__(file, capabilities)
         self._event_count = ctypes.c_uint64()  # where the ring's read of the eventfd puts its count
         # Keeps the interpreter's lock for less than a microsecond; `os.eventfd_write` would let another thread have it.
         self._write_eventfd = ctypes.PyDLL(None).eventfd_write
@@ -70,14 +67,12 @@ class UringEngine(QueuedEngine):
         self.start_threads(1)
 
     def close(self) -> None:
-        """See ``StorageEngine``."""
         super().close()
         with self._mutex:  # against a second close(), which may be about to write to the descriptor
             self._ring.close()
             self._close_eventfd()
 
     def after_fork_in_child(self) -> None:
-        """See ``StorageEngine``."""
         self._ring.forget()
         self._close_eventfd()
 
