@@ -1080,13 +1080,6 @@ at::Scalar local_scalar(const at::Tensor& self) {
   return host.item();
 }
 
-at::Tensor as_strided(const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
-                      std::optional<c10::SymInt> offset) {
-  return at::native::as_strided_tensorimpl(
-      self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
-      offset ? std::optional<int64_t>(offset->guard_int(__FILE__, __LINE__)) : std::nullopt);
-}
-
 const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef size, std::optional<at::MemoryFormat>) {
   const auto sizes = C10_AS_INTARRAYREF_SLOW(size);
   c10::TensorImpl* const impl = self.unsafeGetTensorImpl();
@@ -1127,14 +1120,6 @@ std::tuple<at::Tensor, at::Tensor> dropout(const at::Tensor& input, double p, st
   return {input * mask * (p == 1 ? 0 : 1 / (1 - p)), mask};
 }
 
-at::Tensor reshape_alias(const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
-  return as_strided(self, size, stride, self.storage_offset());
-}
-
-at::Tensor unfold(const at::Tensor& self, int64_t dimension, int64_t size, int64_t step) {
-  return at::native::unfold(self, dimension, size, step);
-}
-
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 
 // A copy makes conjugates and negatives real itself; PyTorch would clone them first, which is a copy again.
@@ -1154,10 +1139,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &local_scalar);
-  m.impl("as_strided", &as_strided);
+  m.impl("as_strided", &at::native::as_strided_tensorimpl);
   m.impl("view", &at::native::view);
-  m.impl("_reshape_alias", &reshape_alias);
-  m.impl("unfold", &unfold);
+  m.impl("_reshape_alias", &at::native::_reshape_alias);
+  m.impl("unfold", TORCH_FN(at::native::unfold));
   m.impl("resize_", &resize);
   m.impl("set_.source_Storage", &set_whole_storage);
   m.impl("set_.source_Storage_storage_offset", &set_storage);
