@@ -254,7 +254,7 @@ class Spool:
                 busy_extents=len({transfer.extent for transfer in self._live}),
             )
 
-    def _start(self, transfer: Transfer, memory: Sequence[Range], held: bool = False) -> Transfer:
+    def _start(self, transfer: Transfer, memory: Sequence[Range], held: bool) -> Transfer:
         extent, request_bytes, alignment = transfer.extent, self.disk.request_bytes, self.capabilities.alignment
         transfer.prepare(memory, request_bytes=request_bytes, alignment=alignment, verify=self._verify)
         try:
@@ -303,7 +303,7 @@ class Spool:
             self.allocated_bytes -= extent.nbytes
             if self._poison and not self.disk.closed:
                 self.disk.poison(extent)
-            self.disk.give_back(extent)
+            extent.arena.extents.free(extent.offset, extent.nbytes)  # others may take the room now
 
 
 __all__ = ["Disk", "Extent", "Spool", "SpoolStatistics", "Transfer"]
