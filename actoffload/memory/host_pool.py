@@ -7,6 +7,7 @@ page-locked once, ahead of its use, and cut into slots.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import threading
 import weakref
@@ -19,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ..locks import Mailbox, renewed_in_child
-from .slab import ALIGNMENT, OF_THE_PARENT, Device, OwnedMemory, Slab, Slabs
-from .slots import Piece, Slot, Slots, overwrite
+from .slab import ALIGNMENT, OF_THE_PARENT, Device, OwnedMemory, Slab, Slabs, round_up
+from .slots import Piece, Slot
 
 T = TypeVar("T")
 
@@ -30,15 +31,11 @@ each GiB, so an occasional long input should still find it."""
 
 
 class HostBudget:
-    """Most bytes that the pools of one configuration map, all together. A pool shares its mapped memory with no other.
-
-    Args:
-        capacity_bytes: the bytes.
-    """
+    """Most bytes that the pools of one configuration map, all together. Pools do not share mapped memory."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
-        self._lock = renewed_in_child(threading.Lock())
+        self._lock = renewed_in_child(threading.RLock())
         self._pools: weakref.WeakSet[HostPool] = weakref.WeakSet()
 
     def join(self, pool: HostPool) -> None:
@@ -54,7 +51,7 @@ class HostBudget:
     def take(self, pool: HostPool, nbytes: int) -> bool:
         """Let a pool map so many more bytes; return False where there is no room for them."""
         with self._lock:
-            if nbytes > self._room():
+            if nbytes > self.room():
                 return False
             pool.growth_bytes = nbytes  # under the lock: of two pools that ask at once, one sees the other's bytes
             return True
@@ -62,10 +59,7 @@ class HostBudget:
     def room(self) -> int:
         """Return the bytes that may still be mapped."""
         with self._lock:
-            return self._room()
-
-    def _room(self) -> int:
-        return self.capacity_bytes - sum(pool.slabs.mapped_bytes + pool.growth_bytes for pool in self._pools)
+            return self.capacity_bytes - sum(pool.slabs.mapped_bytes + pool.growth_bytes for pool in self._pools)
 
     def make_room(self, nbytes: int, asker: HostPool) -> None:
         """Have other pools unmap idle memory, unless there is room. The caller holds no lock: the pools take theirs."""
@@ -112,7 +106,8 @@ class HostPool:
     """Slots of host memory, at most ``capacity_bytes`` of them at once. Thread-safe.
 
     Page-locking takes long, so a thread does it, one slab at a time and one slab ahead of demand. Memory that is
-    mapped beyond the capacity is never page-locked, and is unmapped as soon as it is idle.
+    mapped beyond the capacity is never page-locked, and is unmapped as soon as it is idle. Free pieces stay whole: a
+    step needs the sizes of the step before.
 
     Args:
         budget: Most bytes mapped, by it and by the pools that share the budget; or a number, for it alone.
@@ -122,7 +117,7 @@ class HostPool:
         poison: Overwrite every slot with 0xFF when it becomes free.
 
     Attributes:
-        slots: Counts the bytes in slots; ``slabs``: those that are mapped; ``growth_bytes``: of the slab on its way.
+        allocated_bytes: Bytes in slots; ``peak_bytes``: the most there were; ``growth_bytes``: of the slab on its way.
         growing: More memory is on its way: a refused request may succeed after ``on_growth``.
         pin_failed: Some memory could not be page-locked.
     """
@@ -138,14 +133,16 @@ class HostPool:
     ) -> None:
         self._budget = HostBudget(budget) if isinstance(budget, int) else budget
         self.capacity_bytes = self._budget.capacity_bytes
-        self.growth_bytes = 0
+        self.allocated_bytes = self.peak_bytes = self.growth_bytes = 0
         self.growing = False
         self.pin_failed = False
         self._slab_bytes = slab_bytes
         self._device = device
         self._on_growth = on_growth
         self.slabs = Slabs()
-        self.slots = Slots(partial(overwrite, device=device) if poison else None)
+        self._poison = poison
+        self._free: dict[int, list[Piece]] = {}  # by size; their slabs count them as in use
+        self._dropped: Mailbox[Piece] = Mailbox()  # filled by finalizers
         self._locker: SlabThread[Slab | None] = SlabThread("actoffload-page-lock")
         self._unlocker: SlabThread[Slab] = SlabThread("actoffload-page-unlock")
         self._steps = 0
@@ -161,13 +158,15 @@ class HostPool:
         if nbytes < 1:
             raise ValueError(f"nbytes={nbytes}: must be positive")
         with self._lock:
-            self.slots.take_dropped()
-            slot = self.slots.again(nbytes) if self.slabs.mapped_bytes <= self.capacity_bytes else None
+            self._take_dropped()
+            slot = None
+            if self.slabs.mapped_bytes <= self.capacity_bytes and (pieces := self._free.get(round_up(nbytes))):
+                slot = self._hand_out(pieces.pop())
             if slot is None:
                 self._reclaim()
                 slot = self._find(nbytes)
             if slot is not None:
-                unused_bytes = self.slabs.mapped_bytes - self.slots.allocated_bytes
+                unused_bytes = self.slabs.mapped_bytes - self.allocated_bytes
                 if self._device.pin is not None and 2 * unused_bytes < self._slab_bytes:
                     self._grow(1)
                 return slot
@@ -175,7 +174,7 @@ class HostPool:
         self._budget.make_room(max(nbytes, self._slab_bytes), self)
         with self._lock:
             if not self._grow(nbytes) and force:
-                self._add(Slab(-(-nbytes // ALIGNMENT) * ALIGNMENT))
+                self._add(Slab(round_up(nbytes)))
             return self._find(nbytes)
 
     def tensor(self, slot: Slot, begin: int, nbytes: int, *, owning: bool = False) -> Tensor:
@@ -199,8 +198,8 @@ class HostPool:
     def idle_bytes(self) -> int:
         """Return how many mapped bytes have pages and are in no slot; the peak of slots bounds the pages."""
         with self._lock:
-            self.slots.take_dropped()
-            return max(0, min(self.slabs.mapped_bytes, self.slots.peak_bytes) - self.slots.allocated_bytes)
+            self._take_dropped()
+            return max(0, min(self.slabs.mapped_bytes, self.peak_bytes) - self.allocated_bytes)
 
     def reclaim(self) -> None:
         """Take back the slots that have died."""
@@ -229,7 +228,7 @@ class HostPool:
             for slab in unused:
                 self.slabs.unlist(slab)
             for slab in self.slabs:
-                slab.used = slab not in self.slabs.idle
+                slab.used = not slab.idle
             if unused and not self._unlocker.start(partial(self._unlock, unused, self._device.unpin)):
                 self._unlocker.done.extend(unused)
 
@@ -239,7 +238,7 @@ class HostPool:
             return
         try:
             self._reclaim()
-            for slab in tuple(self.slabs.idle):
+            for slab in self.slabs.idle:
                 self._unmap(slab)
         finally:
             self._lock.release()
@@ -263,7 +262,7 @@ class HostPool:
                 if wait:
                     for event in slab.events():
                         self._device.wait_for(event)
-                # Not `idle`, which an interrupt may have left without it. A slot keeps the mapping that it lies in.
+                # Not `idle`: an interrupt may have left it unlisted. A slot keeps the mapping that it lies in.
                 if not slab.extents.allocated_bytes or not slab.locked:
                     self._unmap(slab)
             if not any(slab.locked for slab in self.slabs):
@@ -276,11 +275,11 @@ class HostPool:
         """
         self._lock = threading.RLock()
         self._locker.thread, self._unlocker.thread, self.growing = None, None, False
-        self.slots.free.clear()
+        self._free.clear()
         if self._device.pin is not None:
             self.slabs.unlist_all()
             self.capacity_bytes = 0
-            self.slots.overwrite = None
+            self._poison = False
         self._device = OF_THE_PARENT
 
     def _find(self, nbytes: int) -> Slot | None:
@@ -289,14 +288,37 @@ class HostPool:
             return None
         offset, events = slab.take(nbytes)
         self.slabs.relist(slab)
-        piece = Piece(slab.address + offset, slab.extents.round_up(nbytes), slab, offset, events, [])
-        return self.slots.hand_out(piece)
+        return self._hand_out(Piece(slab.address + offset, round_up(nbytes), slab, offset, events, []))
+
+    def _hand_out(self, piece: Piece) -> Slot:
+        """Return a slot in a piece that is not in use."""
+        piece.slab.used = True
+        self.allocated_bytes += piece.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+        return Slot(piece, self._dropped)
+
+    def _take_dropped(self) -> None:
+        """Make the pieces of the slots that have died free."""
+        while self._dropped:  # not `drain`, as in `Disk.work_off`
+            piece = self._dropped.popleft()
+            if self._poison:
+                self._overwrite(piece)
+            self.allocated_bytes -= piece.nbytes
+            self._free.setdefault(piece.nbytes, []).append(piece)
+
+    def _overwrite(self, piece: Piece) -> None:
+        """For debugging: overwrite a free piece, once no copy uses it any more."""
+        for event in piece.events:
+            self._device.wait_for(event)
+        if all(map(self._device.is_done, piece.events)):  # one may not even have begun
+            piece.events.clear()
+            ctypes.memset(piece.address, 0xFF, piece.nbytes)
 
     def _grow(self, nbytes: int) -> bool:
         """Map a slab with room for ``nbytes``, or begin to; return False when the capacity does not allow it."""
         if self.growing:
             return True
-        need = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        need = round_up(nbytes)
         self._unmap_idle(need)
         room = min(self.capacity_bytes - self.slabs.mapped_bytes, self._budget.room()) // ALIGNMENT * ALIGNMENT
         size = max(need, min(self._slab_bytes, room))
@@ -332,7 +354,7 @@ class HostPool:
         """Let slabs go that are free from end to end, if that makes room for a slab of ``need`` bytes."""
         if self.slabs.mapped_bytes - sum(slab.nbytes for slab in self.slabs.idle) + need > self.capacity_bytes:
             return
-        for slab in tuple(self.slabs.idle):
+        for slab in self.slabs.idle:
             if self.slabs.mapped_bytes + need <= self.capacity_bytes:
                 return
             self._unmap(slab)
@@ -366,13 +388,15 @@ class HostPool:
                 self.growth_bytes = 0
             else:
                 self._add(grown)
-        for piece in self.slots.drain():
-            slab = piece.slab
-            slab.give_back(piece.offset, piece.nbytes, piece.events)
-            if slab.room >= 0:
-                self.slabs.relist(slab)
-                if slab in self.slabs.idle and self.slabs.mapped_bytes > self.capacity_bytes:
-                    self._unmap(slab)
+        self._take_dropped()
+        while self._free:
+            for piece in self._free.popitem()[1]:
+                slab = piece.slab
+                slab.give_back(piece.offset, piece.nbytes, piece.events)
+                if slab.room >= 0:
+                    self.slabs.relist(slab)
+                    if slab.idle and self.slabs.mapped_bytes > self.capacity_bytes:
+                        self._unmap(slab)
 
 
 def _close_closed() -> None:

@@ -5,7 +5,6 @@ Nothing here is needed for a right gradient: where there is no compiler, a reaso
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.util
 import os
@@ -75,7 +74,7 @@ def build(source: Path, options: Sequence[str], key: Sequence[str]) -> Path:
     library = folder / f"{source.stem}-{platform.machine()}-{digest.hexdigest()[:20]}.so"
     if not _is_whole(library):
         message = f"actoffload: compiling {source.name} once, about 10 s, into {folder}"
-        with contextlib.suppress(OSError, ValueError):  # as in `tell.report.say`
+        with suppress(OSError, ValueError):  # as in `tell.report.say`
             print(message, file=sys.stderr, flush=True)
         _compile(compiler, source, options, library)
     return library

@@ -45,12 +45,9 @@ def cgroup_limit_bytes() -> int | None:
 
 def available_bytes() -> int:
     """Memory this process may still take: the available memory of the machine, within the cgroup's limit."""
-    available = int(psutil.virtual_memory().available)
-    limit = cgroup_limit_bytes()
-    if limit is not None:
-        available = min(available, max(0, limit - int(psutil.Process().memory_info().rss)))
+    available, own = int(psutil.virtual_memory().available), int(psutil.Process().memory_info().rss)
     for file, limit in _cgroup_limits():  # of which the other processes in the group have taken a part
-        available = min(available, max(0, limit - _cgroup_used_bytes(file)))
+        available = min(available, max(0, limit - max(own, _cgroup_used_bytes(file))))
     return available
 
 

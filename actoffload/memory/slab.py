@@ -18,6 +18,7 @@ from .best_fit import ExtentAllocator
 from .process_memory import map_private
 
 ALIGNMENT = 4096
+"""Slots and slabs are multiples of this many bytes."""
 _POPULATE_WRITE = 23  # of madvise, from Linux 5.14 on
 _POPULATE_BYTES = 16 << 20
 _POPULATE_THREADS = 4
@@ -28,6 +29,11 @@ _LOCKED: dict[int, mmap.mmap] = {}
 The device goes on using the registered pages: copies of memory that is mapped later at the same address would go to the
 old pages. In a forked child the mapping is not there, and a mapping of the child at its address must not go with it.
 """
+
+
+def round_up(nbytes: int) -> int:
+    """Return ``nbytes`` rounded up to a multiple of `ALIGNMENT`."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class OwnedMemory(ctypes.c_char * (1 << 46)):  # type: ignore[misc]
@@ -151,11 +157,16 @@ class Slab:
         _LOCKED.pop(self.address, None)
         return True
 
+    @property
+    def idle(self) -> bool:
+        """It is listed, and free from end to end."""
+        return self.room >= 0 and not self.extents.allocated_bytes
+
     def take(self, nbytes: int) -> tuple[int, list[object]]:
         """Return where a free piece begins, for which there is room, and the events of copies that may still use it."""
         offset = self.extents.allocate(nbytes)
         assert offset is not None, "the slab is listed by its room"
-        return offset, self._take_events(offset, offset + self.extents.round_up(nbytes))
+        return offset, self._take_events(offset, offset + round_up(nbytes))
 
     def give_back(self, offset: int, nbytes: int, events: list[object]) -> None:
         """Make a piece free; the next slot in its memory gets the events of the copies that may still use it."""
@@ -188,18 +199,21 @@ class Slabs:
 
     Attributes:
         mapped_bytes: Of all slabs, also of those that are not listed.
-        idle: The listed slabs that are free from end to end.
     """
 
     def __init__(self) -> None:
         self.mapped_bytes = 0
-        self.idle: dict[Slab, None] = {}
         self._all: list[Slab] = []
         self._made = 0
         self._by_room: list[tuple[int, int, Slab]] = []
 
     def __iter__(self) -> Iterator[Slab]:
         return iter(tuple(self._all))  # the caller may remove them meanwhile
+
+    @property
+    def idle(self) -> list[Slab]:
+        """Those that are idle."""
+        return [slab for slab in self._all if slab.idle]
 
     def add(self, slab: Slab) -> None:
         """Add and list a new slab."""
@@ -225,12 +239,9 @@ class Slabs:
         self.unlist(slab)
         slab.room = slab.extents.largest_free_bytes
         insort(self._by_room, (slab.room, slab.number, slab))
-        if slab.extents.allocated_bytes == 0:
-            self.idle[slab] = None
 
     def unlist(self, slab: Slab) -> None:
         """Have no slot come from a slab, until it is listed again."""
-        self.idle.pop(slab, None)
         place = bisect_left(self._by_room, (slab.room, slab.number))
         if place < len(self._by_room) and self._by_room[place][2] is slab:
             del self._by_room[place]
@@ -239,6 +250,5 @@ class Slabs:
     def unlist_all(self) -> None:
         """Have no slot come from any slab, also where a fork has caught the list amid a change."""
         self._by_room.clear()
-        self.idle.clear()
         for slab in self._all:
             slab.room = -1

@@ -103,8 +103,7 @@ class Extent:
     valid_bytes: int = 0  # how much the last write left here; 0: nothing that may be read
     transfers: int = 0  # how many are in flight
     writer: object = None  # the write that is in flight
-    freed: bool = False  # the caller has freed it
-    release_due: bool = False  # the spool is to release it when the last transfer has ended
+    freed: bool = False  # the caller has freed it: the spool releases it when the last transfer has ended
 
     def __repr__(self) -> str:
         return f"<Extent {self.nbytes} bytes at {self.offset} in {self.arena.file.path}>"
@@ -156,7 +155,6 @@ class Disk:
         self.arenas: list[PathArena] = []
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         self.closed = False
-        self.allocated_bytes = 0
         self.capacity_bytes = capacity_bytes
         self._grow_bytes = grow_bytes
         self._next = 0  # index of the arena that the next extent comes from if all queues are equal
@@ -183,6 +181,11 @@ class Disk:
         """Bytes reserved, all paths together."""
         return sum(arena.extents.capacity_bytes for arena in self.arenas)
 
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes in extents, of all spools."""
+        return sum(arena.extents.allocated_bytes for arena in self.arenas)
+
     def round_up(self, nbytes: int) -> int:
         """Return ``nbytes`` rounded up to the granularity."""
         return -(-nbytes // self.granularity) * self.granularity
@@ -206,14 +209,8 @@ class Disk:
                 offset = arena.extents.allocate(size) if arena.grow(wanted, self._grow_bytes, limit) else None
             if offset is not None:
                 self._next = (index + 1) % count
-                self.allocated_bytes += size
                 return Extent(arena, offset, size)
         raise self._full_error(nbytes)
-
-    def give_back(self, extent: Extent) -> None:
-        """Make the room of an extent free for others."""
-        extent.arena.extents.free(extent.offset, extent.nbytes)
-        self.allocated_bytes -= extent.nbytes
 
     def poison(self, extent: Extent) -> None:
         """Overwrite the bytes of an extent, past the engines: for debugging."""

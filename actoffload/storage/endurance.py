@@ -28,19 +28,13 @@ def render_wear(written_bytes: int, elapsed_s: float, rated_bytes: int | None, *
     per_day = written_per_day(written_bytes, elapsed_s)
     if per_day <= 0:
         return []
-    lines = [
-        f"SSD wear: {format_decimal(written_bytes)} written in {format_duration(elapsed_s)}, "
-        f"{format_decimal(per_day)} a day at this rate"
-    ]
+    written = f"{format_decimal(written_bytes)} written in {format_duration(elapsed_s)}"
+    line = f"SSD wear: {written}, {format_decimal(per_day)} a day at this rate"
     if rated_bytes is None:
-        return [lines[0] + "; set drive_tbw= to the drive's rated TBW to see the days that it lasts"]
+        return [f"{line}; set drive_tbw= to the drive's rated TBW to see the days that it lasts"]
     rated = rated_bytes * drives
-    count = f"{drives} × " if drives > 1 else ""
-    lines[0] += (
-        f"; {format_duration(rated / per_day * DAY_S)} of writing at this rate to the rated "
-        f"{format_decimal(rated)} of {count}the drive"
-    )
-    return lines
+    life, count = format_duration(rated / per_day * DAY_S), f"{drives} × " if drives > 1 else ""
+    return [f"{line}; {life} of writing at this rate to the rated {format_decimal(rated)} of {count}the drive"]
 
 
 def format_decimal(nbytes: float) -> str:

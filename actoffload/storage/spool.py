@@ -18,7 +18,7 @@ from ..events import now
 from .arena import Disk, Extent, SpoolStatistics
 from .engines.base import IoKind, Range, SpoolFile, StorageEngine
 from .meters import LinkShare, RateMeter
-from .transfers import Callbacks, Transfer, closed_error
+from .transfers import Transfer, closed_error
 
 
 class Spool:
@@ -123,8 +123,8 @@ class Spool:
             OffloaderClosedError: The spool is closed.
             StateError: The extent is freed, too small or in use, or something is not aligned.
         """
-        callbacks = Callbacks(before, on_done, None, keepalive)
-        transfer = Transfer(IoKind.WRITE, extent, length, self._post, callbacks, 0, dict.fromkeys(records, True))
+        transfer = Transfer(IoKind.WRITE, extent, length, self._post, dict.fromkeys(records, True), before=before)
+        transfer.on_done, transfer.keepalive = on_done, keepalive
         return self._start(transfer, ranges or ((address, length),), held)
 
     def read(
@@ -147,8 +147,8 @@ class Spool:
         shorter. With ``verify`` the length must be the one that was written. ``on_part`` is called as ``on_done`` is,
         after each request but the last: see ``Transfer.arrived_bytes``.
         """
-        callbacks = Callbacks(None, on_done, on_part, keepalive)
-        transfer = Transfer(IoKind.READ, extent, length, self._post, callbacks, skip, dict.fromkeys(records, True))
+        transfer = Transfer(IoKind.READ, extent, length, self._post, dict.fromkeys(records, True), skip)
+        transfer.on_done, transfer.on_part, transfer.keepalive = on_done, on_part, keepalive
         return self._start(transfer, ranges or ((address, length),), held)
 
     def go_on(self, transfer: Transfer, nbytes: int | None = None) -> None:
@@ -222,12 +222,11 @@ class Spool:
         return all(other._closed for other in self.disk.users)
 
     def _free_all(self) -> None:
-        """Free every extent: other spools use the room once nothing is in flight on it."""
+        """Free every extent: other spools use the room once nothing is in flight on it. The spool is closed."""
         with self.disk.lock:
-            held = [extent for extent in self._extents if not extent.freed]
+            held = tuple(self._extents)
         for extent in held:
-            extent.freed = True
-            self._post(extent)
+            self.free(extent)
 
     def after_fork_in_child(self) -> None:
         """In a forked child: closes our descriptors; the spool is closed. Takes no lock, touches no thread."""
@@ -255,7 +254,7 @@ class Spool:
                 busy_extents=len({transfer.extent for transfer in self._live}),
             )
 
-    def _start(self, transfer: Transfer, memory: Sequence[Range], held: bool = False) -> Transfer:
+    def _start(self, transfer: Transfer, memory: Sequence[Range], held: bool) -> Transfer:
         extent, request_bytes, alignment = transfer.extent, self.disk.request_bytes, self.capabilities.alignment
         transfer.prepare(memory, request_bytes=request_bytes, alignment=alignment, verify=self._verify)
         try:
@@ -265,7 +264,7 @@ class Spool:
                 self.disk.work_off()  # first: a transfer of this extent may be over, and not counted as over yet
                 if extent.freed:
                     raise StateError(f"{transfer.kind.value}: {extent!r} is freed")
-                transfer.check_order(self._verify)
+                transfer.check_order()
                 self._live[transfer] = None if held else self._begins(transfer)
                 extent.transfers += 1
                 extent.arena.queued_bytes += transfer.length
@@ -288,14 +287,9 @@ class Spool:
             self.disk.post(self._work_off, item)
 
     def _work_off(self, item: Extent | Transfer) -> None:
-        """Count an extent that is freed or a transfer that is over. The lock is held.
-
-        The end of a transfer may be posted twice; it counts once.
-        """
+        """Count a transfer that is over, or release a freed extent. The lock is held; an end may be posted twice."""
         extent = item.extent if isinstance(item, Transfer) else item
-        if isinstance(item, Extent):
-            extent.release_due = True
-        elif item in self._live:
+        if isinstance(item, Transfer) and item in self._live:
             share = self._live.pop(item)
             if share is not None:
                 self.meters[item.kind].ended(item.moved_bytes, now(), share)
@@ -304,16 +298,12 @@ class Spool:
                     self.on_moved(item)
             extent.transfers -= 1
             extent.arena.queued_bytes -= item.length
-        if extent.release_due and not extent.transfers:
-            self._release(extent)
-
-    def _release(self, extent: Extent) -> None:
-        extent.release_due = False
-        self._extents.discard(extent)
-        self.allocated_bytes -= extent.nbytes
-        if self._poison and not self.disk.closed:
-            self.disk.poison(extent)
-        self.disk.give_back(extent)
+        if extent.freed and not extent.transfers and extent in self._extents:  # the end of its transfer may come after
+            self._extents.remove(extent)
+            self.allocated_bytes -= extent.nbytes
+            if self._poison and not self.disk.closed:
+                self.disk.poison(extent)
+            extent.arena.extents.free(extent.offset, extent.nbytes)  # others may take the room now
 
 
 __all__ = ["Disk", "Extent", "Spool", "SpoolStatistics", "Transfer"]

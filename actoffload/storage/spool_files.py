@@ -193,15 +193,12 @@ def grow_arena(file: SpoolFile, old_bytes: int, new_bytes: int) -> None:
 
 
 def _reserve(fd: int, old_bytes: int, new_bytes: int) -> None:
-    while hasattr(os, "posix_fallocate"):
+    if hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(fd, old_bytes, new_bytes - old_bytes)
+            return
         except OSError as exc:
-            if exc.errno == errno.EINTR:  # it is not restarted by itself: a large reservation can be interrupted
-                continue
             # The C library emulates it by small writes, which a direct descriptor refuses.
             if exc.errno not in {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV}:
                 raise
-            break
-        return
     os.ftruncate(fd, new_bytes)

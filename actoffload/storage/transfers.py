@@ -12,12 +12,12 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import ChecksumError, OffloaderClosedError, StateError
 from ..locks import Claim
 from .arena import Extent
-from .engines.base import Completion, IoKind, IoRequest, Range, RequestState, report_uncaught
+from .engines.base import Completion, IoKind, IoRequest, Range, RequestState, call_back
 from .engines.queued import memory_view
 
 _CHUNK_BYTES = 1 << 20
@@ -25,18 +25,9 @@ _MEMORY = "/proc/self/mem"
 _CANCELLED = object()
 
 
-class Callbacks(NamedTuple):
-    """The functions that a transfer calls for its caller, and the objects that it keeps alive: see `Spool.write`."""
-
-    before: Callable[[], None] | None = None
-    on_done: Callable[[Transfer], None] | None = None
-    on_part: Callable[[], None] | None = None
-    keepalive: object = None
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class Transfer:
-    """A write or a read of one extent.
+    """A write or a read of one extent; `Spool.write` describes the callbacks.
 
     ``wait`` returns once nothing of it touches memory or disk any more, finished or cancelled; ``on_done`` may run just
     after. It drops its callbacks when it ends, so that it keeps nothing alive.
@@ -46,16 +37,19 @@ class Transfer:
     extent: Extent
     length: int
     on_end: Callable[[Transfer], None]  # of the spool, before `on_done`
-    callbacks: Callbacks
-    skip: int  # bytes at the beginning of the extent that are not moved
     records: dict[Any, bool]  # the owners of the bytes, and whether each still needs it; the caller's lock guards it
+    skip: int = 0  # bytes at the beginning of the extent that are not moved
+    before: Callable[[], None] | None = None
+    on_done: Callable[[Transfer], None] | None = None
+    on_part: Callable[[], None] | None = None
+    keepalive: object = None
     began_s: float = 0.0  # when it was enqueued
     error: BaseException | None = None  # why it failed; after `Spool.abort` an `OffloaderClosedError`
     _claim: Claim = field(default_factory=Claim)  # of `_CANCELLED`, or of the thread that finishes it
     _ended: Completion = field(default_factory=Completion)
-    _requests: list[tuple[int, IoRequest]] = field(default_factory=list)  # by their first bytes
+    _requests: list[IoRequest] = field(default_factory=list)  # in the order of their bytes
     _submitted: int = 0
-    _left: set[int] = field(default_factory=set)  # the first byte of each request that has not ended
+    _left: set[IoRequest] = field(default_factory=set)  # those that have not ended
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait at most ``timeout`` seconds until nothing of it runs any more, and return whether that is so."""
@@ -75,9 +69,9 @@ class Transfer:
         if not self.cancelled:
             return False
         self.error = self.error or error
-        for begin, request in self._requests:
+        for request in self._requests:
             if request.cancel():
-                self._left.discard(begin)
+                self._left.discard(request)
         self._end_if_last()
         return True
 
@@ -95,11 +89,11 @@ class Transfer:
     @property
     def moved_bytes(self) -> int:
         """The bytes that went over the link, also of a transfer that was cancelled when part of it had started."""
-        return sum(request.length for _, request in self._requests if request.state is RequestState.DONE)
+        return sum(request.length for request in self._requests if request.state is RequestState.DONE)
 
     def promote(self) -> None:
         """Move its queued requests to the front of the queue."""
-        for _, request in reversed(self._requests):
+        for request in reversed(self._requests):
             self.extent.arena.engine.promote(request)
 
     def prepare(self, memory: Sequence[Range], *, request_bytes: int, alignment: int, verify: bool) -> None:
@@ -108,7 +102,7 @@ class Transfer:
         Args:
             memory: One range of memory; or several, which go by one request.
             request_bytes: Most bytes of a request for one range.
-            verify: Keep a checksum of every request that writes, and check it after the read.
+            verify: Keep a checksum of every request that writes; the read of an extent that has checksums checks them.
 
         Raises:
             StateError: The extent is too small, or something is not aligned.
@@ -118,16 +112,16 @@ class Transfer:
         request_bytes = self.length if several else request_bytes
         for begin in range(0, self.length, request_bytes):
             length = min(request_bytes, self.length - begin)
-            offset = self.extent.offset + self.skip + begin
+            offset = self._offset + begin
             request = IoRequest(self.kind, address + begin, length, offset, ranges=memory if several else ())
-            request.before = self.callbacks.before
+            request.before = self.before
             if verify and self.kind is IoKind.WRITE:
                 request.before = partial(self._before_verified, offset, request.memory)
-            request.on_done = partial(self._request_done, begin, verify)
-            self._requests.append((begin, request))
-            self._left.add(begin)
+            request.on_done = self._request_done
+            self._requests.append(request)
+        self._left.update(self._requests)
 
-    def check_order(self, verify: bool) -> None:
+    def check_order(self) -> None:
         """For the spool: refuse silent corruption, as engines serve reads before writes.
 
         Raises:
@@ -139,7 +133,7 @@ class Transfer:
                 raise StateError(f"write: {extent!r} is still being read or written")
             return
         valid = extent.valid_bytes
-        if self.skip + self.length > valid or (verify and self.length != valid):
+        if self.skip + self.length > valid or (extent.checksums and self.length != valid):
             state = "is being written" if extent.writer is not None else f"holds {valid} valid bytes"
             raise StateError(f"read of {self.length} bytes: {extent!r} {state}")
 
@@ -149,24 +143,29 @@ class Transfer:
         Raises:
             OffloaderClosedError: The engine is closed; the caller is to `fail` or to cancel the transfer.
         """
-        until = self.length if nbytes is None else nbytes
+        until = self._offset + (self.length if nbytes is None else nbytes)
         while self._submitted < len(self._requests):
-            begin, request = self._requests[self._submitted]
-            if begin + request.length > until:
+            request = self._requests[self._submitted]
+            if request.offset + request.length > until:
                 return
             self.extent.arena.engine.submit(request)
             self._submitted += 1
 
     def fail(self, error: BaseException) -> None:
         """End the rest of a held transfer with an error; instead of ``Spool.go_on``, on its thread."""
-        for _, request in self._requests[self._submitted :]:
+        for request in self._requests[self._submitted :]:
             if request.try_start():
                 request.finish(error)
 
     @property
     def arrived_bytes(self) -> int:
         """How many of the first bytes have been moved, without a gap, so far."""
-        return min(tuple(self._left), default=self.length)
+        left = tuple(self._left)
+        return min(request.offset for request in left) - self._offset if left else self.length
+
+    @property
+    def _offset(self) -> int:
+        return self.extent.offset + self.skip
 
     def abandon(self, error: BaseException) -> None:
         """For a forked child, which has no engine threads: nothing will ever run, so wake every thread that waits."""
@@ -186,27 +185,26 @@ class Transfer:
             raise StateError(f"{kind} from byte {skip} of {extent!r}: not a multiple of {alignment} bytes")
 
     def _before_verified(self, offset: int, memory: Sequence[Range]) -> None:
-        before = self.callbacks.before
-        if before is not None:
-            before()
+        if self.before is not None:
+            self.before()
         self.extent.checksums[offset] = crc32(memory)
 
-    def _request_done(self, begin: int, verify: bool, request: IoRequest) -> None:
+    def _request_done(self, request: IoRequest) -> None:
         error = request.error
-        if error is None and verify and self.kind is IoKind.READ:
+        if error is None and self.kind is IoKind.READ and self.extent.checksums:
             error = self._check(request)
         if error is not None and self.error is None:
             self.error = error
-        self._left.discard(begin)
-        on_part = self.callbacks.on_part
+        self._left.discard(request)
+        on_part = self.on_part
         if on_part is not None and self._left:
             on_part()
         self._end_if_last()
 
     def _check(self, request: IoRequest) -> ChecksumError | None:
-        expected = self.extent.checksums.get(request.offset)
+        expected = self.extent.checksums.get(request.offset, -1)  # -1 is no checksum: no write began there
         found = crc32(request.memory)
-        if expected is None or found == expected:
+        if found == expected:
             return None
         where = f"{request.length} bytes at offset {request.offset}"
         text = f"{where} read back with crc32 {found:08x}, written {expected:08x}"
@@ -224,15 +222,13 @@ class Transfer:
         if self.extent.writer is self:
             self.extent.valid_bytes = self.length if finished and self.error is None else 0
             self.extent.writer = None
-        callbacks, self.callbacks = self.callbacks, Callbacks()
+        on_done, keepalive = self.on_done, self.keepalive
+        self.before = self.on_done = self.on_part = self.keepalive = None
         self.on_end(self)  # first: on_done may want to free the extent and find the room
         self._ended.set()
-        if finished and callbacks.on_done is not None:
-            try:
-                callbacks.on_done(self)
-            except BaseException as exc:  # it must not end the engine's thread, and must not be lost
-                report_uncaught(exc)
-        del callbacks  # its `keepalive` lives until here, so that memory is freed with no lock held
+        if finished and on_done is not None:
+            call_back(on_done, self)
+        del keepalive  # it lives until here, so that memory is freed with no lock held
 
 
 def crc32(ranges: Sequence[Range]) -> int:

@@ -1,12 +1,14 @@
 """Engines with faults: the real engine on a real file, with one defect each.
 
-Partially applied, each is an engine factory: ``Spool([path], engine=partial(FullEngine, capacity_bytes=1 << 20))``.
+Partially applied, each is an engine factory: ``Spool([path], engine=partial(FullEngine, capacity_bytes=1 << 20))``. The
+arguments ``file`` and ``threads`` are those of every engine.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -19,7 +21,6 @@ class SlowEngine(PosixEngine):
     """A disk with a fixed speed, which all threads share.
 
     Args:
-        file, threads: As for every engine.
         bandwidth_bytes_per_s: Bytes per second, reads and writes together.
         duplex: Whether reads and writes each have the full bandwidth instead.
         latency_s: Seconds that every system call takes in addition.
@@ -56,7 +57,6 @@ class ShortEngine(PosixEngine):
     """Moves at most ``most_bytes`` in one system call.
 
     Args:
-        file, threads: As for every engine.
         most_bytes: Largest transfer of one call, in bytes; rounded up to the alignment of a direct file.
     """
 
@@ -74,7 +74,6 @@ class FailingEngine(PosixEngine):
     """Fails at chosen system calls.
 
     Args:
-        file, threads: As for every engine.
         kind: The direction that fails.
         first: The first call that fails, counted from 1 in that direction.
         count: The number of consecutive calls that fail; None for every later one.
@@ -92,8 +91,7 @@ class FailingEngine(PosixEngine):
         error_number: int = errno.EIO,
     ) -> None:
         self._kind = kind
-        self._first = first
-        self._count_failing = count
+        self._failing = range(first, sys.maxsize if count is None else first + count)
         self._error_number = error_number
         self._calls_lock = threading.Lock()
         self.calls = 0
@@ -103,8 +101,8 @@ class FailingEngine(PosixEngine):
         if kind is self._kind:
             with self._calls_lock:  # several engine threads count, and each number must be seen once
                 self.calls += 1
-                behind = self.calls - self._first
-            if behind >= 0 and (self._count_failing is None or behind < self._count_failing):
+                fails = self.calls in self._failing
+            if fails:
                 raise OSError(self._error_number, os.strerror(self._error_number))
         return super()._transfer_once(kind, views, offset)
 
@@ -113,7 +111,6 @@ class FullEngine(PosixEngine):
     """A disk that becomes full: one short write, then ``ENOSPC``, as from the kernel.
 
     Args:
-        file, threads: As for every engine.
         capacity_bytes: Bytes that fit, over all writes.
     """
 

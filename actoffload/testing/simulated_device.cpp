@@ -1,13 +1,13 @@
 // A simulated accelerator as a PyTorch device of the kind PrivateUse1, written against PyTorch's extension interface.
 //
-// Device memory is host memory that only streams touch. A stream is a thread that runs what it is given in order. A
-// kernel is queued: the shapes of its outputs come from the Meta backend, the work is done later by the CPU kernel, by
-// address, as on a real device. So an edge that is missing between two streams shows as wrong bytes. The caching
-// allocator fills each block with 0xFF, in the order of the stream that gets it: whoever still reads it sees NaN. Who
-// touches memory before it is his, or after it has become another's, is counted as a violation besides.
+// Device memory is host memory that only streams touch. A stream is a thread that runs its tasks in order. A kernel is
+// queued: the shapes of its outputs come from the Meta backend, and the CPU kernel does the work later, by address, as
+// on a real device. So a missing edge between two streams shows as wrong bytes. The caching allocator fills each block
+// with 0xFF, in the order of the stream that gets it: a late read sees NaN. An access to memory before it belongs to the
+// tensor, or after it has a new owner, also counts as a violation.
 //
-// A lazy stream does nothing before somebody waits for it. Other streams run ahead of it as far as they can, so that an
-// edge to it that is missing shows in every run.
+// A lazy stream does nothing before another stream or the host waits for it. Other streams run ahead of it as far as
+// they can, so a missing edge to it shows in every run.
 //
 // Each stream has a clock: a task begins when its stream, the events that it waits for and the host are there, and takes
 // as long as a model of a GPU says. These virtual times depend on no real time.
@@ -45,16 +45,12 @@ std::atomic<int64_t> violations{0};
 
 // -- streams and events -----------------------------------------------------------------------------------------------
 
-// What `actoffload_sim_configure` sets; see simulated_device.py.
+// See `SimulatedDevice.model` in simulated_device.py.
 struct Model {
-  double flops = 1e13;
-  double memory_bytes_per_s = 1e12;
-  double to_device_bytes_per_s = 1e10;
-  double to_host_bytes_per_s = 1e10;
-  double latency_s = 1e-5;
-  double launch_s = 0;
-  double longest_delay_s = 0;
+  double flops = 1e13, memory_bytes_per_s = 1e12, to_device_bytes_per_s = 1e10, to_host_bytes_per_s = 1e10;
+  double latency_s = 1e-5, launch_s = 0;
 } model;
+double longest_delay_s = 0;
 
 struct Queue;
 
@@ -70,8 +66,8 @@ using MomentPtr = std::shared_ptr<Moment>;
 
 struct Task {
   std::function<void()> run;
-  MomentPtr after;   // what the task waits for, if anything
-  MomentPtr moment;  // what it brings about, if anything
+  MomentPtr after;   // the task waits for it; may be null
+  MomentPtr moment;  // the task brings it about; may be null
   double duration = 0;
   double launched = 0;
 };
@@ -106,7 +102,7 @@ struct Queue {
     }
   }
 
-  // Whether the first task may begin. What it waits for is wanted from now on.
+  // Whether the first task may begin. The tasks that it waits for are wanted from now on.
   bool ready() {
     if (paused || tasks.empty() || (lazy && ran >= wanted)) {
       return false;
@@ -145,6 +141,13 @@ struct Machine {
     return *found;
   }
 
+  void set(int device, c10::StreamId id, bool Queue::*option, bool value) {
+    const std::lock_guard<std::mutex> guard(mutex);
+    Queue& to = queue(device, id);
+    to.*option = value;
+    to.wake.notify_one();
+  }
+
   void add(const c10::Stream& stream, Task task) {
     const std::lock_guard<std::mutex> guard(mutex);
     Queue& to = queue(stream);
@@ -167,8 +170,8 @@ struct Machine {
       queue.tasks.pop_front();
       queue.busy = true;
       std::uniform_real_distribution<> chance;
-      const bool delayed = model.longest_delay_s > 0 && chance(queue.random) < queue.delay_probability;
-      const double delay_s = delayed ? model.longest_delay_s * chance(queue.random) : 0;
+      const bool delayed = longest_delay_s > 0 && chance(queue.random) < queue.delay_probability;
+      const double delay_s = delayed ? longest_delay_s * chance(queue.random) : 0;
       std::string failed;
       if (delayed || task.run) {
         lock.unlock();
@@ -248,6 +251,12 @@ struct Machine {
     raise(lock);
   }
 
+  void synchronize_all() {
+    for (int device = 0; device < kDevices; ++device) {
+      synchronize(device);
+    }
+  }
+
   bool is_idle(const c10::Stream& stream) {
     const std::lock_guard<std::mutex> guard(mutex);
     const Queue& found = queue(stream);
@@ -264,18 +273,16 @@ struct Machine {
   }
 };
 
-Machine& machine() {
-  static Machine* const made = new Machine;  // its threads outlive main
-  return *made;
-}
+Machine& machine = *new Machine;  // never destroyed, as are all globals of this kind: its threads outlive main
 
 thread_local int current_device = 0;
 std::atomic<int64_t> calls[kDevices] = {};  // that make a context on the device, on CUDA
 thread_local c10::StreamId current_streams[kDevices] = {};
 
+c10::Device device_of(int index) { return {kSim, static_cast<c10::DeviceIndex>(index)}; }
+
 c10::Stream current_stream(int device) {
-  return c10::Stream(c10::Stream::UNSAFE, c10::Device(kSim, static_cast<c10::DeviceIndex>(device)),
-                     current_streams[device]);
+  return c10::Stream(c10::Stream::UNSAFE, device_of(device), current_streams[device]);
 }
 
 c10::Stream current_stream() { return current_stream(current_device); }
@@ -292,7 +299,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     setDevice(device);
     return before;
   }
-  c10::Device getDevice() const override { return c10::Device(kSim, static_cast<c10::DeviceIndex>(current_device)); }
+  c10::Device getDevice() const override { return device_of(current_device); }
   void setDevice(c10::Device device) const override {
     current_device = checked(device.index());
     ++calls[current_device];
@@ -304,14 +311,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   c10::Stream getStream(c10::Device device) const override { return current_stream(checked(device.index())); }
   c10::Stream getDefaultStream(c10::Device device) const override {
-    return c10::Stream(c10::Stream::DEFAULT, c10::Device(kSim, static_cast<c10::DeviceIndex>(checked(device.index()))));
+    return c10::Stream(c10::Stream::DEFAULT, device_of(checked(device.index())));
   }
   c10::Stream getNewStream(c10::Device device, int) const override {
     const int index = checked(device.index());
-    const std::lock_guard<std::mutex> guard(machine().mutex);
-    c10::StreamId& next = machine().next_id[index];
+    const std::lock_guard<std::mutex> guard(machine.mutex);
+    c10::StreamId& next = machine.next_id[index];
     next = next % kStreams + 1;
-    return c10::Stream(c10::Stream::UNSAFE, c10::Device(kSim, static_cast<c10::DeviceIndex>(index)), next);
+    return c10::Stream(c10::Stream::UNSAFE, device_of(index), next);
   }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
   c10::Stream exchangeStream(c10::Stream stream) const override {
@@ -320,9 +327,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
   c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
-  bool queryStream(const c10::Stream& stream) const override { return machine().is_idle(stream); }
-  void synchronizeStream(const c10::Stream& stream) const override { machine().synchronize(stream.device_index(), &stream); }
-  void synchronizeDevice(const c10::DeviceIndex device) const override { machine().synchronize(checked(device)); }
+  bool queryStream(const c10::Stream& stream) const override { return machine.is_idle(stream); }
+  void synchronizeStream(const c10::Stream& stream) const override { machine.synchronize(stream.device_index(), &stream); }
+  void synchronizeDevice(const c10::DeviceIndex device) const override { machine.synchronize(checked(device)); }
 
   // PyTorch makes another device current for such a call, and then the one that was.
   static void call(int device) {
@@ -336,7 +343,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (*event == nullptr) {
       *event = new MomentPtr;
     }
-    *static_cast<MomentPtr*>(*event) = machine().record(stream);
+    *static_cast<MomentPtr*>(*event) = machine.record(stream);
   }
   void destroyEvent(void* event, const c10::DeviceIndex device) const noexcept override {
     call(device);
@@ -345,17 +352,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void* event, const c10::Stream& stream) const override {
     call(stream.device_index());
     if (event != nullptr) {
-      machine().add(stream, Task{nullptr, *static_cast<MomentPtr*>(event), nullptr});
+      machine.add(stream, Task{nullptr, *static_cast<MomentPtr*>(event), nullptr});
     }
   }
   bool queryEvent(void* event) const override {
     ++calls[current_device];
-    return event == nullptr || machine().is_done(*static_cast<MomentPtr*>(event));
+    return event == nullptr || machine.is_done(*static_cast<MomentPtr*>(event));
   }
   void synchronizeEvent(void* event) const override {
     ++calls[current_device];
     if (event != nullptr) {
-      machine().wait_for(*static_cast<MomentPtr*>(event));
+      machine.wait_for(*static_cast<MomentPtr*>(event));
     }
   }
   double elapsedTime(void* begin, void* end, const c10::DeviceIndex device) const override {
@@ -380,20 +387,20 @@ struct Block {
   Block(void* address, size_t size, c10::Stream owner) : address(address), size(size), owner(owner) {}
 };
 
-// Blocks are cached by the stream that owns them, whole. What `record_stream` was told of waits for those streams.
+// Blocks are cached by the stream that owns them, whole. A block that `record_stream` names waits for those streams.
 struct Allocator final : c10::DeviceAllocator {
   std::mutex mutex;
   std::map<std::pair<int, c10::StreamId>, std::multimap<size_t, Block*>> cached;
   std::vector<std::pair<Block*, std::vector<MomentPtr>>> lent;
   size_t reserved[kDevices] = {}, limit[kDevices];
   c10::CachingDeviceAllocator::DeviceStats stats[kDevices];
-  int64_t flushes = 0;
+  std::atomic<int64_t> flushes{0};
 
   Allocator() { std::fill(std::begin(limit), std::end(limit), size_t(1) << 40); }
 
   c10::DataPtr allocate(size_t nbytes) override {
     const int index = current_device;
-    const c10::Device device(kSim, static_cast<c10::DeviceIndex>(index));
+    const c10::Device device = device_of(index);
     if (nbytes == 0) {
       return {nullptr, device};
     }
@@ -414,7 +421,7 @@ struct Allocator final : c10::DeviceAllocator {
       block->reached = use;
       std::memset(block->address, 0xFF, block->size);
     };
-    machine().add(stream, Task{poison, nullptr, nullptr});
+    machine.add(stream, Task{poison, nullptr, nullptr});
     return {block->address, block, &Allocator::release, device};
   }
 
@@ -466,9 +473,9 @@ struct Allocator final : c10::DeviceAllocator {
       bool free = true;
       for (const MomentPtr& moment : it->second) {
         if (wait) {
-          machine().wait_for(moment);
+          machine.wait_for(moment);
         }
-        free = free && machine().is_done(moment);
+        free = free && machine.is_done(moment);
       }
       if (free) {
         put(it->first);
@@ -481,14 +488,12 @@ struct Allocator final : c10::DeviceAllocator {
 
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* destination, const void* source, size_t count) const override {
-    machine().synchronize(current_device);
+    machine.synchronize(current_device);
     std::memcpy(destination, source, count);
   }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t = {0, 0}) override {
-    for (int device = 0; device < kDevices; ++device) {
-      machine().synchronize(device);
-    }
+    machine.synchronize_all();
     const std::lock_guard<std::mutex> guard(mutex);
     ++flushes;
     return_lent(true);
@@ -534,32 +539,28 @@ struct Allocator final : c10::DeviceAllocator {
   }
 };
 
-Allocator& allocator() {
-  static Allocator* const made = new Allocator;
-  return *made;
-}
+Allocator& allocator = *new Allocator;
 
 void Allocator::release(void* context) {
   auto* const block = static_cast<Block*>(context);
-  Allocator& all = allocator();
-  const std::lock_guard<std::mutex> guard(all.mutex);
-  auto& stats = all.stats[block->owner.device_index()];
+  const std::lock_guard<std::mutex> guard(allocator.mutex);
+  auto& stats = allocator.stats[block->owner.device_index()];
   stats.allocated_bytes[0].decrease(block->size);
   stats.active_bytes[0].decrease(block->size);
   if (block->used_on.empty()) {
-    all.put(block);
+    allocator.put(block);
     return;
   }
   std::vector<MomentPtr> moments;
   for (const c10::Stream& stream : block->used_on) {
-    moments.push_back(machine().record(stream));
+    moments.push_back(machine.record(stream));
   }
   block->used_on.clear();
-  all.lent.emplace_back(block, std::move(moments));
+  allocator.lent.emplace_back(block, std::move(moments));
 }
 
 void Guard::recordDataPtrOnStream(const c10::DataPtr& pointer, const c10::Stream& stream) const {
-  allocator().recordStream(pointer, stream);
+  allocator.recordStream(pointer, stream);
 }
 
 // Host memory that a stream may read and write by itself: registered by us, or given out by the pinned allocator.
@@ -589,23 +590,18 @@ struct PageLocked {
   }
 };
 
-PageLocked& page_locked() {
-  static PageLocked* const made = new PageLocked;
-  return *made;
-}
+PageLocked& page_locked = *new PageLocked;
 
 struct PinnedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t nbytes) override {
     void* address = nullptr;
     TORCH_CHECK(posix_memalign(&address, 4096, std::max<size_t>(nbytes, 1)) == 0, "the host has no memory");
-    page_locked().add(reinterpret_cast<uintptr_t>(address), nbytes);
+    page_locked.add(reinterpret_cast<uintptr_t>(address), nbytes);
     return {address, address, &PinnedAllocator::release, c10::Device(c10::DeviceType::CPU)};
   }
   static void release(void* address) {
-    for (int device = 0; device < kDevices; ++device) {
-      machine().synchronize(device);
-    }
-    page_locked().remove(reinterpret_cast<uintptr_t>(address));
+    machine.synchronize_all();
+    page_locked.remove(reinterpret_cast<uintptr_t>(address));
     std::free(address);
   }
   c10::DeleterFnPtr raw_deleter() const override { return &PinnedAllocator::release; }
@@ -627,7 +623,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return static_cast<c10::DeviceIndex>(before);
   }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override { return exchangeDevice(device); }
-  bool isPinnedPtr(const void* pointer) const override { return page_locked().has(pointer); }
+  bool isPinnedPtr(const void* pointer) const override { return page_locked.has(pointer); }
   at::Allocator* getPinnedMemoryAllocator() const override {
     static PinnedAllocator* const made = new PinnedAllocator;
     return made;
@@ -640,12 +636,12 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
     const c10::OptionalDeviceGuard guard(storage.device());
-    c10::DataPtr fresh = allocator().allocate(nbytes);
+    c10::DataPtr fresh = allocator.allocate(nbytes);
     const size_t kept = std::min(nbytes, storage.nbytes());
     if (kept != 0) {
       void* const to = fresh.get();
       const void* const from = storage.data();
-      machine().add(current_stream(), Task{[to, from, kept] { std::memcpy(to, from, kept); }});
+      machine.add(current_stream(), Task{[to, from, kept] { std::memcpy(to, from, kept); }});
     }
     c10::StorageImpl* const impl = storage.unsafeGetStorageImpl();
     impl->set_data_ptr_noswap(std::move(fresh));
@@ -729,7 +725,7 @@ double seconds_of(const std::string& name, const std::vector<View>& inputs, cons
   double seconds = elements / model.memory_bytes_per_s;
   static const std::set<std::string> matrix_products = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"};
   if (matrix_products.count(name) != 0) {
-    const bool into = outputs.empty();  // the form that is given its output, as the last tensor
+    const bool into = outputs.empty();  // the form with an argument for its output, the last tensor
     const View& result = into ? inputs.back() : outputs[0];
     const View& right = inputs[inputs.size() - (into ? 2 : 1)];
     const int64_t inner = right.sizes[right.sizes.size() - 2];
@@ -738,7 +734,7 @@ double seconds_of(const std::string& name, const std::vector<View>& inputs, cons
   return seconds + model.latency_s;
 }
 
-// What an operator returns: for each value its tensors, which are new ones or arguments.
+// The results of an operator: for each value its tensors, which are new ones or arguments.
 struct Outline {
   struct Result {
     bool defined = true;
@@ -754,7 +750,7 @@ struct Outline {
   std::vector<Value> values = {};
 };
 
-// What decides over the shapes of the results, in words.
+// All that the shapes of the results depend on, as text.
 std::string key_of(const c10::OperatorHandle& op, const torch::jit::Stack& arguments) {
   std::ostringstream key;
   key << std::hexfloat << op.operator_name();
@@ -852,7 +848,7 @@ bool launch(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       return false;
     }
   }
-  torch::jit::Stack arguments(stack->end() - static_cast<std::ptrdiff_t>(count), stack->end());
+  const torch::jit::Stack arguments = torch::jit::last(*stack, count).vec();
   std::vector<at::Tensor> tensors;
   bool fits = true;
   for (const c10::IValue& argument : arguments) {
@@ -871,42 +867,39 @@ bool launch(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     return false;
   }
   std::vector<View> inputs, outputs;
+  // Tensors of the device become their views when the kernel runs; until then an empty tensor stands for each.
   torch::jit::Stack kernel;
+  std::vector<std::optional<View>> views;  // of each tensor; none for a number
   for (const c10::IValue& argument : arguments) {
-    kernel.push_back(argument.isDevice() ? c10::IValue(c10::Device(at::kCPU)) : argument);
-  }
-  // Tensors of the device become their views when the kernel runs; until then the list holds their places.
-  std::vector<std::vector<std::optional<View>>> views;
-  for (c10::IValue& argument : kernel) {
-    std::vector<std::optional<View>> own;
-    argument = map_tensors(argument, [&](const at::Tensor& tensor) {
+    if (argument.isDevice()) {
+      kernel.emplace_back(c10::Device(at::kCPU));
+      continue;
+    }
+    kernel.push_back(map_tensors(argument, [&](const at::Tensor& tensor) {
       if (on_device(tensor)) {
-        own.emplace_back(View(tensor));
-        inputs.push_back(*own.back());
+        inputs.emplace_back(tensor);
+        views.emplace_back(inputs.back());
         return at::Tensor(at::empty({0}));
       }
-      own.emplace_back(std::nullopt);
-      return tensor.clone();  // a number
-    });
-    views.push_back(std::move(own));
+      views.emplace_back(std::nullopt);
+      return tensor.clone();
+    }));
   }
   torch::jit::Stack results;
   std::vector<std::optional<View>> targets;  // of each result, where its bytes go; none for an argument
-  const c10::Device device(kSim, static_cast<c10::DeviceIndex>(current_device));
   for (const Outline::Value& value : outline.values) {
     std::vector<at::Tensor> made;
     for (const Outline::Result& result : value.results) {
-      if (result.argument >= 0) {
-        made.push_back(tensors[static_cast<size_t>(result.argument)]);
-      } else if (!result.defined) {
-        made.emplace_back();
-      } else {
-        made.push_back(at::empty_strided(result.sizes, result.strides, at::dtype(result.type).device(device)));
+      if (result.defined && result.argument < 0) {
+        const auto options = at::dtype(result.type).device(device_of(current_device));
+        made.push_back(at::empty_strided(result.sizes, result.strides, options));
         outputs.emplace_back(made.back());
+        targets.emplace_back(outputs.back());
+        continue;
       }
+      made.push_back(result.defined ? tensors[static_cast<size_t>(result.argument)] : at::Tensor());
       if (result.defined || value.list) {
-        const bool fresh = result.defined && result.argument < 0;
-        targets.push_back(fresh ? std::optional<View>(outputs.back()) : std::nullopt);
+        targets.emplace_back(std::nullopt);
       }
     }
     results.push_back(value.list ? c10::IValue(c10::List<at::Tensor>(made)) : c10::IValue(made[0]));
@@ -916,15 +909,15 @@ bool launch(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     c10::InferenceMode inference(true);
     at::AutoDispatchBelowADInplaceOrView below;
     torch::jit::Stack opened;
-    for (size_t i = 0; i < kernel.size(); ++i) {
-      size_t place = 0;
-      opened.push_back(map_tensors(kernel[i], [&](const at::Tensor& tensor) {
-        const auto& view = views[i][place++];
+    size_t place = 0;
+    for (const c10::IValue& argument : kernel) {
+      opened.push_back(map_tensors(argument, [&](const at::Tensor& tensor) {
+        const auto& view = views[place++];
         return view ? view->open() : tensor;
       }));
     }
     op.callBoxed(&opened);
-    size_t place = 0;
+    place = 0;
     for (const c10::IValue& result : opened) {
       map_tensors(result, [&](const at::Tensor& tensor) {
         const auto& target = targets[place++];
@@ -935,13 +928,13 @@ bool launch(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       });
     }
   };
-  machine().add(current_stream(), Task{std::move(run), nullptr, nullptr, seconds});
-  stack->erase(stack->end() - static_cast<std::ptrdiff_t>(count), stack->end());
+  machine.add(current_stream(), Task{std::move(run), nullptr, nullptr, seconds});
+  torch::jit::drop(*stack, count);
   stack->insert(stack->end(), results.begin(), results.end());
   return true;
 }
 
-// The random numbers of each device: a kernel is given a generator of its own when it is queued, as it runs later.
+// The random numbers of each device: a kernel gets a generator of its own when it is queued, as it runs later.
 struct Random {
   uint64_t seed = 0, count = 0;
 
@@ -955,8 +948,8 @@ struct Random {
 std::mutex random_mutex;
 
 void give_generator(const c10::FunctionSchema& schema, torch::jit::Stack* stack) {
-  const size_t begin = stack->size() - schema.arguments().size();
-  for (size_t i = 0; i < schema.arguments().size(); ++i) {
+  const size_t count = schema.arguments().size();
+  for (size_t i = 0; i < count; ++i) {
     c10::TypePtr type = schema.arguments()[i].type();
     if (const auto optional = type->cast<c10::OptionalType>()) {
       type = optional->getElementType();
@@ -964,7 +957,7 @@ void give_generator(const c10::FunctionSchema& schema, torch::jit::Stack* stack)
     if (type->kind() != c10::TypeKind::GeneratorType) {
       continue;
     }
-    c10::IValue& given = (*stack)[begin + i];
+    c10::IValue& given = torch::jit::peek(*stack, i, count);
     const std::lock_guard<std::mutex> guard(random_mutex);
     given = at::detail::createCPUGenerator(
         given.isNone() ? randoms[current_device].next()
@@ -976,17 +969,16 @@ int64_t synchronous = 0;  // kernels that could not be queued
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   c10::OptionalDeviceGuard guard;
-  const size_t count = op.schema().arguments().size();
-  for (auto value = stack->end() - static_cast<std::ptrdiff_t>(count); value != stack->end(); ++value) {
+  for (const c10::IValue& value : torch::jit::last(*stack, op.schema().arguments().size())) {
     std::optional<c10::Device> found;
-    map_tensors(*value, [&](const at::Tensor& tensor) {
+    map_tensors(value, [&](const at::Tensor& tensor) {
       if (on_device(tensor) && !found) {
         found = tensor.device();
       }
       return tensor;
     });
-    if (value->isDevice() && value->toDevice().type() == kSim) {
-      found = value->toDevice();
+    if (value.isDevice() && value.toDevice().type() == kSim) {
+      found = value.toDevice();
     }
     if (found) {
       guard.reset_device(*found);
@@ -1000,9 +992,9 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
 }
 
-// The CPU has none for whole numbers, which mixtures of experts ask a device for.
+// The CPU has none for whole numbers, which mixtures of experts need.
 void histc(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  c10::IValue& input = *(stack->end() - static_cast<std::ptrdiff_t>(op.schema().arguments().size()));
+  c10::IValue& input = torch::jit::peek(*stack, 0, op.schema().arguments().size());
   const at::ScalarType type = input.toTensor().scalar_type();
   if (!at::isIntegralType(type, false)) {
     fallback(op, stack);
@@ -1017,20 +1009,20 @@ at::Tensor empty_memory_format(c10::SymIntArrayRef size, std::optional<at::Scala
                                std::optional<at::Device> device, std::optional<bool>,
                                std::optional<at::MemoryFormat> format) {
   const c10::OptionalDeviceGuard guard(device);
-  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                    dtype.value_or(at::get_default_dtype_as_scalartype()), format);
 }
 
 at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<at::ScalarType> dtype,
                          std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
   const c10::OptionalDeviceGuard guard(device);
-  return at::detail::empty_strided_generic(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &allocator(),
+  return at::detail::empty_strided_generic(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &allocator,
                                            c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                            dtype.value_or(at::get_default_dtype_as_scalartype()));
 }
 
 bool is_page_locked(const at::Tensor& tensor) {
-  return tensor.numel() == 0 || page_locked().has(tensor.storage().data(), tensor.storage().nbytes());
+  return tensor.numel() == 0 || page_locked.has(tensor.storage().data(), tensor.storage().nbytes());
 }
 
 // As CUDA does it: from and to page-locked memory the host does not wait; other memory is copied at once.
@@ -1052,7 +1044,7 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& destination, bo
   const at::Tensor& on_host = inward ? source : destination;
   const void* const locked = inward != outward && !waits ? on_host.storage().data() : nullptr;
   auto run = [read = View(from), write = View(destination), conj, neg, locked] {
-    if (locked != nullptr && !page_locked().has(locked)) {
+    if (locked != nullptr && !page_locked.has(locked)) {
       ++violations;
       return;
     }
@@ -1065,14 +1057,14 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& destination, bo
   const bool between = inward && outward && source.device() != destination.device();
   const c10::Stream other = between ? current_stream(source.device().index()) : stream;
   if (between) {  // each of the two waits for the other
-    machine().add(stream, Task{nullptr, machine().record(other), nullptr});
+    machine.add(stream, Task{nullptr, machine.record(other), nullptr});
   }
-  machine().add(stream, Task{run, nullptr, nullptr, nbytes / rate + model.latency_s});
+  machine.add(stream, Task{run, nullptr, nullptr, nbytes / rate + model.latency_s});
   if (between) {
-    machine().add(other, Task{nullptr, machine().record(stream), nullptr});
+    machine.add(other, Task{nullptr, machine.record(stream), nullptr});
   }
   if (waits) {
-    machine().wait_for(machine().record(stream));
+    machine.wait_for(machine.record(stream));
   }
   return destination;
 }
@@ -1086,13 +1078,6 @@ at::Scalar local_scalar(const at::Tensor& self) {
   at::Tensor host = at::empty({}, self.options().device(at::kCPU));
   copy_from(self, host, false);
   return host.item();
-}
-
-at::Tensor as_strided(const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
-                      std::optional<c10::SymInt> offset) {
-  return at::native::as_strided_tensorimpl(
-      self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
-      offset ? std::optional<int64_t>(offset->guard_int(__FILE__, __LINE__)) : std::nullopt);
 }
 
 const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef size, std::optional<at::MemoryFormat>) {
@@ -1119,28 +1104,20 @@ at::Tensor& set_whole_storage(at::Tensor& self, at::Storage storage) {
   return set_storage(self, std::move(storage), 0, {c10::SymInt(count)}, {c10::SymInt(1)});
 }
 
-void record_stream(at::Tensor& self, at::Stream stream) { allocator().recordStream(self.storage().data_ptr(), stream); }
+void record_stream(at::Tensor& self, at::Stream stream) { allocator.recordStream(self.storage().data_ptr(), stream); }
 
 int64_t sdp_choice(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
                    std::optional<double>, bool) {
   return 0;  // the mathematical one: it is made of operators that every backend has
 }
 
-// Of operators that every backend has; they are given their random numbers one by one.
+// Of operators that every backend has; they take their random numbers one by one.
 std::tuple<at::Tensor, at::Tensor> dropout(const at::Tensor& input, double p, std::optional<bool> train) {
   if (p == 0 || !train.value_or(true)) {
     return {input.clone(), at::ones_like(input, input.options().dtype(at::kBool))};
   }
   const at::Tensor mask = at::empty_like(input, input.options().dtype(at::kBool)).bernoulli_(1 - p);
   return {input * mask * (p == 1 ? 0 : 1 / (1 - p)), mask};
-}
-
-at::Tensor reshape_alias(const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
-  return as_strided(self, size, stride, self.storage_offset());
-}
-
-at::Tensor unfold(const at::Tensor& self, int64_t dimension, int64_t size, int64_t step) {
-  return at::native::unfold(self, dimension, size, step);
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
@@ -1162,10 +1139,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &local_scalar);
-  m.impl("as_strided", &as_strided);
+  m.impl("as_strided", &at::native::as_strided_tensorimpl);
   m.impl("view", &at::native::view);
-  m.impl("_reshape_alias", &reshape_alias);
-  m.impl("unfold", &unfold);
+  m.impl("_reshape_alias", &at::native::_reshape_alias);
+  m.impl("unfold", TORCH_FN(at::native::unfold));
   m.impl("resize_", &resize);
   m.impl("set_.source_Storage", &set_whole_storage);
   m.impl("set_.source_Storage_storage_offset", &set_storage);
@@ -1173,7 +1150,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("histc", torch::CppFunction::makeFromBoxedFunction<&histc>());
   m.impl("_fused_sdp_choice", &sdp_choice);
   m.impl("native_dropout", &dropout);
-  // What PyTorch would make of other operators, or of some that only this kind of device has, for want of a kernel.
+  // Without a kernel PyTorch would compose these of other operators, or of some that only this kind of device has.
   for (const char* name : {"native_layer_norm", "native_group_norm", "convolution", "convolution_backward"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }
@@ -1185,79 +1162,60 @@ extern "C" {
 
 // Register the device with PyTorch; once.
 void actoffload_sim_install() {
-  c10::SetAllocator(kSim, &allocator(), 1);
+  c10::SetAllocator(kSim, &allocator, 1);
   at::RegisterPrivateUse1HooksInterface(new Hooks);
 }
 
-void actoffload_sim_configure(double flops, double memory, double to_device, double to_host, double latency,
-                              double launch) {
-  const std::lock_guard<std::mutex> guard(machine().mutex);
-  model.flops = flops;
-  model.memory_bytes_per_s = memory;
-  model.to_device_bytes_per_s = to_device;
-  model.to_host_bytes_per_s = to_host;
-  model.latency_s = latency;
-  model.launch_s = launch;
+void actoffload_sim_configure(const Model* wanted) {
+  const std::lock_guard<std::mutex> guard(machine.mutex);
+  model = *wanted;
 }
 
 // The longest delay of a task, 0 for none; restarts the random numbers of every stream.
 void actoffload_sim_delays(double longest_s, uint64_t seed) {
-  Machine& all = machine();
-  const std::lock_guard<std::mutex> guard(all.mutex);
-  model.longest_delay_s = longest_s;
-  all.seed = seed;
-  for (auto& [key, queue] : all.queues) {
+  const std::lock_guard<std::mutex> guard(machine.mutex);
+  longest_delay_s = longest_s;
+  machine.seed = seed;
+  for (auto& [key, queue] : machine.queues) {
     queue->seed(seed);
   }
 }
 
 void actoffload_sim_pause(int device, int64_t stream, int paused) {
-  Machine& all = machine();
-  const std::lock_guard<std::mutex> guard(all.mutex);
-  Queue& queue = all.queue(device, stream);
-  queue.paused = paused != 0;
-  queue.wake.notify_one();
+  machine.set(device, stream, &Queue::paused, paused != 0);
 }
 
-void actoffload_sim_lazy(int device, int64_t stream, int lazy) {
-  Machine& all = machine();
-  const std::lock_guard<std::mutex> guard(all.mutex);
-  Queue& queue = all.queue(device, stream);
-  queue.lazy = lazy != 0;
-  queue.wake.notify_one();
-}
+void actoffload_sim_lazy(int device, int64_t stream, int lazy) { machine.set(device, stream, &Queue::lazy, lazy != 0); }
 
 // How often memory was touched that was not, or no longer, that of the tensor; since the last call.
 int64_t actoffload_sim_violations() { return violations.exchange(0); }
 
 void actoffload_sim_limit(int device, size_t nbytes) {
-  const std::lock_guard<std::mutex> guard(allocator().mutex);
-  allocator().limit[device] = nbytes;
+  const std::lock_guard<std::mutex> guard(allocator.mutex);
+  allocator.limit[device] = nbytes;
 }
 
 int actoffload_sim_register(uintptr_t address, size_t nbytes) {
   ++calls[current_device];
-  return page_locked().add(address, nbytes) ? 1 : 0;
+  return page_locked.add(address, nbytes) ? 1 : 0;
 }
 
 int actoffload_sim_unregister(uintptr_t address) {
   ++calls[current_device];
-  for (int device = 0; device < kDevices; ++device) {
-    machine().synchronize(device);
-  }
-  return page_locked().remove(address) ? 1 : 0;
+  machine.synchronize_all();
+  return page_locked.remove(address) ? 1 : 0;
 }
 
 // Have the host be busy for so long in virtual time.
 void actoffload_sim_host(double seconds) {
-  const std::lock_guard<std::mutex> guard(machine().mutex);
-  machine().host_clock += seconds;
+  const std::lock_guard<std::mutex> guard(machine.mutex);
+  machine.host_clock += seconds;
 }
 
 // Virtual seconds at which the host is.
 double actoffload_sim_clock() {
-  const std::lock_guard<std::mutex> guard(machine().mutex);
-  return machine().host_clock;
+  const std::lock_guard<std::mutex> guard(machine.mutex);
+  return machine.host_clock;
 }
 
 // The state of a device's random numbers; or set it.
@@ -1274,7 +1232,7 @@ void actoffload_sim_random(int device, uint64_t* state, int set) {
 
 // Have the current stream do nothing for so long, in real time.
 void actoffload_sim_sleep(double seconds) {
-  machine().add(current_stream(), Task{[seconds] { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); },
+  machine.add(current_stream(), Task{[seconds] { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); },
                                        nullptr, nullptr, seconds});
 }
 
@@ -1282,8 +1240,5 @@ int64_t actoffload_sim_calls(int device) { return calls[device]; }
 
 int64_t actoffload_sim_synchronous() { return synchronous; }
 
-int64_t actoffload_sim_flushes() {
-  const std::lock_guard<std::mutex> guard(allocator().mutex);
-  return allocator().flushes;
-}
+int64_t actoffload_sim_flushes() { return allocator.flushes; }
 }

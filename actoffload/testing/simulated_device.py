@@ -14,7 +14,6 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,7 +62,7 @@ class SimulatedDevice:
     ) -> None:
         """Set the virtual time of kernels and copies, and the host's time for each of them (``launch_s``)."""
         rates = (flops, memory_bytes_per_s, to_device_bytes_per_s, to_host_bytes_per_s, latency_s, launch_s)
-        self._library.actoffload_sim_configure(*map(ctypes.c_double, rates))
+        self._library.actoffload_sim_configure((ctypes.c_double * len(rates))(*rates))
 
     def delay(self, longest_s: float, seed: int = 0) -> None:
         """Have some streams sleep, in real time, before some of their tasks.
@@ -171,10 +170,10 @@ def install() -> SimulatedDevice:
     library = _library()
     rename_privateuse1_backend(NAME)
     library.actoffload_sim_install()
-    module: Any = types.ModuleType(f"torch.{NAME}")
-    module._initialized = True
-    # The functions that PyTorch looks up on a device's module.
-    functions = {
+    module = types.ModuleType(f"torch.{NAME}")
+    # Names that PyTorch looks up on a device's module.
+    names = {
+        "_initialized": True,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "_lazy_init": lambda: None,  # without it PyTorch 2.9 synchronizes nothing
@@ -190,8 +189,7 @@ def install() -> SimulatedDevice:
         "_is_in_bad_fork": lambda: False,
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
     }
-    for name, function in functions.items():
-        setattr(module, name, function)
+    vars(module).update(names)
     torch._register_device_module(NAME, module)  # type: ignore[no-untyped-call]
     sys.modules[module.__name__] = module
     ACCELERATORS[NAME] = SimulatedAccelerator

@@ -132,12 +132,12 @@ def test_auto_falls_back_from_an_engine_that_lies(file: SpoolFile, monkeypatch: 
     engine, reason = choose_engine(file, threads=1)
     engine.close()
     assert engine.capabilities.name == "aiofiles"
-    assert "not posix: the probe read back other bytes" in reason
+    assert "not posix: the trial read back other bytes" in reason
 
 
 def test_auto_fails_when_nothing_works(file: SpoolFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actoffload.storage.engines.AUTO_ORDER", ("posix",))
     monkeypatch.setattr(PosixEngine, "_transfer_once", lambda self, kind, views, offset: 0)
     monkeypatch.setattr("actoffload.storage.engines.queued._MAX_STALLS", 3)
-    with pytest.raises(EngineUnavailableError, match="posix: probe write failed"):
+    with pytest.raises(EngineUnavailableError, match="posix: the trial write failed"):
         choose_engine(file, threads=1)

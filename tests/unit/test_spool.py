@@ -303,6 +303,28 @@ def test_free_does_not_wait_for_the_lock(make_spool: MakeSpool) -> None:
     assert (found.allocated_bytes, found.busy_extents) == (BLOCK, 0)
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_freed_room_is_reused_only_after_the_running_write(make_spool: MakeSpool, cancelled: bool) -> None:
+    spool = make_spool(engine=GateEngine, capacity_bytes=MIB)
+    running, go_on, memory, extent = threading.Event(), threading.Event(), Memory(MIB), spool.allocate(MIB)
+
+    def before() -> None:
+        running.set()
+        assert go_on.wait(WAIT_S)
+
+    write = spool.write(extent, memory.address, MIB, before=before)
+    gate_of(spool).open()
+    assert running.wait(WAIT_S)
+    if cancelled:
+        assert write.cancel()
+    spool.free(extent)
+    with pytest.raises(SpoolFullError):
+        spool.allocate(BLOCK)
+    go_on.set()
+    assert write.wait(WAIT_S)
+    assert place(spool.allocate(MIB)) == place(extent)
+
+
 def test_freed_room_is_poisoned(make_spool: MakeSpool) -> None:
     spool = make_spool(poison=True, capacity_bytes=4 * MIB)
     extent = put(spool, b"\x01" * (4 * MIB))

@@ -9,7 +9,7 @@ from typing import Final
 
 from ...errors import ConfigError, EngineUnavailableError
 from .aiofiles import AiofilesEngine
-from .base import IoKind, IoRequest, SpoolFile, StorageEngine
+from .base import OTHER_BYTES, SpoolFile, StorageEngine, try_transfers
 from .gds import GdsEngine
 from .memory import MemoryEngine
 from .posix import PosixEngine
@@ -49,12 +49,7 @@ def choose_engine(
 ) -> tuple[StorageEngine, str]:
     """Return the first engine of an order that moves bytes to the file and back, and the reason for it.
 
-    Overwrites the first bytes of the file: only for a file that holds nothing yet.
-
-    Args:
-        file: The file.
-        order: Names of engines; None: ``AUTO_ORDER``.
-        threads: See `create_engine`.
+    Overwrites the first bytes of the file: only for a file that holds nothing yet. ``order`` None: ``AUTO_ORDER``.
 
     Raises:
         EngineUnavailableError: None of them does; the message has every engine's error.
@@ -84,15 +79,10 @@ def probe_engine(engine: StorageEngine) -> str | None:
         anchor = ctypes.c_char.from_buffer(memory)
         address = ctypes.addressof(anchor)
         del anchor  # else the mapping could not be closed
-        for request in (
-            IoRequest(IoKind.WRITE, address, _PROBE_BYTES, 0),
-            IoRequest(IoKind.READ, address + _PROBE_BYTES, _PROBE_BYTES, 0),
-        ):
-            engine.submit(request)
-            request.wait()
-            if request.error is not None:
-                return f"probe {request.kind.value} failed: {request.error}"
-        return None if memory[_PROBE_BYTES:] == pattern else "the probe read back other bytes than it wrote"
+        problem = try_transfers(engine, address, _PROBE_BYTES, 0)
+        if problem is None and memory[_PROBE_BYTES:] != pattern:
+            problem = OTHER_BYTES
+        return problem
 
 
 __all__ = [

@@ -48,7 +48,6 @@ class AiofilesEngine(QueuedEngine):
         self.start_threads(count)
 
     def close(self) -> None:
-        """See ``StorageEngine``."""
         super().close()
         self._executor.shutdown()
         for loop in self._loops:
@@ -56,7 +55,6 @@ class AiofilesEngine(QueuedEngine):
         self.after_fork_in_child()
 
     def after_fork_in_child(self) -> None:
-        """See ``StorageEngine``."""
         for raw in self._files:
             raw.close()
 

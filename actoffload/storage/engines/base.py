@@ -11,9 +11,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, unique
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from ...locks import Claim
+
+T = TypeVar("T")
 
 
 @unique
@@ -147,20 +149,20 @@ class IoRequest:
         self.state = RequestState.DONE if error is None else RequestState.FAILED
         self._final.set()
         if on_done is not None:
-            try:
-                on_done(self)
-            except BaseException as exc:  # it must not end the engine's thread, and must not be lost
-                report_uncaught(exc)
+            call_back(on_done, self)
 
     def __repr__(self) -> str:
         return f"<IoRequest {self.kind.value} {self.length} bytes at {self.offset}: {self.state.value}>"
 
 
-def report_uncaught(error: BaseException) -> None:
-    """Report an exception that a callback raised on an engine's thread, as the interpreter would for that thread."""
-    thread = threading.current_thread()
-    with contextlib.suppress(Exception):  # a hook that fails must not end the thread either
-        threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, thread)))
+def call_back(on_done: Callable[[T], None], ended: T) -> None:
+    """Call ``on_done``. Its exception must neither end the engine's thread nor be lost: report it as of that thread."""
+    try:
+        on_done(ended)
+    except BaseException as error:
+        thread = threading.current_thread()
+        with contextlib.suppress(Exception):  # a hook that fails must not end the thread either
+            threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, thread)))
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,6 @@ class EngineCapabilities:
     """The properties of an engine, and its demands."""
 
     name: str
-    """Name of the engine, as in the configuration."""
     direct: bool
     """Transfers bypass the page cache."""
     alignment: int
@@ -243,3 +244,20 @@ class StorageEngine(ABC):
 
     def after_fork_in_child(self) -> None:  # noqa: B027 - most engines own nothing that a child must close
         """In a forked child: closes the engine's own descriptors. Takes no lock, touches no thread."""
+
+
+OTHER_BYTES = "the trial read back other bytes than it wrote"
+
+
+def try_transfers(engine: StorageEngine, address: int, nbytes: int, offset: int) -> str | None:
+    """Write memory to the file, and read it back to the memory behind it; return a description of the failure, or None.
+
+    The caller compares the bytes.
+    """
+    for kind, place in ((IoKind.WRITE, address), (IoKind.READ, address + nbytes)):
+        request = IoRequest(kind, place, nbytes, offset)
+        engine.submit(request)
+        request.wait()
+        if request.error is not None:
+            return f"the trial {kind.value} failed: {request.error}"
+    return None

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, ClassVar, Final
 
 from ...errors import EngineUnavailableError
-from .base import EngineCapabilities, IoKind, IoRequest, SpoolFile
+from .base import OTHER_BYTES, EngineCapabilities, IoKind, SpoolFile, try_transfers
 from .queued import QueuedEngine, default_threads
 
 PAGE_BYTES: Final = 4096
@@ -47,10 +47,10 @@ class GdsEngine(QueuedEngine):
         kvikio, defaults = _import("kvikio"), _import("kvikio.defaults")
         compat = why_compat()
         direct = file.direct and not compat
-        super().__init__(
-            file,
-            EngineCapabilities(self.default_name, direct, 1, threads=count, vectored=True, device_memory=True),
+        capabilities = EngineCapabilities(
+            self.default_name, direct, 1, threads=count, vectored=True, device_memory=True
         )
+        super().__init__(file, capabilities)
         self.remark = (
             f"compatibility mode, through host memory: {compat}" if compat else "GPUDirect Storage, past host memory"
         )
@@ -72,12 +72,10 @@ class GdsEngine(QueuedEngine):
             raise _unavailable(problem)
 
     def close(self) -> None:
-        """See ``StorageEngine``."""
         super().close()
         self._kvikio_file.close()  # idempotent
 
     def after_fork_in_child(self) -> None:
-        """See ``StorageEngine``."""
         _kept_after_fork.append(self._kvikio_file)  # its destructor would call a driver that a child cannot use
         ours = os.fstat(self._kvikio_file.fileno())
         for name in os.listdir("/proc/self/fd"):  # kvikio has a second descriptor that it does not expose
@@ -107,16 +105,13 @@ class GdsEngine(QueuedEngine):
         device = cuda.alloc(2 * _PROBE_BYTES)
         device.copy_from_host(ctypes.c_void_p(ctypes.addressof(host)), 2 * _PROBE_BYTES)
         try:
-            for kind, address in ((IoKind.WRITE, device.ptr), (IoKind.READ, device.ptr + _PROBE_BYTES)):
-                request = IoRequest(kind, address, _PROBE_BYTES, offset)
-                self.submit(request)
-                request.wait()
-                if request.error is not None:
-                    return f"the trial {kind.value} failed: {request.error}"
+            problem = try_transfers(self, device.ptr, _PROBE_BYTES, offset)
         finally:
             os.ftruncate(self._file.fd, size)
         device.copy_to_host(ctypes.c_void_p(ctypes.addressof(host)), 2 * _PROBE_BYTES)
-        return None if host.raw == 2 * pattern else "the trial read back other bytes than it wrote"
+        if problem is None and host.raw != 2 * pattern:
+            problem = OTHER_BYTES
+        return problem
 
 
 class _Memory:

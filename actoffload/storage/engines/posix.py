@@ -11,23 +11,14 @@ from .queued import QueuedEngine, default_threads
 
 
 class PosixEngine(QueuedEngine):
-    """Positional reads and writes in worker threads; the interpreter's lock is not held during the system call.
-
-    Args:
-        file: The file to work on; with ``O_DIRECT`` when ``file.direct``.
-        threads: Worker threads; None: up to 4.
-    """
+    """Positional reads and writes in up to 4 worker threads, without the interpreter's lock during the system call."""
 
     default_name: ClassVar[str] = "posix"
 
     def __init__(self, file: SpoolFile, *, threads: int | None = None) -> None:
         count = default_threads(threads)
-        super().__init__(
-            file,
-            EngineCapabilities(
-                self.default_name, direct=file.direct, alignment=file.alignment, threads=count, vectored=True
-            ),
-        )
+        capabilities = EngineCapabilities(self.default_name, file.direct, file.alignment, threads=count, vectored=True)
+        super().__init__(file, capabilities)
         self.start_threads(count)
 
     def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:

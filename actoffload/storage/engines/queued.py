@@ -10,7 +10,6 @@ import threading
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable
 
 from ...errors import OffloaderClosedError, StateError, StorageReadError, StorageWriteError
 from .base import EngineCapabilities, IoKind, IoRequest, Range, SpoolFile, StorageEngine
@@ -27,21 +26,12 @@ def memory_view(address: int, length: int) -> memoryview:
 
 
 class Cursor:
-    """How far a request has come; judges the result of every system call.
-
-    Args:
-        request: The transfer.
-        file: For messages.
-        alignment: A transfer may only be continued at a multiple of this many bytes.
-
-    Attributes:
-        done: How many bytes have been moved.
-    """
+    """How far a request has come; judges the result of every system call."""
 
     def __init__(self, request: IoRequest, file: SpoolFile, alignment: int) -> None:
-        self.done = 0
+        self.done = 0  # bytes that have been moved
         self._request = request
-        self._file = file
+        self._file = file  # for messages
         self._alignment = alignment
         self._stalls = 0
 
@@ -119,17 +109,12 @@ class QueuedEngine(StorageEngine):
     """An engine whose requests wait in two queues for worker threads. Subclasses try one transfer.
 
     The threads are daemons: an interpreter that exits with work in the queue neither hangs nor crashes.
-
-    Args:
-        file: The file to work on.
-        capabilities: Of the subclass.
     """
 
     def __init__(self, file: SpoolFile, capabilities: EngineCapabilities) -> None:
         self._file = file
         self._capabilities = capabilities
-        self._reads: deque[IoRequest] = deque()
-        self._writes: deque[IoRequest] = deque()
+        self._queues: dict[IoKind, deque[IoRequest]] = {IoKind.READ: deque(), IoKind.WRITE: deque()}  # reads first
         self._mutex = threading.RLock()  # guards the queues and the next three; reentrant: see `abort`
         self._wake = threading.Condition(self._mutex)
         self._closing = False
@@ -139,33 +124,34 @@ class QueuedEngine(StorageEngine):
     def start_threads(self, count: int) -> None:
         """Start the workers: the last thing that a subclass's constructor does."""
         for index in range(count):
-            self._start_thread(f"actoffload-{self._capabilities.name}-{index}", self._work)
+            name = f"actoffload-{self._capabilities.name}-{index}"
+            thread = threading.Thread(target=self._work, name=name, daemon=True)
+            self._threads.append(thread)
+            try:
+                thread.start()
+            except BaseException:  # most likely the system has no more threads
+                self.abort()
+                raise
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """See ``StorageEngine``."""
         return self._capabilities
 
     def submit(self, request: IoRequest) -> None:
-        """See ``StorageEngine``."""
         with self._mutex:
             if self._closing:
                 raise OffloaderClosedError("the storage engine is closed")
-            self._queue(request).append(request)
+            self._queues[request.kind].append(request)
             self._notify()
 
     def promote(self, request: IoRequest) -> None:
-        """See ``StorageEngine``; searches the queue."""
         with self._mutex:
-            queue = self._queue(request)
-            try:
+            queue = self._queues[request.kind]
+            if request in queue:
                 queue.remove(request)
-            except ValueError:
-                return
-            queue.appendleft(request)
+                queue.appendleft(request)
 
     def close(self) -> None:
-        """See ``StorageEngine``."""
         if threading.current_thread() in self._threads:
             raise StateError("an engine cannot be closed from its own thread (from before() or on_done())")
         with self._mutex:
@@ -176,15 +162,14 @@ class QueuedEngine(StorageEngine):
                 thread.join()
 
     def abort(self) -> None:
-        """See ``StorageEngine``; also where an interrupt has left the lock held by this thread."""
         with contextlib.suppress(RuntimeError):  # it is not ours, or not any more
             while True:
-                self._mutex.release()  # the workers need it to end
+                self._mutex.release()  # an interrupt may have left it held, and the workers need it to end
         with self._mutex:
             self._closing = True
-            queued = [*self._reads, *self._writes]
-            self._reads.clear()
-            self._writes.clear()
+            queued = [request for queue in self._queues.values() for request in queue]
+            for queue in self._queues.values():
+                queue.clear()
         for request in queued:
             request.cancel()
         self.close()
@@ -198,15 +183,6 @@ class QueuedEngine(StorageEngine):
             views: The memory: one range, or several whose bytes lie one behind the other in the file.
             offset: Where in the file.
         """
-
-    def _start_thread(self, name: str, work: Callable[[], None]) -> None:
-        thread = threading.Thread(target=work, name=name, daemon=True)
-        self._threads.append(thread)
-        try:
-            thread.start()
-        except BaseException:  # most likely the system has no more threads
-            self.abort()
-            raise
 
     def _work(self) -> None:
         while (request := self._next()) is not None:
@@ -228,10 +204,11 @@ class QueuedEngine(StorageEngine):
 
     def _pop(self) -> IoRequest | None:
         """Start the next request that was not cancelled. The lock is held."""
-        while queue := self._reads or self._writes:
-            request = queue.popleft()
-            if request.try_start():
-                return request
+        for queue in self._queues.values():
+            while queue:
+                request = queue.popleft()
+                if request.try_start():
+                    return request
         return None
 
     def _carry_out(self, request: IoRequest) -> BaseException | None:
@@ -250,9 +227,6 @@ class QueuedEngine(StorageEngine):
         except BaseException as exc:  # any error belongs to the request and must not end this thread
             return exc
         return None
-
-    def _queue(self, request: IoRequest) -> deque[IoRequest]:
-        return self._reads if request.kind is IoKind.READ else self._writes
 
     def _notify(self) -> None:
         """Notify one worker, unless all are at work: they look for more by themselves. The lock is held."""

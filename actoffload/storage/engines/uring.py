@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from ...errors import EngineUnavailableError
 from .base import EngineCapabilities, IoKind, IoRequest, SpoolFile
-from .queued import Cursor, QueuedEngine
+from .queued import Cursor, QueuedEngine, default_threads
 from .ring import Ring
 
 DEPTH = 256
@@ -33,7 +33,6 @@ class UringEngine(QueuedEngine):
     """Transfers by io_uring, in one thread, which sleeps in the kernel until a transfer ends or an eventfd is written.
 
     Args:
-        file: The file to work on; with ``O_DIRECT`` when ``file.direct``.
         threads: Transfers at the same time; None: up to 256, and up to 64 MiB in each direction.
 
     Raises:
@@ -43,15 +42,11 @@ class UringEngine(QueuedEngine):
     default_name: ClassVar[str] = "uring"
 
     def __init__(self, file: SpoolFile, *, threads: int | None = None) -> None:
-        if threads is not None and threads < 1:
-            raise ValueError(f"threads={threads}: must be at least 1")
-        self._depth = DEPTH if threads is None else threads
-        super().__init__(
-            file,
-            EngineCapabilities(
-                self.default_name, direct=file.direct, alignment=file.alignment, threads=self._depth, vectored=True
-            ),
+        self._depth = DEPTH if threads is None else default_threads(threads)
+        capabilities = EngineCapabilities(
+            self.default_name, file.direct, file.alignment, threads=self._depth, vectored=True
         )
+        super().__init__(file, capabilities)
         self._event_count = ctypes.c_uint64()  # where the ring's read of the eventfd puts its count
         # Keeps the interpreter's lock for less than a microsecond; `os.eventfd_write` would let another thread have it.
         self._write_eventfd = ctypes.PyDLL(None).eventfd_write
@@ -72,21 +67,17 @@ class UringEngine(QueuedEngine):
         self.start_threads(1)
 
     def close(self) -> None:
-        """See ``StorageEngine``."""
         super().close()
-        self._free()
-
-    def after_fork_in_child(self) -> None:
-        """See ``StorageEngine``."""
-        self._ring.forget()
-        eventfd, self._eventfd = self._eventfd, -1
-        if eventfd >= 0:
-            os.close(eventfd)
-
-    def _free(self) -> None:
         with self._mutex:  # against a second close(), which may be about to write to the descriptor
             self._ring.close()
-            eventfd, self._eventfd = self._eventfd, -1
+            self._close_eventfd()
+
+    def after_fork_in_child(self) -> None:
+        self._ring.forget()
+        self._close_eventfd()
+
+    def _close_eventfd(self) -> None:
+        eventfd, self._eventfd = self._eventfd, -1
         if eventfd >= 0:
             os.close(eventfd)
 
@@ -141,7 +132,7 @@ class UringEngine(QueuedEngine):
         return not finished
 
     def _pop(self) -> IoRequest | None:
-        for queue in (self._reads, self._writes):
+        for queue in self._queues.values():
             while queue and self._has_room_for(queue[0]):
                 request = queue.popleft()
                 if request.try_start():
