@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,14 +14,12 @@ from ..errors import SavedTensorModifiedError
 from ..locks import renewed_in_child
 from ..runtime.backward_end import BackwardEnd
 from ..runtime.identity import same_counter
+from ..runtime.store import ActivationStore
+from ..runtime.tape import Tape
+from ..tiers.copy_streams import CopyStreams
+from ..tiers.record import Record
 from ..tiers.storage_ref import StorageRef
 from .handles import version_probe
-
-if TYPE_CHECKING:
-    from ..runtime.store import ActivationStore
-    from ..runtime.tape import Tape
-    from ..tiers.copy_streams import CopyStreams
-    from ..tiers.record import Record
 
 MOST = 5_000
 """The nodes of so many saves are read at most while saved tensors are alive. To read one gives it a Python object, and
@@ -164,11 +162,6 @@ class Originals:
         original = Original(tensor, stream)
         self._alive.add(original)
         return original
-
-    def make_room(self, device: torch.device, nbytes: int) -> None:
-        """Make room on a device for bytes that this library is about to make."""
-        with self.store.shared.lock:
-            self.store.tiers.by_device[device.type].make_room(nbytes)
 
     def node_of(self, tensor: Tensor) -> Any:
         """Return the node of a tensor, as `node_of`; None also if too many were read, or a mode of the program runs."""
