@@ -48,7 +48,6 @@ from .module_names import PATTERNS, ModelInputs, ModuleScopes, check_patterns
 from .packing import Forwards, Packer
 from .recompute import Recompute, check
 
-_offloaders: weakref.WeakSet[Offloader] = weakref.WeakSet()
 _stores: weakref.WeakSet[ActivationStore] = weakref.WeakSet()
 """The live stores. Handles keep a store alive even after its offloader is gone."""
 
@@ -97,7 +96,6 @@ class Offloader:
         self._open()
         # An offloader that dies without `close()` restores its models.
         weakref.finalize(self, self._recompute.undo).atexit = False
-        _offloaders.add(self)
 
     def _open(self) -> None:
         """Make the store and the objects that belong to it."""
@@ -107,7 +105,11 @@ class Offloader:
         self._module_names = ModuleScopes()
         given = self.config.policy if isinstance(self.config.policy, Plan) else None
         self.packer = Packer(store, self.exclusions, self._module_names, self._forwards)
-        self._plan_checkpoints()
+        if self._checkpoints is not None:
+            self._checkpoints.retire()  # a graph may keep it alive
+        self._checkpoints = Checkpoints(store, self.packer, self._forwards, self.exclusions, self._module_names)
+        if self.config.checkpoints == "plan" and (refusal := install()):
+            store.shared.reporter.advise("checkpoints", refusal)
         following = Following(store)
         self.autopilot = None
         if given is not None:
@@ -121,16 +123,6 @@ class Offloader:
             store.trace.ask = weakref.WeakMethod(self._known)
         # A store that dies without `close()` ends its threads and files. At exit `_at_exit` does that instead.
         weakref.finalize(store, _close_later, store.tiers).atexit = False
-
-    def _plan_checkpoints(self) -> None:
-        """Have checkpoints inside our contexts planned, unless the option ``checkpoints`` leaves them alone."""
-        if self._checkpoints is not None:
-            self._checkpoints.retire()  # a graph may keep it alive
-        if self.config.checkpoints == "plan":
-            parts = (self.store, self.packer, self._forwards, self.exclusions, self._module_names)
-            self._checkpoints = Checkpoints(*parts)
-            if refusal := install():
-                self.store.shared.reporter.advise("checkpoints", refusal)
 
     def _open_anew(self) -> None:
         """Replace the store after an interrupt."""
@@ -410,11 +402,6 @@ class Offloader:
         problem = "what a forward saved is still alive: call it between steps" if alive else ""
         return agree(self.autopilot, group, "it was closed" if self.closed else problem)
 
-    @property
-    def innermost_hook(self) -> Any:
-        """The pack hook of this thread's innermost entry, or None without an open context."""
-        return self._forwards.innermost_hook
-
     # -- statistics and reports ---------------------------------------------------------------------------------------
 
     def statistics(self) -> Statistics:
@@ -541,11 +528,6 @@ class Offloader:
     def after_fork_in_child(self) -> None:
         """Keep the tensors that are in memory and give up the rest: a forked child has none of our threads."""
         self.store.after_fork_in_child()
-
-
-def open_offloaders() -> list[Offloader]:
-    """Return this process's offloaders that are not closed."""
-    return [offloader for offloader in _offloaders if not offloader.closed]
 
 
 def _close_later(tiers: Tiers) -> None:
