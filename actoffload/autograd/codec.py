@@ -19,22 +19,15 @@ from .upcasts import Halves, half_bytes
 
 
 def exact_bytes(node: Any, tensor: Tensor, nbytes: int) -> int:
-    """Return how many of the bytes of a plain tensor are saved in an exact form: none if backward computes it again.
+    """Return how many of the ``nbytes`` of a plain tensor are saved in an exact form: none if backward computes it.
 
-    Args:
-        node: that made the tensor, as `Originals.node_of` returns it.
-        tensor: is about to be saved.
-        nbytes: of the tensor as it is.
+    ``node``: made the tensor, as `Originals.node_of` returns it.
     """
     return 0 if can_compute(node, tensor) else half_bytes(node, tensor) or nbytes
 
 
 class Codec:
-    """The forms of saved tensors.
-
-    Args:
-        store: of the tensors.
-    """
+    """The forms of the tensors that a store saves."""
 
     def __init__(self, store: ActivationStore) -> None:
         self._store = store

@@ -156,13 +156,7 @@ class Form(ABC):
             self.store.tiers.by_device[device.type].make_room(nbytes)
 
     def handle_of(self, tensor: Tensor, tape: Tape[Record], names: tuple[str | None, str | None]) -> Coded | None:
-        """Return the handle of a plain tensor, or None if the form does not apply to it.
-
-        Args:
-            tensor: is about to be saved, and may move.
-            tape: of the forward that saves it.
-            names: of the module that runs, and of the tensor, where they are known.
-        """
+        """Return the handle of a plain tensor, or None if the form does not apply to it; see `Codec.handle_of`."""
         storage, tier = tensor.untyped_storage(), self.store.tiers.by_device[tensor.device.type]
         stream = tier.stream_of(tensor.device)
         coded = None if tensor.is_neg() else self._known.get(storage._cdata)

@@ -143,9 +143,7 @@ class Result:
 def can_compute(node: Any, tensor: Tensor) -> bool:
     """Return whether a plain tensor is a node's result, or a cast of it, and hooks have all that it is computed from.
 
-    Args:
-        node: that made the tensor, as `Originals.node_of` returns it.
-        tensor: is about to be saved.
+    ``node``: made the tensor, as `Originals.node_of` returns it.
     """
     if not 0 < _level(node, tensor) <= LEVELS:
         return False
@@ -240,11 +238,7 @@ class Again:
 
 
 class Results:
-    """Finds tensors that backward can compute again.
-
-    Args:
-        originals: reads the graph, and has the store.
-    """
+    """Finds tensors that backward can compute again."""
 
     def __init__(self, originals: Originals) -> None:
         self.originals = originals
@@ -263,10 +257,7 @@ class Results:
     def handle_of(self, tensor: Tensor, tape: Tape[Record], names: tuple[str | None, str | None]) -> Again | None:
         """Return the handle of a plain tensor, or None if autograd does not save what it is computed from.
 
-        Args:
-            tensor: is about to be saved, and may move.
-            tape: of the forward that saves it.
-            names: of the module that runs, and of the tensor, where they are known.
+        The arguments are those of `Codec.handle_of`.
         """
         store, storage = self.store, tensor.untyped_storage()
         if tensor._version or tensor.is_neg() or 2 * tensor.nbytes < storage.nbytes():  # of a small view its bytes move

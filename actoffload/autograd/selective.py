@@ -44,7 +44,7 @@ _ALIASES = frozenset(
 """Views that no schema declares as views."""
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of operations that return before their results are complete."""
-_TELLS_OUTPUT = "op_output" in inspect.signature(SelectiveCheckpointContext.__init__).parameters
+_TAKES_OUTPUT = "op_output" in inspect.signature(SelectiveCheckpointContext.__init__).parameters
 
 _RECOMPUTE = object()
 _MISSING = object()
@@ -86,26 +86,21 @@ def create_selective_checkpoint_contexts(
     contexts: Contexts = plain.create_selective_checkpoint_contexts(  # type: ignore[no-untyped-call]
         policy_fn_or_list, allow_cache_entry_mutation
     )
-    return contexts if allow_cache_entry_mutation else _moving(contexts, policy_fn_or_list)
-
-
-def _moving(contexts: Contexts, policy: Any) -> Contexts:
-    """Return our contexts with this policy in place of PyTorch's, or PyTorch's where ours do not work."""
-    receiver = None if must_be_plain() else _receiver()
-    if receiver is None:
-        return contexts
-    region = _Region(receiver)
-    return _Caching(policy, region), _Replaying(region)
+    return _in_place_of(contexts)
 
 
 def _in_place_of(contexts: Contexts) -> Contexts:
-    """Return our contexts for a program's checkpoint in place of PyTorch's own, whose tensors no hook sees."""
+    """Return our contexts in place of PyTorch's own, whose tensors no hook sees; PyTorch's where ours do not work."""
     caching, replaying = contexts
     # A second context of another kind may use the tensors that the first one stores, which ours would not do.
     own = type(replaying) is getattr(plain, "_CachedTorchDispatchMode", None)
     if not own or not hasattr(caching, "policy_fn") or getattr(replaying, "allow_cache_entry_mutation", True):
         return contexts
-    return _moving(contexts, caching.policy_fn)
+    receiver = None if must_be_plain() else _receiver()
+    if receiver is None:
+        return contexts
+    region = _Region(receiver)
+    return _Caching(caching.policy_fn, region), _Replaying(region)
 
 
 def _receiver() -> Checkpoints | None:
@@ -285,11 +280,8 @@ class _Caching(_Mode):
         return out
 
     def _saves(self, func: Any, args: Any, kwargs: Any, out: Any) -> bool:
-        if isinstance(self._policy, list):
-            policy = CheckpointPolicy.MUST_SAVE if func in self._policy else CheckpointPolicy.PREFER_RECOMPUTE
-        else:
-            told = {"op_output": out} if _TELLS_OUTPUT else {}
-            policy = self._policy(SelectiveCheckpointContext(is_recompute=False, **told), func, *args, **kwargs)
+        output = {"op_output": out} if _TAKES_OUTPUT else {}
+        policy = self._policy(SelectiveCheckpointContext(is_recompute=False, **output), func, *args, **kwargs)
         if isinstance(policy, bool):
             return policy
         return policy in _SAVING or (policy is not CheckpointPolicy.MUST_RECOMPUTE and _must_not_run_again(func))

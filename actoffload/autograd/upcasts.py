@@ -23,9 +23,7 @@ LOWER = 0 if sys.byteorder == "little" else 1
 def half_bytes(node: Any, tensor: Tensor) -> int:
     """Return half of the size of a float32 storage that was cast from bfloat16, and not changed; else 0.
 
-    Args:
-        node: that made the tensor, as `Originals.node_of` returns it.
-        tensor: is about to be saved.
+    ``node``: made the tensor, as `Originals.node_of` returns it.
     """
     found = source_of(node) if tensor.dtype is torch.float32 else None
     cast = found is not None and found[1].dtype is torch.bfloat16
