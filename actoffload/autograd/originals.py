@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Hashable
@@ -105,12 +106,12 @@ class Checked:
     """
 
     def __init__(self) -> None:
-        self._first: dict[Hashable, int] = {}
-        self._differ: set[Hashable] = set()
+        self._first: dict[Hashable, float] = {}
+        """The first forward with each key; infinite once a tensor was different."""
 
     def differs(self, key: Hashable) -> bool:
         """Return whether a tensor of this key was different."""
-        return key in self._differ
+        return self._first.get(key) == math.inf
 
     def before(self, key: Hashable, forward: int) -> bool:
         """Return whether a forward before this one has compared tensors of this key."""
@@ -118,10 +119,7 @@ class Checked:
 
     def note(self, key: Hashable, forward: int, same: bool) -> None:
         """Note the result of a comparison that the host has waited for."""
-        if same:
-            self._first.setdefault(key, forward)
-        else:
-            self._differ.add(key)
+        self._first[key] = self._first.get(key, forward) if same else math.inf
 
 
 class Originals:

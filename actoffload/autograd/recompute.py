@@ -70,13 +70,12 @@ def check(wanted: Wanted, models: Sequence[nn.Module]) -> None:
     Raises:
         ConfigError: a pattern matches no module; names it.
     """
-    for pattern in (wanted,) if isinstance(wanted, bool) else wanted:
-        one: Wanted = pattern if isinstance(pattern, bool) else (pattern,)
+    one: Wanted
+    for one in (wanted,) if isinstance(wanted, bool) else [(glob,) for glob in wanted]:
         if one and not any(True for model in models for _ in matching(model, one)):
-            if one is True:
-                remedy = "the model has no repeated blocks: give globs over the names of its modules"
-            else:
-                remedy = f"{pattern!r} matches no module of the model: see model.named_modules()"
+            remedy = "the model has no repeated blocks: give globs over the names of its modules"
+            if not isinstance(one, bool):
+                remedy = f"{one[0]!r} matches no module of the model: see model.named_modules()"
             raise ConfigError("recompute", wanted, remedy)
 
 

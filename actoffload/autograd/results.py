@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import InitVar, dataclass, field
 from typing import Any
@@ -378,25 +378,24 @@ class Results:
 
     def used(self, result: Result) -> None:
         """Note that backward uses a result, which is held for the next nodes, and no longer than backward runs."""
-        inside = self._backward_end.expect()
-        with self.store.shared.lock:  # another thread may run backward, too
-            held = [one for one in self._made if one() not in (None, result)]
-            held.append(weakref.ref(result))
-            dropped, self._made = (held[:-HELD], held[-HELD:]) if inside else (held, [])
-        _forget(dropped)
+        self._hold(HELD if self._backward_end.expect() else 0, result)
         self.originals.used(result.device.type, result.original.stream)
 
     def _forget(self) -> None:
-        with self.store.shared.lock:
-            made, self._made = self._made, []
-        _forget(made)
+        self._hold(0)
 
-
-def _forget(made: Iterable[weakref.ref[Result]]) -> None:
-    for one in made:
-        result = one()
-        if result is not None:
-            result.made = None
+    def _hold(self, most: int, last: Result | None = None) -> None:
+        """Drop the computed storages, all but the last ones."""
+        with self.store.shared.lock:  # another thread may run backward, too
+            held = [one for one in self._made if one() not in (None, last)]
+            if last is not None:
+                held.append(weakref.ref(last))
+            cut = max(len(held) - most, 0)
+            dropped, self._made = held[:cut], held[cut:]
+        for one in dropped:
+            result = one()
+            if result is not None:
+                result.made = None
 
 
 def _level(node: Any, tensor: Tensor, most: int = LEVELS + 1) -> int:

@@ -122,7 +122,7 @@ def _quietly() -> Iterator[None]:
 class _Cached:
     """One cached tensor: the handle that stands for it."""
 
-    __slots__ = ("__weakref__", "handle")
+    __slots__ = ("handle",)
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
@@ -169,14 +169,18 @@ class _Region:
             if not isinstance(leaf, Tensor):
                 return leaf
             if shared & storage_numbers(leaf):  # changed in place, or an undeclared alias (c10d's own operations)
-                return self._stay(leaf)
+                return _Cached(Kept(leaf.detach()))
             if collective:  # its bytes are incomplete until the wait, so a move has to come later
-                entry = self._stay(leaf)
-                self._under_way.append(entry)
-                return entry
-            return self._move(leaf)
+                self._under_way.append(_Cached(Kept(leaf.detach())))
+                return self._under_way[-1]
+            entry = _Cached(self._packed(leaf))
+            for storage in storages(leaf):
+                ref = StorageRef(storage)
+                self._stored[ref.cdata].append((ref, entry))
+            return entry
 
-        return tree_map(cached, out)
+        with _quietly():
+            return tree_map(cached, out)
 
     def before_write(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Prepare for an operation that changes tensors in place.
@@ -212,18 +216,6 @@ class _Region:
         """Forget the state that only the forward needs."""
         self._under_way.clear()
         self._stored.clear()
-
-    def _stay(self, tensor: Tensor) -> _Cached:
-        with _quietly():
-            return _Cached(Kept(tensor.detach()))
-
-    def _move(self, tensor: Tensor) -> _Cached:
-        with _quietly():
-            entry = _Cached(self._packed(tensor))
-            for storage in storages(tensor):
-                ref = StorageRef(storage)
-                self._stored[ref.cdata].append((ref, entry))
-            return entry
 
     def _packed(self, tensor: Tensor) -> Any:
         if self._receiver.forwards.innermost_hook is None:
