@@ -112,13 +112,8 @@ class Checkpoints:
         self.planned = store.shared.config.checkpoints == "plan"
         self._regions, self._profiler, self._decision = store.regions, store.profiler, store.decision
         self._exclusions, self._names = exclusions, names
-        with _Original.lock:  # another thread may iterate over the set, which must not change meanwhile
-            _everywhere.add(self)
-
-    def retire(self) -> None:
-        """Leave all later checkpoints to PyTorch."""
-        with _Original.lock:
-            _everywhere.discard(self)
+        with _Original.lock:  # another thread may iterate over them meanwhile
+            _everywhere[id(forwards)] = self
 
     @property
     def region(self) -> Region | None:
@@ -360,7 +355,9 @@ def _with_contexts(given: tuple[Any, ...], options: dict[str, Any]) -> tuple[tup
 
 # -- in PyTorch's place -----------------------------------------------------------------------------------------------
 
-_everywhere: weakref.WeakSet[Checkpoints] = weakref.WeakSet()
+_everywhere: weakref.WeakValueDictionary[int, Checkpoints] = weakref.WeakValueDictionary()
+"""By the ``id`` of their `Forwards`, which they hold: after an interrupt those of the new store replace those of the
+ended one, which a graph may keep alive."""
 
 
 class _Original:
@@ -373,7 +370,7 @@ class _Original:
 def everywhere() -> list[Checkpoints]:
     """Return the checkpoints of all offloaders."""
     with _Original.lock:
-        return list(_everywhere)
+        return list(_everywhere.values())
 
 
 def innermost(found: Iterable[Checkpoints]) -> Checkpoints | None:

@@ -91,7 +91,6 @@ class Offloader:
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._ended = self._announced = self._searched = False
         self._recompute = Recompute(config.recomputed)
-        self._checkpoints: Checkpoints | None = None
         self._open()
         # An offloader that dies without `close()` restores its models.
         weakref.finalize(self, self._recompute.undo).atexit = False
@@ -103,8 +102,6 @@ class Offloader:
         self.exclusions = Exclusions()
         self._module_names = ModuleScopes()
         self.packer = Packer(store, self.exclusions, self._module_names, self._forwards)
-        if self._checkpoints is not None:
-            self._checkpoints.retire()  # a graph may keep it alive
         self._checkpoints = Checkpoints(store, self.packer, self._forwards, self.exclusions, self._module_names)
         if self.config.checkpoints == "plan" and (refusal := install()):
             store.shared.reporter.advise("checkpoints", refusal)

@@ -125,13 +125,13 @@ class Checkpointed:
         # A checkpoint saves its positional tensors through autograd, where hooks see them. Each tensor is passed once,
         # because a block may compare two of its arguments by identity.
         tensors = {id(value): value for value in values if isinstance(value, Tensor)}
-        place = {number: index for index, number in enumerate(tensors)}
-        others = [None if id(value) in place else value for value in values]
-        places = [place.get(id(value)) for value in values]
+        order = tuple(tensors)
+        others = [(id(value), None if id(value) in tensors else value) for value in values]
 
         @functools.wraps(self.forward)  # so that reports find the region's module
         def run(*given: Any) -> Any:
-            full = [other if at is None else given[at] for other, at in zip(others, places, strict=True)]
+            passed = dict(zip(order, given, strict=True))
+            full = [passed.get(number, other) for number, other in others]
             return forward(*full[:count], **dict(zip(names, full[count:], strict=True)))
 
         return checkpoint(run, *tensors.values(), early_stop=self.early_stop)
