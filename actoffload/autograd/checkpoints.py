@@ -96,7 +96,6 @@ class Checkpoints:
         names: the names of modules, as far as they are known.
 
     Attributes:
-        packer: as above; ``forwards``: likewise.
         planned: whether a plan may choose among them.
     """
 

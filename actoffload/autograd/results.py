@@ -252,7 +252,7 @@ class Results:
         """The running forward, and its results so far."""
         self._made: list[weakref.ref[Result]] = []
         """The results that hold a computed storage, the latest last. Weak, as a result ends with its last handle."""
-        self._backward_end = BackwardEnd(self._forget)
+        self._backward_end = BackwardEnd(self._drop)
 
     def handle_of(self, tensor: Tensor, tape: Tape[Record], names: tuple[str | None, str | None]) -> Again | None:
         """Return the handle of a plain tensor, or None if autograd does not save what it is computed from.
@@ -378,14 +378,11 @@ class Results:
 
     def used(self, result: Result) -> None:
         """Note that backward uses a result, which is held for the next nodes, and no longer than backward runs."""
-        self._hold(HELD if self._backward_end.expect() else 0, result)
+        self._drop(result, HELD if self._backward_end.expect() else 0)
         self.originals.used(result.device.type, result.original.stream)
 
-    def _forget(self) -> None:
-        self._hold(0)
-
-    def _hold(self, most: int, last: Result | None = None) -> None:
-        """Drop the computed storages, all but the last ones."""
+    def _drop(self, last: Result | None = None, most: int = 0) -> None:
+        """Drop the computed storages, all but the ``most`` last ones, which ``last`` is one of from now on."""
         with self.store.shared.lock:  # another thread may run backward, too
             held = [one for one in self._made if one() not in (None, last)]
             if last is not None:
