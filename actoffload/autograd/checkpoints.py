@@ -12,7 +12,7 @@ import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Generator, Hashable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import Any
 
@@ -30,10 +30,10 @@ from ..runtime.untraced import untraced, untraced_frame
 from ..tiers.storage_ref import StorageRef
 from .exclusions import Exclusions
 from .handles import sharing_counters, version_probe
-from .hook_stack import Pair, top
+from .hook_stack import top
 from .module_names import ModuleScopes
 from .packing import Forwards, Packer
-from .tensors import PLAIN_TYPES, storages
+from .tensors import PLAIN_TYPES, storage_numbers, storages
 
 NAME = "_checkpoint_without_reentrant_generator"
 _FORMS = {f"{NAME}_impl": ("fn", "args", "kwargs"), NAME: ("fn", "preserve_rng_state", "context_fn")}
@@ -94,6 +94,9 @@ class Checkpoints:
         forwards: the entries of the offloader's contexts.
         exclusions: the tensors that are no activations.
         names: the names of modules, as far as they are known.
+
+    Attributes:
+        planned: whether a plan may choose among them.
     """
 
     def __init__(
@@ -104,16 +107,12 @@ class Checkpoints:
         exclusions: Exclusions,
         names: ModuleScopes,
     ) -> None:
-        self.forwards = forwards
+        self.packer, self.forwards = packer, forwards
+        self.planned = store.shared.config.checkpoints == "plan"
         self._regions, self._profiler, self._decision = store.regions, store.profiler, store.decision
-        self._packer, self._exclusions, self._names = packer, exclusions, names
-        with _Original.lock:  # another thread may iterate over the set, which must not change meanwhile
-            _everywhere.add(self)
-
-    def retire(self) -> None:
-        """Leave all later checkpoints to PyTorch."""
-        with _Original.lock:
-            _everywhere.discard(self)
+        self._exclusions, self._names = exclusions, names
+        with _Original.lock:  # another thread may iterate over them meanwhile
+            _everywhere[id(forwards)] = self
 
     @property
     def region(self) -> Region | None:
@@ -128,7 +127,7 @@ class Checkpoints:
         """
         entry, function = self.forwards.stack[-1], given[0]
         name = self._name(function) if self._profiler.running else ""  # only a recorded step shows names
-        tape = self._packer.tape()
+        tape = self.packer.tape()
         if not len(tape) and not tape.regions:  # first: the shapes decide on the plan, and so on this region
             leaves = tree_leaves((given[1:], options))
             self._decision.begins_with(sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor)))
@@ -173,13 +172,10 @@ class Checkpoints:
         alike = None if varies else _alike(function, given)
         with _disable_current_modes():  # the region's modes must not see the operations that make room
             recomputation = self._regions.again(region, nested=nested, alike=alike)
-        note = self._note if region.recorded is not None and not nested else None
         counted: AbstractContextManager[object] = nullcontext()
         if recomputation.known_bytes is None:
-            inputs = [leaf for leaf in given if isinstance(leaf, Tensor)]
-            # The checkpoint itself saves the arguments.
-            arguments = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-            counted = _Counted(recomputation, inputs, arguments, self._is_static, note)
+            noted = region.recorded is not None and not nested
+            counted = _seeing(self._counter(recomputation, storage_numbers(given), storage_numbers(args), noted=noted))
         whole = False
         try:
             with counted:
@@ -192,17 +188,44 @@ class Checkpoints:
         finally:
             self._regions.ran_again(recomputation, whole=whole)
 
-    def _is_static(self, tensor: Tensor, storage: torch.UntypedStorage) -> bool:
-        return self._exclusions.why_static(tensor, storage) is not None
+    def _counter(
+        self, recomputation: Recomputation, inputs: set[int], arguments: set[int], *, noted: bool
+    ) -> Callable[[Tensor], None]:
+        """Return a function that counts the storages of a tensor that a second run saves.
+
+        Args:
+            recomputation: has the counts.
+            inputs: the numbers of storages that existed before. The caller holds them until the run has ended.
+            arguments: of these, the storages that the checkpoint itself has saved.
+            noted: whether the profiler notes them as well.
+        """
+        region, outside = recomputation.region, inputs - arguments if noted else set()
+
+        def count(tensor: Tensor) -> None:
+            for storage in (tensor.untyped_storage(),) if _is_strided(tensor) else storages(tensor):
+                number, nbytes, saved = storage._cdata, storage.nbytes(), recomputation.saved
+                if number in inputs:
+                    if region.recorded is not None and number in arguments:
+                        region.recorded.input_bytes = max(region.recorded.input_bytes, nbytes)
+                    if number in outside and self._exclusions.why_static(tensor, storage) is None:
+                        outside.remove(number)
+                        self._note(region, tensor, nbytes, storage)
+                elif number not in saved and self._exclusions.why_static(tensor, storage) is None:
+                    ref = StorageRef(storage)
+                    saved[ref.cdata] = ref, 0 if number in recomputation.leaving else nbytes
+                    if noted:
+                        self._note(region, tensor, nbytes, None)
+
+        return count
 
     def _note(self, region: Region, tensor: Tensor, nbytes: int, outside: torch.UntypedStorage | None) -> None:
-        if outside is not None and self._packer.has_record(outside):  # the forward has saved it outside of regions
+        if outside is not None and self.packer.has_record(outside):  # the forward has saved it outside of regions
             return
         if self._profiler.running and region.recorded is not None:
             with self._profiler.stopwatch.hook(), self._profiler.noting():
-                reason = self._packer.why_unrecorded(tensor)
+                reason = self.packer.why_unrecorded(tensor)
                 kept = "" if reason is None else reason.value
-                saved_bytes = self._packer.bytes_recorded(tensor, nbytes, region.tape)
+                saved_bytes = self.packer.bytes_recorded(tensor, nbytes, region.tape)
                 saved = (nbytes, DERIVED) if not saved_bytes and not kept else (saved_bytes or nbytes, kept)
                 self._profiler.region_saved(region.recorded, *saved, outside)
 
@@ -212,52 +235,6 @@ class Checkpoints:
         if module is not None:
             return self._names.name_of(module) or type(module).__name__
         return getattr(function, "__qualname__", type(function).__name__)
-
-
-class _Counted:
-    """Counts the storages that a second run saves, and passes each tensor on to the checkpoint's own hooks."""
-
-    def __init__(
-        self,
-        recomputation: Recomputation,
-        inputs: list[Tensor],
-        arguments: list[Tensor],
-        is_static: Callable[[Tensor, torch.UntypedStorage], bool],
-        note: Callable[[Region, Tensor, int, torch.UntypedStorage | None], None] | None,
-    ) -> None:
-        self._recomputation = recomputation
-        # Numbers alone identify these storages: the caller holds the tensors until the run has ended.
-        self._inputs, self._own = (
-            {storage._cdata for tensor in tensors for storage in storages(tensor)} for tensors in (inputs, arguments)
-        )
-        self._outside = self._inputs - self._own if note is not None else set()
-        self._is_static, self._note = is_static, note
-
-    def __enter__(self) -> None:
-        self._hooks = _seeing(self._count)
-        self._hooks.__enter__()
-
-    def __exit__(self, *error: Any) -> None:  # also when the checkpoint ends the second run early
-        self._hooks.__exit__(*error)
-
-    def _count(self, tensor: Tensor) -> None:
-        saved = self._recomputation.saved
-        for storage in (tensor.untyped_storage(),) if _is_strided(tensor) else storages(tensor):
-            number = storage._cdata
-            if number in self._inputs:
-                recorded = self._recomputation.region.recorded
-                if recorded is not None and number in self._own:
-                    recorded.input_bytes = max(recorded.input_bytes, storage.nbytes())
-                if self._note is not None and number in self._outside and not self._is_static(tensor, storage):
-                    self._outside.remove(number)
-                    self._note(self._recomputation.region, tensor, storage.nbytes(), storage)
-                continue
-            if number in saved or self._is_static(tensor, storage):
-                continue
-            ref, nbytes = StorageRef(storage), storage.nbytes()
-            saved[ref.cdata] = ref, 0 if number in self._recomputation.leaving else nbytes
-            if self._note is not None:
-                self._note(self._recomputation.region, tensor, nbytes, None)
 
 
 @contextmanager
@@ -377,7 +354,9 @@ def _with_contexts(given: tuple[Any, ...], options: dict[str, Any]) -> tuple[tup
 
 # -- in PyTorch's place -----------------------------------------------------------------------------------------------
 
-_everywhere: weakref.WeakSet[Checkpoints] = weakref.WeakSet()
+_everywhere: weakref.WeakValueDictionary[int, Checkpoints] = weakref.WeakValueDictionary()
+"""By the ``id`` of their `Forwards`, which they hold: after an interrupt those of the new store replace those of the
+ended one, which a graph may keep alive."""
 
 
 class _Original:
@@ -387,20 +366,35 @@ class _Original:
     function: Callable[..., Body]
 
 
+def everywhere() -> list[Checkpoints]:
+    """Return the checkpoints of all offloaders."""
+    with _Original.lock:
+        return list(_everywhere.values())
+
+
+def innermost(found: Iterable[Checkpoints]) -> Checkpoints | None:
+    """Return those of the offloader whose hooks are on top, or None: autograd calls no hooks but these."""
+    above = top()
+    return next((one for one in found if above is not None and one.forwards.innermost_hook is above[0]), None)
+
+
+def _planned() -> list[Checkpoints]:
+    """Return those among which plans may choose; none if PyTorch's own function has to run in any case."""
+    if top() is None or not torch.is_grad_enabled() or must_be_plain():
+        return []
+    return [one for one in everywhere() if one.planned]
+
+
 def _in_its_place(*given: Any, **options: Any) -> Body:
     """Return the generator around a region's first run: PyTorch's own, unless an offloader's hooks are innermost."""
-    above = top()
-    if above is None or not torch.is_grad_enabled() or must_be_plain():
-        return _Original.function(*given, **options)
-    with _Original.lock:
-        all_of_them = list(_everywhere)
-    for checkpoints in all_of_them:
+    planned = _planned()
+    for checkpoints in planned:
         region = checkpoints.region
         if region is not None:
             # A nested checkpoint always runs again. Both runs of the region must save the same tensors, and in the
             # second run PyTorch's own generator serves the nested checkpoint.
             return checkpoints.counted(region, True, given, options)
-    found = _innermost(all_of_them, above)
+    found = innermost(planned)
     if found is not None:
         given, options, is_free = _with_contexts(given, options)
         if is_free:
@@ -408,21 +402,12 @@ def _in_its_place(*given: Any, **options: Any) -> Body:
     return _Original.function(*given, **options)
 
 
-def _innermost(all_of_them: list[Checkpoints], above: Pair) -> Checkpoints | None:
-    # The offloader of the topmost hooks, not just any with an open context: autograd calls no hooks but these.
-    return next((one for one in all_of_them if one.forwards.innermost_hook is above[0]), None)
-
-
 @untraced
 def _count_reentrant() -> None:
     """Count a reentrant checkpoint that begins, for the offloader whose hooks are innermost."""
-    above = top()
-    if above is not None and torch.is_grad_enabled() and not must_be_plain():
-        with _Original.lock:
-            all_of_them = list(_everywhere)
-        found = _innermost(all_of_them, above)
-        if found is not None:
-            found.forwards.stack[-1].reentrant += 1
+    found = innermost(_planned())
+    if found is not None:
+        found.forwards.stack[-1].reentrant += 1
 
 
 def _counting(reentrant: Any) -> Any:

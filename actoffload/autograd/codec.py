@@ -2,50 +2,40 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..policy import CHECKPOINT_INPUT
-from .coded import CodedStorages
+from ..runtime.store import ActivationStore
+from ..runtime.tape import Tape
+from ..tiers.record import Record
 from .fp8 import Fp8
 from .originals import Originals
 from .results import Results, can_compute
 from .tensor_names import name_of
 from .upcasts import Halves, half_bytes
 
-if TYPE_CHECKING:
-    from ..runtime.store import ActivationStore
-    from ..runtime.tape import Tape
-    from ..tiers.record import Record
-
 
 def exact_bytes(node: Any, tensor: Tensor, nbytes: int) -> int:
-    """Return how many of the bytes of a plain tensor are saved in an exact form: none if backward computes it again.
+    """Return how many of the ``nbytes`` of a plain tensor are saved in an exact form: none if backward computes it.
 
-    Args:
-        node: that made the tensor, as `Originals.node_of` returns it.
-        tensor: is about to be saved.
-        nbytes: of the tensor as it is.
+    ``node``: made the tensor, as `Originals.node_of` returns it.
     """
     return 0 if can_compute(node, tensor) else half_bytes(node, tensor) or nbytes
 
 
 class Codec:
-    """The forms of saved tensors.
-
-    Args:
-        store: of the tensors.
-    """
+    """The forms of the tensors that a store saves."""
 
     def __init__(self, store: ActivationStore) -> None:
         self._store = store
         self._codec = store.shared.config.codec
         self._originals = Originals(store)
         self._results = Results(self._originals)
-        self._halves = CodedStorages(Halves(self._originals), self._originals)
-        self._fp8 = CodedStorages(Fp8(self._originals), self._originals)
+        self._halves = Halves(self._originals)
+        self._fp8 = Fp8(self._originals)
 
     def handle_of(self, tensor: Tensor, tape: Tape[Record], names: tuple[str | None, str | None], *, once: bool) -> Any:
         """Return the handle of a plain tensor that is saved in another form; None if it is saved as it is.
@@ -79,7 +69,7 @@ class Codec:
     def bytes_of(self, tensor: Tensor, nbytes: int, tape: Tape[Record], names: tuple[str | None, str | None]) -> int:
         """Return how many of the bytes of a plain tensor are saved, which a region of this forward saves again."""
         # First: the operands of a named product are mostly named as well, and rounded, so it is not computed again.
-        if self._is_inexact(tensor, names) and (code_bytes := self._fp8.form.code_bytes(tensor)):
+        if self._is_inexact(tensor, names) and (code_bytes := self._fp8.code_bytes(tensor)):
             return code_bytes
         if not self._applies(tensor):
             return nbytes

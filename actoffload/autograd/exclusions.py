@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Iterable
 from contextlib import ContextDecorator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,7 @@ from ..errors import ConfigError, StateError
 from ..policy import STATIC, KeepReason
 from ..runtime.untraced import untraced
 from .hook_stack import THREAD, enter_region, leave_region
-from .owners import ModuleOwners, StorageSet, live_modules, modules_of
+from .owners import StorageSet, live_modules, modules_of
 from .tensors import is_parameter
 
 MARKED = StorageSet()
@@ -95,23 +97,67 @@ class Exclusions:
 
     Attributes:
         static: parameters, buffers and inputs: the program holds them anyway, so they are no activations.
-        owners: the modules that own the parameters and buffers.
+        sharded: the modules with a sharded parameter that has not yet been found gathered.
     """
 
     def __init__(self) -> None:
         self.static = StorageSet()
-        self.owners = ModuleOwners()
         self._learned = 0
+        # Weakly: the offloader may outlive a model, and must not keep its parameters.
+        self._owners: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._managed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._sharded: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
+        self._gathered: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+        # The inner dict, as `len` of the weak one is a Python function, and each saved tensor queries it.
+        self.sharded: dict[Any, Any] = self._sharded.data  # type: ignore[attr-defined]
 
     def learn(self, models: Iterable[nn.Module]) -> None:
         """Note the present parameters and buffers of the models; without models, of every live module."""
         self._learned += 1
         models = list(models)
         for model in models:
-            self.owners.add(modules_of(model))
+            self._add_owners(modules_of(model))
         if not models and (self._learned <= 2 or self._learned % RELEARN_EVERY == 0):
-            self.owners.add(live_modules())
-        self.owners.note_storages(self.static)
+            self._add_owners(live_modules())
+        any_managed = len(self._managed) > 0
+        for module in list(self._owners):  # at each step, as ``.to()`` and resharding replace storages
+            managed = any_managed and module in self._managed
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    self.static.add(parameter, "parameter")
+                    dimensions = _mesh_dimensions(parameter) if managed else 0
+                    if dimensions and name not in self._gathered.get(module, ()):
+                        self._sharded.setdefault(module, {})[name] = dimensions
+            for buffer in module._buffers.values():
+                if buffer is not None:
+                    self.static.add(buffer, "buffer")
+
+    def _add_owners(self, modules: Iterable[nn.Module]) -> None:
+        fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+        for module in modules:
+            if module._parameters or module._buffers:
+                self._owners.add(module)
+            if isinstance(module, fsdp) and module not in self._managed:
+                self._managed.update(module.modules())
+
+    def _note_gathered(self) -> bool:
+        """Note the parameters that ``fully_shard`` has gathered for the first time; return whether there were any.
+
+        A gathered parameter has a storage of its own, which appears in the middle of a forward. FSDP frees and fills it
+        again for the rest of training, and saved views of it must show that. So it must never move.
+        """
+        found = False
+        for module, meshes in list(self._sharded.items()):  # a copy, as entries are removed below
+            for name, dimensions in list(meshes.items()):
+                parameter = module._parameters.get(name)
+                if parameter is not None and _mesh_dimensions(parameter) < dimensions:
+                    self.static.add(parameter, "parameter")
+                    self._gathered.setdefault(module, set()).add(name)
+                    meshes.pop(name, None)  # another thread may have popped it
+                    found = True
+            if not meshes:
+                self._sharded.pop(module, None)
+        return found
 
     def why_static(self, tensor: Tensor, storage: torch.UntypedStorage) -> KeepReason | None:
         """Return why this saved tensor is no activation, or None."""
@@ -121,7 +167,7 @@ class Exclusions:
                 self.static.add(tensor, "parameter")
             return KeepReason.PARAMETER
         known = self.static.by_number.get(number)
-        if known is None and self.owners.sharded and self.owners.note_gathered(self.static):
+        if known is None and self.sharded and self._note_gathered():
             known = self.static.by_number.get(number)
         return None if known is None else _REASONS[known[1]]
 
@@ -138,6 +184,12 @@ class Exclusions:
         if torch._C._current_graph_task_id() != -1 and not _builds_graph():
             return KeepReason.IN_BACKWARD  # a recomputation: its own backward follows at once
         return None
+
+
+def _mesh_dimensions(parameter: Tensor) -> int:
+    """Return the number of mesh dimensions that a parameter is laid out over; gathering removes FSDP's dimensions."""
+    mesh = getattr(parameter, "device_mesh", None)
+    return int(mesh.ndim) if mesh is not None else 0
 
 
 class no_offload(ContextDecorator):

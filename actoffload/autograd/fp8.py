@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .coded import Form
 from .handles import empty
-from .originals import Original, Originals
+from .originals import Original
 from .tensors import byte_span
 
 BLOCK = 128
@@ -32,19 +33,13 @@ ABOVE_TOP = (1 << (MANTISSA - 2)) - 1
 """Added to the bits of a float32, it raises the exponent if the mantissa is above 1.75."""
 
 
-class Fp8:
-    """The form of tensors that the option ``fp8`` names, see `coded.Form`: a byte a number, then a byte a block.
+class Fp8(Form):
+    """The form of tensors that the option ``fp8`` names: a byte a number, then a byte a block.
 
     A block's byte is the exponent of its scale, as a float32 has it.
-
-    Args:
-        originals: makes room.
     """
 
     exact = False
-
-    def __init__(self, originals: Originals) -> None:
-        self._originals = originals
 
     def code_bytes(self, tensor: Tensor) -> int:
         """Return the size of the code, or 0 for another dtype, and for a view of less than half of its storage."""
@@ -61,7 +56,7 @@ class Fp8:
     def encode(self, tensor: Tensor, stream: Any, key: tuple[Any, ...]) -> Tensor:
         """Return the code of a tensor's storage."""
         nbytes, storage = self.code_bytes(tensor), tensor.untyped_storage()
-        self._originals.make_room(tensor.device, nbytes)
+        self.make_room(tensor.device, nbytes)
         code = torch.empty(nbytes, dtype=torch.uint8, device=tensor.device)
         count = storage.nbytes() // tensor.itemsize
         numbers = empty(tensor.dtype, tensor.device).detach().set_(storage, 0, (count,), (1,))

@@ -26,10 +26,15 @@ def facts_so_far(store: ActivationStore, pilot: Autopilot | None) -> Facts:
     return facts_of(store, planned)
 
 
-def sum_up(parts: Mapping[str, Any]) -> None:
-    """Write the line, where the option ``announce`` directs it; ``parts``: the attributes of an offloader."""
+def sum_up(parts: Mapping[str, Any], *, if_it_ran: bool = False) -> None:
+    """Write the line, where the option ``announce`` directs it.
+
+    Args:
+        parts: the attributes of an offloader.
+        if_it_ran: write none for an offloader whose model never ran.
+    """
     store: ActivationStore = parts["store"]
-    if not store.forked:  # the parent does
+    if not store.forked and (store.shared.accounts.steps or not if_it_ran):  # of a fork the parent writes it
         say(parts["config"], closing_line(facts_so_far(store, parts["autopilot"])))
 
 
@@ -52,15 +57,11 @@ def sum_up_at_end(offloader: object) -> None:
 def _sum_up_later(parts: Mapping[str, Any]) -> None:
     # On a thread, because the line needs locks, which a finalizer must not take. The process waits for it to end.
     with contextlib.suppress(RuntimeError):  # the system starts no more threads
-        threading.Thread(target=_sum_up_if_it_ran, args=(parts,), name="actoffload-last-line").start()
+        name = "actoffload-last-line"
+        threading.Thread(target=sum_up, args=(parts,), kwargs={"if_it_ran": True}, name=name).start()
 
 
 def _sum_up_if_alive(dying: weakref.finalize[Any, Any]) -> None:
     alive = dying.detach()
     if alive is not None:
-        _sum_up_if_it_ran(*alive[2])
-
-
-def _sum_up_if_it_ran(parts: Mapping[str, Any]) -> None:
-    if parts["store"].shared.accounts.steps:
-        sum_up(parts)
+        sum_up(*alive[2], if_it_ran=True)

@@ -128,8 +128,6 @@ def check_patterns(config: OffloadConfig, models: Sequence[nn.Module]) -> None:
     Raises:
         ConfigError: a pattern matches none; names the pattern and a module that exists.
     """
-    if not any(getattr(config, field) for field in PATTERNS):
-        return
     names = [_shown(name) for model in models for name, _ in model.named_modules()]
     for field in PATTERNS:
         for pattern in module_patterns(getattr(config, field)):

@@ -48,7 +48,6 @@ from .module_names import PATTERNS, ModelInputs, ModuleScopes, check_patterns
 from .packing import Forwards, Packer
 from .recompute import Recompute, check
 
-_offloaders: weakref.WeakSet[Offloader] = weakref.WeakSet()
 _stores: weakref.WeakSet[ActivationStore] = weakref.WeakSet()
 """The live stores. Handles keep a store alive even after its offloader is gone."""
 
@@ -89,15 +88,12 @@ class Offloader:
         self.config = config
         self._accelerator = accelerator
         self._forwards = Forwards()
-        self._ended = False
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._announced = self._searched = False
+        self._ended = self._announced = self._searched = False
         self._recompute = Recompute(config.recomputed)
-        self._checkpoints: Checkpoints | None = None
         self._open()
         # An offloader that dies without `close()` restores its models.
         weakref.finalize(self, self._recompute.undo).atexit = False
-        _offloaders.add(self)
 
     def _open(self) -> None:
         """Make the store and the objects that belong to it."""
@@ -105,32 +101,22 @@ class Offloader:
         _stores.add(store)
         self.exclusions = Exclusions()
         self._module_names = ModuleScopes()
-        given = self.config.policy if isinstance(self.config.policy, Plan) else None
         self.packer = Packer(store, self.exclusions, self._module_names, self._forwards)
-        self._plan_checkpoints()
-        following = Following(store)
-        self.autopilot = None
-        if given is not None:
-            following.follow(given)
-            store.regions.expected = given.regions or None
-        elif self.config.policy == "auto":
-            self.autopilot = Autopilot(store, following)
-        called = None if self.autopilot is None else weakref.WeakMethod(self._model_begins)
+        self._checkpoints = Checkpoints(store, self.packer, self._forwards, self.exclusions, self._module_names)
+        if self.config.checkpoints == "plan" and (refusal := install()):
+            store.shared.reporter.advise("checkpoints", refusal)
+        policy, following = self.config.policy, Following(store)
+        self.autopilot, called = None, None
+        if isinstance(policy, Plan):
+            following.follow(policy)
+            store.regions.expected = policy.regions or None
+        elif policy == "auto":
+            self.autopilot, called = Autopilot(store, following), weakref.WeakMethod(self._model_begins)
         self._inputs = ModelInputs(self.exclusions.static, called)
         if store.trace is not None:
             store.trace.ask = weakref.WeakMethod(self._known)
         # A store that dies without `close()` ends its threads and files. At exit `_at_exit` does that instead.
         weakref.finalize(store, _close_later, store.tiers).atexit = False
-
-    def _plan_checkpoints(self) -> None:
-        """Have checkpoints inside our contexts planned, unless the option ``checkpoints`` leaves them alone."""
-        if self._checkpoints is not None:
-            self._checkpoints.retire()  # a graph may keep it alive
-        if self.config.checkpoints == "plan":
-            parts = (self.store, self.packer, self._forwards, self.exclusions, self._module_names)
-            self._checkpoints = Checkpoints(*parts)
-            if refusal := install():
-                self.store.shared.reporter.advise("checkpoints", refusal)
 
     def _open_anew(self) -> None:
         """Replace the store after an interrupt."""
@@ -192,11 +178,12 @@ class Offloader:
             ended = self.store
             self._open_anew()
             ended.speak()
-        for field in () if len(self._models) else PATTERNS:
-            if module_patterns(getattr(self.config, field)):
-                raise ConfigError(field, getattr(self.config, field), "needs model= to know the modules' names")
-        if self.config.recomputed and not len(self._models):
-            raise ConfigError("recompute", self.config.recompute, "needs model= to know the modules' names")
+        if not len(self._models):
+            for field in PATTERNS:
+                if module_patterns(getattr(self.config, field)):
+                    raise ConfigError(field, getattr(self.config, field), "needs model= to know the modules' names")
+            if self.config.recompute:
+                raise ConfigError("recompute", self.config.recompute, "needs model= to know the modules' names")
         store, stack = self.store, self._forwards.stack
         depth = len(stack)
         try:
@@ -311,7 +298,7 @@ class Offloader:
             self.store.shared.reporter.advise("hooks", advice)
 
     def _note_reentrant(self, entry: Entry) -> None:
-        """Say once how many checkpoints of a forward leave a plan no choice."""
+        """Report once how many checkpoints of a forward leave a plan no choice."""
         reporter = self.store.shared.reporter
         chooses = self.autopilot is not None or isinstance(self.config.policy, Plan)
         if entry.reentrant and chooses and "reentrant" not in reporter.advice:
@@ -409,11 +396,6 @@ class Offloader:
         alive = not self.store.nothing_is_alive()
         problem = "what a forward saved is still alive: call it between steps" if alive else ""
         return agree(self.autopilot, group, "it was closed" if self.closed else problem)
-
-    @property
-    def innermost_hook(self) -> Any:
-        """The pack hook of this thread's innermost entry, or None without an open context."""
-        return self._forwards.innermost_hook
 
     # -- statistics and reports ---------------------------------------------------------------------------------------
 
@@ -537,15 +519,6 @@ class Offloader:
         self._module_names.remove()
         self._recompute.undo()
         self._inputs.remove()
-
-    def after_fork_in_child(self) -> None:
-        """Keep the tensors that are in memory and give up the rest: a forked child has none of our threads."""
-        self.store.after_fork_in_child()
-
-
-def open_offloaders() -> list[Offloader]:
-    """Return this process's offloaders that are not closed."""
-    return [offloader for offloader in _offloaders if not offloader.closed]
 
 
 def _close_later(tiers: Tiers) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,14 +15,12 @@ from ..errors import SavedTensorModifiedError
 from ..locks import renewed_in_child
 from ..runtime.backward_end import BackwardEnd
 from ..runtime.identity import same_counter
+from ..runtime.store import ActivationStore
+from ..runtime.tape import Tape
+from ..tiers.copy_streams import CopyStreams
+from ..tiers.record import Record
 from ..tiers.storage_ref import StorageRef
 from .handles import version_probe
-
-if TYPE_CHECKING:
-    from ..runtime.store import ActivationStore
-    from ..runtime.tape import Tape
-    from ..tiers.copy_streams import CopyStreams
-    from ..tiers.record import Record
 
 MOST = 5_000
 """The nodes of so many saves are read at most while saved tensors are alive. To read one gives it a Python object, and
@@ -107,12 +106,12 @@ class Checked:
     """
 
     def __init__(self) -> None:
-        self._first: dict[Hashable, int] = {}
-        self._differ: set[Hashable] = set()
+        self._first: dict[Hashable, float] = {}
+        """The first forward with each key; infinite once a tensor was different."""
 
     def differs(self, key: Hashable) -> bool:
         """Return whether a tensor of this key was different."""
-        return key in self._differ
+        return self._first.get(key) == math.inf
 
     def before(self, key: Hashable, forward: int) -> bool:
         """Return whether a forward before this one has compared tensors of this key."""
@@ -120,10 +119,7 @@ class Checked:
 
     def note(self, key: Hashable, forward: int, same: bool) -> None:
         """Note the result of a comparison that the host has waited for."""
-        if same:
-            self._first.setdefault(key, forward)
-        else:
-            self._differ.add(key)
+        self._first[key] = self._first.get(key, forward) if same else math.inf
 
 
 class Originals:
@@ -164,11 +160,6 @@ class Originals:
         original = Original(tensor, stream)
         self._alive.add(original)
         return original
-
-    def make_room(self, device: torch.device, nbytes: int) -> None:
-        """Make room on a device for bytes that this library is about to make."""
-        with self.store.shared.lock:
-            self.store.tiers.by_device[device.type].make_room(nbytes)
 
     def node_of(self, tensor: Tensor) -> Any:
         """Return the node of a tensor, as `node_of`; None also if too many were read, or a mode of the program runs."""

@@ -124,7 +124,7 @@ class Packer:
             save=self.save_plain,
             static=self._exclusions.static.by_number,
             marked=MARKED.by_number,
-            awaited=self._exclusions.owners.sharded,
+            awaited=self._exclusions.sharded,
             # Under a budget every activation that stays needs room, which only the Python hook makes.
             least=self._min_bytes if shared.budget.limit_bytes is None else {},
             recording=self._store.profiler.running,

@@ -70,13 +70,12 @@ def check(wanted: Wanted, models: Sequence[nn.Module]) -> None:
     Raises:
         ConfigError: a pattern matches no module; names it.
     """
-    for pattern in (wanted,) if isinstance(wanted, bool) else wanted:
-        one: Wanted = pattern if isinstance(pattern, bool) else (pattern,)
+    one: Wanted
+    for one in (wanted,) if isinstance(wanted, bool) else [(glob,) for glob in wanted]:
         if one and not any(True for model in models for _ in matching(model, one)):
-            if one is True:
-                remedy = "the model has no repeated blocks: give globs over the names of its modules"
-            else:
-                remedy = f"{pattern!r} matches no module of the model: see model.named_modules()"
+            remedy = "the model has no repeated blocks: give globs over the names of its modules"
+            if not isinstance(one, bool):
+                remedy = f"{one[0]!r} matches no module of the model: see model.named_modules()"
             raise ConfigError("recompute", wanted, remedy)
 
 
@@ -126,13 +125,13 @@ class Checkpointed:
         # A checkpoint saves its positional tensors through autograd, where hooks see them. Each tensor is passed once,
         # because a block may compare two of its arguments by identity.
         tensors = {id(value): value for value in values if isinstance(value, Tensor)}
-        place = {number: index for index, number in enumerate(tensors)}
-        others = [None if id(value) in place else value for value in values]
-        places = [place.get(id(value)) for value in values]
+        order = tuple(tensors)
+        others = [(id(value), None if id(value) in tensors else value) for value in values]
 
         @functools.wraps(self.forward)  # so that reports find the region's module
         def run(*given: Any) -> Any:
-            full = [other if at is None else given[at] for other, at in zip(others, places, strict=True)]
+            passed = dict(zip(order, given, strict=True))
+            full = [passed.get(number, other) for number, other in others]
             return forward(*full[:count], **dict(zip(names, full[count:], strict=True)))
 
         return checkpoint(run, *tensors.values(), early_stop=self.early_stop)

@@ -11,9 +11,10 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from dataclasses import InitVar, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,18 +22,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import SavedTensorModifiedError, StateError
 from ..runtime.backward_end import BackwardEnd
+from ..runtime.tape import Tape
 from ..tiers.device_tier import CAPTURED
+from ..tiers.record import Record
 from .coded import Coded
 from .exclusions import MARKED
 from .handles import Handle, check_version, empty, version_probe, view_in
 from .hook_stack import OUR_UNPACKS
 from .originals import CHANGED, Checked, Original, Originals, source_of
 from .tensors import PLAIN_TYPES
-
-if TYPE_CHECKING:
-    from ..runtime.store import ActivationStore
-    from ..runtime.tape import Tape
-    from ..tiers.record import Record
 
 Operation = Callable[..., Tensor]
 PRODUCT = "MulBackward0"
@@ -58,72 +56,58 @@ many is in each forward, another one each time: a comparison reads and writes as
 the CPU the others are as well, unless their operands have been moved away by then."""
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Result:
     """One storage that is computed again: for the handles of all views that one stream saves.
 
     Args:
-        whole: the result of the operation, as the program has it.
-        original: its storage.
-        operation: computes it.
-        operands: the handles of the saved tensors that it is computed from.
-        store: makes room.
+        results: notes its use in backward.
+        whole: the result of the operation, as the program has it; ``original``: its storage.
+        operation: computes it from ``operands``, the handles of saved tensors.
         module: the name of the module that ran, if known.
         beside_bytes: of the largest tensor that is cast, if the result is a cast.
 
     Attributes:
         region: the tape and the place of the region, run once, that was the last to save it; None: of no such region.
         made: the storage once it is computed, and the stream that has done so.
+        like: shape, stride, dtype and device of ``whole``.
         level: how many operations follow each other, also through views.
         room_bytes: that backward needs to compute it; ``at_once_bytes``: with the results that it is computed from.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_like",
-        "_operands",
-        "_store",
-        "at_once_bytes",
-        "level",
-        "made",
-        "module",
-        "operation",
-        "original",
-        "region",
-        "room_bytes",
-    )
+    results: Results
+    whole: InitVar[Tensor]
+    original: Original
+    operation: Operation
+    operands: tuple[Any, ...]
+    module: str | None
+    beside_bytes: InitVar[int]
+    region: tuple[Tape[Record], int] | None = None
+    made: tuple[torch.UntypedStorage, Any] | None = None
+    like: tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device] = field(init=False)
+    level: int = field(init=False)
+    room_bytes: int = field(init=False)
+    at_once_bytes: int = field(init=False)
 
-    def __init__(
-        self,
-        whole: Tensor,
-        original: Original,
-        operation: Operation,
-        operands: tuple[Any, ...],
-        store: ActivationStore,
-        module: str | None,
-        beside_bytes: int,
-    ) -> None:
-        self._like = whole.shape, whole.stride(), whole.dtype, whole.device
-        self.operation, self._operands = operation, tuple(map(_own, operands))
-        self._store = store
-        self.region: tuple[Tape[Record], int] | None = None
-        self.made: tuple[torch.UntypedStorage, Any] | None = None
-        self.original, self.module = original, module
-        results: list[Result] = [operand.result for operand in operands if isinstance(operand, Again)]
-        self.level: int = 1 + max((one.level for one in results), default=0)
-        self.room_bytes = original.nbytes + beside_bytes
-        self.at_once_bytes: int = self.room_bytes + sum(one.at_once_bytes for one in results)
+    def __post_init__(self, whole: Tensor, beside_bytes: int) -> None:
+        self.like = whole.shape, whole.stride(), whole.dtype, whole.device
+        before = [operand.result for operand in self.operands if isinstance(operand, Again)]
+        self.level = 1 + max((one.level for one in before), default=0)
+        self.room_bytes = self.original.nbytes + beside_bytes
+        self.at_once_bytes = self.room_bytes + sum(one.at_once_bytes for one in before)
+        self.operands = tuple(map(_own, self.operands))
 
     @property
     def device(self) -> torch.device:
         """Its device."""
-        return self._like[3]
+        return self.like[3]
 
     def peek(self, fetch: bool) -> list[Tensor] | None:
         """Return the operands in the forward that saves the result, or None; see `Handle.peek`."""
-        operands = [operand.peek(fetch) for operand in self._operands]
+        operands = [operand.peek(fetch) for operand in self.operands]
         if not all(map(_has_bytes, operands)):
             return None
-        copies = self._store.tiers.by_device[self.device.type].copies
+        copies = self.results.store.tiers.by_device[self.device.type].copies
         if copies is not None:
             for operand in operands:  # it may have been made on another stream, whose allocator may use it again
                 copies.device.used_on(operand, self.original.stream)
@@ -131,17 +115,18 @@ class Result:
 
     def storage(self) -> torch.UntypedStorage:
         """Return a storage with the bytes of the original, safe to use on the current stream."""
-        shape, stride, dtype, device = self._like
-        tier = self._store.tiers.by_device[device.type]
+        shape, stride, dtype, device = self.like
+        store = self.results.store
+        tier = store.tiers.by_device[device.type]
         current, made = tier.stream_of(device), self.made
         # A storage that another stream computes may not be there yet when this stream reads it.
         if made is None or made[1] != current:
             # Neither a graph nor a call that a mode of the program sees.
             modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
             with torch.no_grad(), modes:
-                operands = list(map(_present, self._operands))
-                with self._store.shared.lock:
-                    self._store.regions.leave()  # first: these regions' bytes are room now
+                operands = list(map(_present, self.operands))
+                with store.shared.lock:
+                    store.regions.leave()  # first: these regions' bytes are room now
                     tier.make_room(self.room_bytes)  # beside the operands, which may be computed again as well
 
                 def compute() -> Tensor:
@@ -151,16 +136,14 @@ class Result:
                     return empty(dtype, device).new_empty_strided(shape, stride).copy_(tensor)
 
                 made = self.made = tier.with_room(compute).untyped_storage(), current
-            self._store.regions.computed(made[0], self.region)
+            store.regions.computed(made[0], self.region)
         return made[0]
 
 
 def can_compute(node: Any, tensor: Tensor) -> bool:
     """Return whether a plain tensor is a node's result, or a cast of it, and hooks have all that it is computed from.
 
-    Args:
-        node: that made the tensor, as `Originals.node_of` returns it.
-        tensor: is about to be saved.
+    ``node``: made the tensor, as `Originals.node_of` returns it.
     """
     if not 0 < _level(node, tensor) <= LEVELS:
         return False
@@ -210,26 +193,23 @@ def _present(handle: Any) -> Tensor:
 class Again:
     """The handle of one saved view of a `Result`."""
 
-    __slots__ = ("conj", "dtype", "neg", "offset", "probe", "result", "results", "shape", "stride", "version")
+    __slots__ = ("conj", "dtype", "neg", "offset", "probe", "result", "shape", "stride", "version")
 
-    def __init__(self, results: Results, result: Result, alias: Tensor) -> None:
+    def __init__(self, result: Result, alias: Tensor) -> None:
         self.dtype, self.shape, self.stride = alias.dtype, alias.shape, alias.stride()
         self.offset = alias.storage_offset() * alias.dtype.itemsize
         self.conj = self.neg = False
         self.version = alias._version
         self.probe = version_probe(alias)
-        self.results = results
         self.result = result
 
     def unpack(self) -> Tensor:
-        """Return the saved view, bit for bit.
+        """As `Handle.unpack`, also for the tensors that it is computed from.
 
         Raises:
-            SavedTensorModifiedError: it, or a tensor that it is computed from, was changed in place.
-            StorageReadError: such a tensor could not be read back.
             StateError: such a tensor was freed by its owner, or a graph is being captured.
         """
-        result, store = self.result, self.results.originals.store
+        result, store = self.result, self.result.results.store
         if self.probe._version != self.version:
             check_version(self.probe._version, self.version, self.dtype, self.shape, result.module)
         storage = result.original.storage()
@@ -239,7 +219,7 @@ class Again:
             raise StateError(CAPTURED)  # no copy of the flag may be enqueued
         try:
             storage = result.storage()
-            self.results.used(result)
+            result.results.used(result)
         except BaseException as error:
             store.abort_if_interrupted(error)
             raise
@@ -258,15 +238,11 @@ class Again:
 
 
 class Results:
-    """Finds tensors that backward can compute again.
-
-    Args:
-        originals: reads the graph, and has the store.
-    """
+    """Finds tensors that backward can compute again."""
 
     def __init__(self, originals: Originals) -> None:
         self.originals = originals
-        self._store = originals.store
+        self.store = originals.store
         self._known: weakref.WeakValueDictionary[int, Result] = weakref.WeakValueDictionary()
         """By the number of the program's storage."""
         self._checked = Checked()
@@ -276,17 +252,14 @@ class Results:
         """The running forward, and its results so far."""
         self._made: list[weakref.ref[Result]] = []
         """The results that hold a computed storage, the latest last. Weak, as a result ends with its last handle."""
-        self._backward_end = BackwardEnd(self._forget)
+        self._backward_end = BackwardEnd(self._drop)
 
     def handle_of(self, tensor: Tensor, tape: Tape[Record], names: tuple[str | None, str | None]) -> Again | None:
         """Return the handle of a plain tensor, or None if autograd does not save what it is computed from.
 
-        Args:
-            tensor: is about to be saved, and may move.
-            tape: of the forward that saves it.
-            names: of the module that runs, and of the tensor, where they are known.
+        The arguments are those of `Codec.handle_of`.
         """
-        store, storage = self._store, tensor.untyped_storage()
+        store, storage = self.store, tensor.untyped_storage()
         if tensor._version or tensor.is_neg() or 2 * tensor.nbytes < storage.nbytes():  # of a small view its bytes move
             return None
         if store.decision.names.used and store.decision.names.excludes(*names):
@@ -310,7 +283,7 @@ class Results:
             # Plain PyTorch holds the memory until backward. Here the stream that owns it may use it again once the
             # program has dropped the tensor, while this stream still reads it.
             tier.copies.device.used_on(tensor, stream)
-        return Again(self, result, tensor.detach())
+        return Again(result, tensor.detach())
 
     def _find(self, tensor: Tensor, stream: Any, module: str | None, regions: int) -> Result | None:
         # In backward a tensor that the program's own hooks have returned may have a node with other bytes.
@@ -338,7 +311,7 @@ class Results:
             operation = functools.partial(_cast, operation, casts)
             beside_bytes = whole.numel() * max(d.itemsize for d in (node._input_metadata[0].dtype, *casts[:-1]))
         original = self.originals.original(tensor, stream)
-        result = Result(whole, original, operation, handles, self._store, module, beside_bytes)
+        result = Result(self, whole, original, operation, handles, module, beside_bytes)
         return result if result.level <= LEVELS and self._is_right(key, whole, result) else None
 
     def _is_operand(self, handle: Any, device: torch.device) -> bool:
@@ -350,8 +323,8 @@ class Results:
         if isinstance(handle, Coded) and not handle.coded.form.exact:  # no comparison would show a change unseen
             return False
         if isinstance(handle, (Handle, Again)):
-            store = handle.store if isinstance(handle, Handle) else handle.results.originals.store
-            return store is self._store and handle.probe._version == handle.version
+            store = handle.store if isinstance(handle, Handle) else handle.result.results.store
+            return store is self.store and handle.probe._version == handle.version
         stays = handle.peek(False) if hasattr(handle, "peek") else None
         return stays is not None and stays.device == device and stays.untyped_storage()._cdata not in MARKED.by_number
 
@@ -361,7 +334,7 @@ class Results:
         Raises:
             SavedTensorModifiedError: it has not, and others like it were not compared.
         """
-        forward, on_cpu = self._store.shared.accounts.steps, whole.is_cpu
+        forward, on_cpu = self.store.shared.accounts.steps, whole.is_cpu
         if forward != self._forward:
             self._forward, self._count = forward, 0
         self._count += 1
@@ -405,25 +378,21 @@ class Results:
 
     def used(self, result: Result) -> None:
         """Note that backward uses a result, which is held for the next nodes, and no longer than backward runs."""
-        inside = self._backward_end.expect()
-        with self._store.shared.lock:  # another thread may run backward, too
-            held = [one for one in self._made if one() not in (None, result)]
-            held.append(weakref.ref(result))
-            dropped, self._made = (held[:-HELD], held[-HELD:]) if inside else (held, [])
-        _forget(dropped)
+        self._drop(result, HELD if self._backward_end.expect() else 0)
         self.originals.used(result.device.type, result.original.stream)
 
-    def _forget(self) -> None:
-        with self._store.shared.lock:
-            made, self._made = self._made, []
-        _forget(made)
-
-
-def _forget(made: Iterable[weakref.ref[Result]]) -> None:
-    for one in made:
-        result = one()
-        if result is not None:
-            result.made = None
+    def _drop(self, last: Result | None = None, most: int = 0) -> None:
+        """Drop the computed storages, all but the ``most`` last ones, which ``last`` is one of from now on."""
+        with self.store.shared.lock:  # another thread may run backward, too
+            held = [one for one in self._made if one() not in (None, last)]
+            if last is not None:
+                held.append(weakref.ref(last))
+            cut = max(len(held) - most, 0)
+            dropped, self._made = held[:cut], held[cut:]
+        for one in dropped:
+            result = one()
+            if result is not None:
+                result.made = None
 
 
 def _level(node: Any, tensor: Tensor, most: int = LEVELS + 1) -> int:

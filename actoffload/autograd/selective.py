@@ -25,10 +25,10 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 from ..errors import SavedTensorModifiedError
 from ..runtime.identity import same_counter
 from ..tiers.storage_ref import StorageRef
-from .checkpoints import CACHING_MODES, must_be_plain
+from .checkpoints import CACHING_MODES, Checkpoints, everywhere, innermost, must_be_plain
 from .handles import Handle, Kept, Wrapped, sharing_counters
-from .offloader import Offloader, open_offloaders
-from .tensors import storages
+from .hook_stack import top
+from .tensors import storage_numbers, storages
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -44,7 +44,7 @@ _ALIASES = frozenset(
 """Views that no schema declares as views."""
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of operations that return before their results are complete."""
-_TELLS_OUTPUT = "op_output" in inspect.signature(SelectiveCheckpointContext.__init__).parameters
+_TAKES_OUTPUT = "op_output" in inspect.signature(SelectiveCheckpointContext.__init__).parameters
 
 _RECOMPUTE = object()
 _MISSING = object()
@@ -86,39 +86,30 @@ def create_selective_checkpoint_contexts(
     contexts: Contexts = plain.create_selective_checkpoint_contexts(  # type: ignore[no-untyped-call]
         policy_fn_or_list, allow_cache_entry_mutation
     )
-    return contexts if allow_cache_entry_mutation else _moving(contexts, policy_fn_or_list)
-
-
-def _moving(contexts: Contexts, policy: Any) -> Contexts:
-    """Return our contexts with this policy in place of PyTorch's, or PyTorch's where ours do not work."""
-    offloader = None if must_be_plain() else _open_offloader()
-    if offloader is None:
-        return contexts
-    region = _Region(offloader)
-    return _Caching(policy, region), _Replaying(region)
+    return _in_place_of(contexts)
 
 
 def _in_place_of(contexts: Contexts) -> Contexts:
-    """Return our contexts for a program's checkpoint in place of PyTorch's own, whose tensors no hook sees."""
+    """Return our contexts in place of PyTorch's own, whose tensors no hook sees; PyTorch's where ours do not work."""
     caching, replaying = contexts
     # A second context of another kind may use the tensors that the first one stores, which ours would not do.
     own = type(replaying) is getattr(plain, "_CachedTorchDispatchMode", None)
     if not own or not hasattr(caching, "policy_fn") or getattr(replaying, "allow_cache_entry_mutation", True):
         return contexts
-    return _moving(contexts, caching.policy_fn)
+    receiver = None if must_be_plain() else _receiver()
+    if receiver is None:
+        return contexts
+    region = _Region(receiver)
+    return _Caching(caching.policy_fn, region), _Replaying(region)
 
 
-def _open_offloader() -> Offloader | None:
-    """Return the offloader of this thread's innermost open context, or None if there is none or that is ambiguous."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None:
+def _receiver() -> Checkpoints | None:
+    """Return those of this thread's innermost open context, or None if there is none or that is ambiguous."""
+    if top() is None:
         return None
-    candidates = [offloader for offloader in open_offloaders() if offloader.innermost_hook is not None]
-    # Offloaders may nest, so compare with the hook on top: only that one receives the tensors of this region.
-    innermost = [offloader for offloader in candidates if offloader.innermost_hook is hooks[0]]
-    if innermost:
-        return innermost[0]
-    return candidates[0] if len(candidates) == 1 else None  # another checkpoint's hooks are on top of the offloader's
+    candidates = [one for one in everywhere() if one.forwards.innermost_hook is not None]
+    # Another checkpoint's hooks may be on top of the offloader's.
+    return innermost(candidates) or (candidates[0] if len(candidates) == 1 else None)
 
 
 @contextmanager
@@ -131,7 +122,7 @@ def _quietly() -> Iterator[None]:
 class _Cached:
     """One cached tensor: the handle that stands for it."""
 
-    __slots__ = ("__weakref__", "handle")
+    __slots__ = ("handle",)
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
@@ -163,29 +154,33 @@ class _Cached:
 class _Region:
     """The outputs that one run of a checkpointed region has cached, by operation and number of its call."""
 
-    def __init__(self, offloader: Offloader) -> None:
+    def __init__(self, receiver: Checkpoints) -> None:
         self.entries: dict[Any, dict[int, Any]] = defaultdict(dict)
-        self._offloader = offloader
+        self._receiver = receiver
         self._under_way: list[_Cached] = []
         self._stored: dict[int, list[tuple[StorageRef, _Cached]]] = defaultdict(list)
 
     def cache(self, func: Any, inputs: Any, out: Any) -> Any:
         """Return the output of an operation, with a `_Cached` in place of each tensor."""
-        shared = _storages(inputs)
+        shared = storage_numbers(inputs)
         collective = getattr(func, "namespace", "") in _COLLECTIVES
 
         def cached(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            if shared & _storages(leaf):  # changed in place, or an undeclared alias (c10d's own operations)
-                return self._stay(leaf)
+            if shared & storage_numbers(leaf):  # changed in place, or an undeclared alias (c10d's own operations)
+                return _Cached(Kept(leaf.detach()))
             if collective:  # its bytes are incomplete until the wait, so a move has to come later
-                entry = self._stay(leaf)
-                self._under_way.append(entry)
-                return entry
-            return self._move(leaf)
+                self._under_way.append(_Cached(Kept(leaf.detach())))
+                return self._under_way[-1]
+            entry = _Cached(self._packed(leaf))
+            for storage in storages(leaf):
+                ref = StorageRef(storage)
+                self._stored[ref.cdata].append((ref, entry))
+            return entry
 
-        return tree_map(cached, out)
+        with _quietly():
+            return tree_map(cached, out)
 
     def before_write(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Prepare for an operation that changes tensors in place.
@@ -197,7 +192,7 @@ class _Region:
         for written in tree_leaves(_written(func, args, kwargs)):
             if not isinstance(written, Tensor):
                 continue
-            for cdata in _storages(written):
+            for cdata in storage_numbers(written):
                 for ref, entry in self._stored.get(cdata, ()):
                     if not ref.gone() and not same_counter(entry.counter(), written):
                         self._separate(entry)
@@ -222,22 +217,10 @@ class _Region:
         self._under_way.clear()
         self._stored.clear()
 
-    def _stay(self, tensor: Tensor) -> _Cached:
-        with _quietly():
-            return _Cached(Kept(tensor.detach()))
-
-    def _move(self, tensor: Tensor) -> _Cached:
-        with _quietly():
-            entry = _Cached(self._packed(tensor))
-            for storage in storages(tensor):
-                ref = StorageRef(storage)
-                self._stored[ref.cdata].append((ref, entry))
-            return entry
-
     def _packed(self, tensor: Tensor) -> Any:
-        if self._offloader.innermost_hook is None:
+        if self._receiver.forwards.innermost_hook is None:
             return Kept(tensor.detach())  # this is another thread, or the offloader's context has ended
-        return self._offloader.packer.pack(tensor)
+        return self._receiver.packer.pack(tensor)
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -289,11 +272,8 @@ class _Caching(_Mode):
         return out
 
     def _saves(self, func: Any, args: Any, kwargs: Any, out: Any) -> bool:
-        if isinstance(self._policy, list):
-            policy = CheckpointPolicy.MUST_SAVE if func in self._policy else CheckpointPolicy.PREFER_RECOMPUTE
-        else:
-            told = {"op_output": out} if _TELLS_OUTPUT else {}
-            policy = self._policy(SelectiveCheckpointContext(is_recompute=False, **told), func, *args, **kwargs)
+        output = {"op_output": out} if _TAKES_OUTPUT else {}
+        policy = self._policy(SelectiveCheckpointContext(is_recompute=False, **output), func, *args, **kwargs)
         if isinstance(policy, bool):
             return policy
         return policy in _SAVING or (policy is not CheckpointPolicy.MUST_RECOMPUTE and _must_not_run_again(func))
@@ -368,9 +348,3 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any
         if argument.alias_info is not None and argument.alias_info.is_write:
             written.append(args[position] if position < len(args) else kwargs.get(argument.name))
     return written
-
-
-def _storages(tree: Any) -> set[int]:
-    """Return the numbers (``_cdata``) of the storages of all tensors in a tree."""
-    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-    return {storage._cdata for tensor in tensors for storage in storages(tensor)}

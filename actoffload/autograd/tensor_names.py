@@ -11,6 +11,7 @@ from ..errors import ConfigError
 from ..policy import CHECKPOINT_INPUT
 from ..runtime.untraced import untraced
 from .owners import StorageSet
+from .tensors import storages
 
 _NAMES = StorageSet()
 _CHECKPOINTS = frozenset(
@@ -47,15 +48,17 @@ def name(tensor: Tensor, name: str) -> Tensor:
         raise ConfigError("tensor", tensor, "name() takes a tensor")
     if not isinstance(name, str) or not name:
         raise ConfigError("name", name, "give a text that is not empty")
-    _NAMES.replace(tensor, name)
+    for storage in storages(tensor):
+        _NAMES.by_number.pop(storage._cdata, None)
+    _NAMES.add(tensor, name)
     return tensor
 
 
 def name_of(storage: torch.UntypedStorage, *, only_boundaries: bool = False) -> str | None:
     """Return a saved tensor's name, or None. With ``only_boundaries`` only `CHECKPOINT_INPUT` is a name."""
-    known = _NAMES.get(storage) if len(_NAMES) and not only_boundaries else None
+    known = None if only_boundaries else _NAMES.by_number.get(storage._cdata)
     if known is not None:
-        return known
+        return known[1]
     frame = sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(_BETWEEN):
         frame = frame.f_back

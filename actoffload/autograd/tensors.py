@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from ..runtime.identity import Counter
 
@@ -102,3 +103,9 @@ def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
             continue
         with contextlib.suppress(NotImplementedError, RuntimeError):
             yield inner.untyped_storage()
+
+
+def storage_numbers(tree: Any) -> set[int]:
+    """Return the numbers (``_cdata``) of the storages of all tensors in a tree."""
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return {storage._cdata for tensor in tensors for storage in storages(tensor)}

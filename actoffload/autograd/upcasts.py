@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .coded import Form
 from .handles import empty
 from .originals import Checked, Original, Originals, source_of
 
@@ -22,31 +23,25 @@ LOWER = 0 if sys.byteorder == "little" else 1
 def half_bytes(node: Any, tensor: Tensor) -> int:
     """Return half of the size of a float32 storage that was cast from bfloat16, and not changed; else 0.
 
-    Args:
-        node: that made the tensor, as `Originals.node_of` returns it.
-        tensor: is about to be saved.
+    ``node``: made the tensor, as `Originals.node_of` returns it.
     """
     found = source_of(node) if tensor.dtype is torch.float32 else None
     cast = found is not None and found[1].dtype is torch.bfloat16
     return tensor.untyped_storage().nbytes() // 2 if cast else 0
 
 
-class Halves:
-    """The form of float32 tensors that were cast from bfloat16, see `coded.Form`.
-
-    Args:
-        originals: reads the graph.
-    """
+class Halves(Form):
+    """The form of float32 tensors that were cast from bfloat16."""
 
     exact = True
 
     def __init__(self, originals: Originals) -> None:
-        self._originals = originals
+        super().__init__(originals)
         self._checked = Checked()
 
     def code_bytes(self, tensor: Tensor) -> int:
         """As `half_bytes`."""
-        return half_bytes(self._originals.node_of(tensor), tensor) if tensor.dtype is torch.float32 else 0
+        return half_bytes(self.originals.node_of(tensor), tensor) if tensor.dtype is torch.float32 else 0
 
     def encode(self, tensor: Tensor, stream: Any, key: tuple[Any, ...]) -> Tensor | None:
         """Return the upper halves of a tensor's storage; None if a lower half is not zero.
@@ -56,8 +51,8 @@ class Halves:
         """
         if self._checked.differs(key):
             return None
-        storage, store = tensor.untyped_storage(), self._originals.store
-        self._originals.make_room(tensor.device, storage.nbytes() // 2)
+        storage, store = tensor.untyped_storage(), self.store
+        self.make_room(tensor.device, storage.nbytes() // 2)
         flat = empty(torch.int16, tensor.device).detach().set_(storage, 0, (storage.nbytes() // 2,), (1,))
         lower, upper = flat[LOWER::2], flat[1 - LOWER :: 2]
         forward = store.shared.accounts.steps
@@ -65,9 +60,9 @@ class Halves:
             if torch.count_nonzero(lower):
                 return None
         elif self._checked.before(key, forward):
-            self._originals.note(stream, lower.any())
+            self.originals.note(stream, lower.any())
         else:
-            differs = self._originals.read(lower.any(), stream)
+            differs = self.originals.read(lower.any(), stream)
             self._checked.note(key, forward, not differs)
             if differs:
                 return None

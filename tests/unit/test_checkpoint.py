@@ -373,6 +373,18 @@ def test_with_checkpoints_left_alone_all_run_again_and_none_counts(make_offloade
     assert (statistics.regions, statistics.recompute_peak_bytes) == (0, 0)
 
 
+def test_after_an_interrupt_regions_belong_to_the_new_store(make_offloader: MakeOffloader) -> None:
+    model, offloader = Blocks(), make_offloader()
+    expected, _ = model.step()
+    graphs = []
+    for _ in range(4):
+        assert_same_gradients(model.step(offloader)[0], expected)
+        assert offloader.statistics().recompute_peak_bytes > 0
+        with offloader:
+            graphs.append(model(batch()))  # keeps parts of the ended store alive
+        offloader.store.abort_if_interrupted(KeyboardInterrupt())
+
+
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 def test_reentrant_checkpoints_stay_as_they_are(make_offloader: MakeOffloader, inside: bool) -> None:
     """A checkpoint nested in one saves tensors only in backward, where our hooks may be the innermost."""

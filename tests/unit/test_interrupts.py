@@ -245,7 +245,7 @@ def test_an_interrupt_at_the_edge_of_a_context_leaves_no_hooks(tmp_path: Path, e
 
     with pytest.raises(KeyboardInterrupt):
         enter_and_leave()
-    assert offloader.innermost_hook is None
+    assert offloader._forwards.innermost_hook is None
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     x = torch.ones(8, requires_grad=True)
     with offloader:
