@@ -97,6 +97,7 @@ class Recorder:
         )
         self._timeline = tiers.start_timeline()
         self._writer = writer_for(path, _about_the_run(shared.config))
+        self._running = self._writer.running
         self._usage = Usage(self._writer, frozenset() if tiers.spool is None else tiers.spool.devices())
         shared.accounts.resident_by_module = self._memory.saved
         shared.reporter.sink, shared.reporter.unwanted = self.event, _UNWANTED
@@ -113,7 +114,7 @@ class Recorder:
         """Record an event of a saved storage: the sink."""
         args = {"module": event.module, "bytes": event.nbytes}
         if event.kind in _WAITS:
-            track, end_s = f"waits, {self._writer.running.name}", event.time_s + event.duration_s
+            track, end_s = f"waits, {self._running.name}", event.time_s + event.duration_s
             self._writer.span(track, _WAITS[event.kind], event.time_s, end_s, args)
         elif event.kind is EventKind.PLAN:
             self._writer.instant("notes", event.detail, event.time_s)
@@ -145,7 +146,7 @@ class Recorder:
         self._memory.count()
         self._memory.count_gradients()
         self.look()
-        self._phases.append(self._begin("forward"))
+        self._begin("forward")
 
     def forward_ended(self) -> None:
         """Record that the context is left."""
@@ -154,7 +155,7 @@ class Recorder:
 
     def backward(self, number: int) -> None:
         """Record that backward unpacks a tensor that the forward of micro-batch ``number`` saved."""
-        running = next((phase for phase in self._phases if phase.name == "backward"), None)
+        running = next((phase for phase in self._running.phases if phase.name == "backward"), None)
         if running is not None and running.begin_s < self._writer.forward_s:  # it raised, and so had no end
             self._end("backward", running.last_s)
         elif running is not None:
@@ -164,7 +165,7 @@ class Recorder:
                 self._gradients_due_s = now() + max(LEAST_LOOK_S, (now() - begin_s) / LOOKING_SHARE)
             return
         if self._backward_end.expect():
-            self._phases.append(self._begin("backward", number))
+            self._begin("backward", number)
 
     def _backward_ended(self) -> None:
         self._memory.count_gradients()
@@ -175,20 +176,19 @@ class Recorder:
         """Record that an optimizer's step begins."""
         self._memory.count_gradients()
         self._memory.optimizers.add(optimizer)
-        before = next((phase for phase in self._phases if phase.optimizer == id(optimizer)), None)
+        before = next((phase for phase in self._running.phases if phase.optimizer == id(optimizer)), None)
         if before is not None and before.teller != id(self):
             return  # another offloader with the same file has recorded this step
         if before is not None:  # the optimizer's last step raised, and had no end of its own
             self._end(before.name, before.last_s)
-        within = any(phase.name == "optimizer" for phase in self._phases)  # another optimizer calls this one
+        within = any(phase.name == "optimizer" for phase in self._running.phases)  # another optimizer calls this one
         if not within:
             self.look()
         on_host = all(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"])
-        for around in self._phases:  # DeepSpeed's step around this one, which is no optimizer of PyTorch's
+        for around in self._running.phases:  # DeepSpeed's step around this one, which is no optimizer of PyTorch's
             around.on_host |= on_host and around.name == "optimizer" and not around.optimizer
         phase = self._begin(f"{type(optimizer).__name__}.step" if within else "optimizer")
         phase.optimizer, phase.teller, phase.on_host = id(optimizer), id(self), on_host
-        self._phases.append(phase)
 
     def optimizer_ended(self, optimizer: Optimizer) -> None:
         """Record the end of an optimizer's step."""
@@ -196,7 +196,7 @@ class Recorder:
         self._memory.count()
         self.look()
         ours = (id(optimizer), id(self))
-        phase = next((phase for phase in self._phases if (phase.optimizer, phase.teller) == ours), None)
+        phase = next((phase for phase in self._running.phases if (phase.optimizer, phase.teller) == ours), None)
         if phase is not None:
             self._end(phase.name)
             self._writer.stepped_s = now()
@@ -207,7 +207,7 @@ class Recorder:
         begin_s = now()
         if not link:
             self.look()
-            self._phases.append(self._begin(name))
+            self._begin(name)
         try:
             yield
         finally:
@@ -220,17 +220,19 @@ class Recorder:
     def _begin(self, name: str, number: int | None = None) -> _Running:
         index = self._timeline.current_index if self._timeline is not None else None
         moment = self._timeline.moment(index) if self._timeline is not None and index is not None else None
-        return _Running(name, now(), number, index, moment, now())
+        phase = _Running(name, now(), number, index, moment, now())
+        self._running.phases.append(phase)
+        return phase
 
     def _end(self, name: str, end_s: float | None = None) -> None:
         """End the innermost phase of this name, and the phases in it, which have no end as they raised."""
-        phases, end_s = self._phases, now() if end_s is None else end_s
+        phases, end_s = self._running.phases, now() if end_s is None else end_s
         if not any(phase.name == name for phase in phases):
             return
         while phases:
             phase = phases.pop()
             args = {"microbatch": self._shared.accounts.microbatches if phase.number is None else phase.number}
-            self._writer.span(f"phases, {self._writer.running.name}", phase.name, phase.begin_s, end_s, args)
+            self._writer.span(f"phases, {self._running.name}", phase.name, phase.begin_s, end_s, args)
             if self._timeline is not None and phase.index is not None:
                 moment = self._timeline.moment(phase.index)
                 # The device has no part in an optimizer's step on the host, which only ends there.
@@ -238,11 +240,6 @@ class Recorder:
                 self._timeline.add(phase.name, phase.index, begin, moment, args)
             if phase.name == name:
                 return
-
-    @property
-    def _phases(self) -> list[_Running]:
-        """The phases that run in this thread, outermost first."""
-        return self._writer.running.phases
 
     def _take_timeline(self, *, wait: bool = False) -> None:
         """Record the copies and phases that the device has completed; ``wait``: for all of them."""
