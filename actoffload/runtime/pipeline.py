@@ -111,10 +111,9 @@ class Phases:
         self._agrees = self._agrees and place < len(self._past) and self._past[place] == phase
         self._now.append(phase)
         hint, self._pending = self._pending, None
-        if hint is None or hint.direction != phase.direction:
-            self._next = None
-            return None
-        self._next = hint.next
+        if hint is not None and hint.direction != phase.direction:
+            hint = None
+        self._next = None if hint is None else hint.next
         return hint
 
     def _begin_step(self) -> None:

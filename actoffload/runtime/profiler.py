@@ -33,11 +33,11 @@ class SavedStorage:
 
     nbytes: int
     birth: Stamp
-    tape: int
-    index: int | None
-    module: str | None
-    region: int | None
     kept: str
+    tape: int = 0
+    index: int | None = None
+    module: str | None = None
+    region: int | None = None
     need: Stamp = None
     death: Stamp = None
     let_go: bool = False
@@ -172,7 +172,7 @@ class Profiler:
         kept = "" if reason is None or reason.kind is Kind.CHOSEN else reason.value
         region: RunRegion | None = record.tape.region
         place = region.place if region is not None and region.once else None
-        entry = SavedStorage(record.nbytes, birth, tape, record.index, record.saved.module, place, kept)
+        entry = SavedStorage(record.nbytes, birth, kept, tape, record.index, record.saved.module, place)
         if region is not None and not region.once:
             entry.input_of = region  # it runs again: its checkpoint's hooks receive its saves, but for this input
         self._entry_of[record] = entry
@@ -185,7 +185,7 @@ class Profiler:
         stamp = self._shared.birth(nbytes)
         # A checkpoint's hooks receive what a region saves that runs again.
         tape, place = (0, None) if region is None or not region.once else (region.tape, region.place)
-        entry = SavedStorage(nbytes, stamp, tape, None, None, place, reason.value)
+        entry = SavedStorage(nbytes, stamp, reason.value, tape, region=place)
         self._saved.append(entry)
         return entry
 
@@ -254,7 +254,7 @@ class Profiler:
         if region not in self._regions:
             return None
         stamp = self.stopwatch.stamp()
-        held = SavedStorage(0, stamp, region.tape, None, region.name, None, KeepReason.RECOMPUTED.value, need=stamp)
+        held = SavedStorage(0, stamp, KeepReason.RECOMPUTED.value, region.tape, module=region.name, need=stamp)
         self._recomputations.append(held)
         if not nested and region.held is None:
             region.held, region.collectives = held, collectives()
@@ -275,7 +275,7 @@ class Profiler:
     def computed(self, nbytes: int) -> SavedStorage:
         """Note that backward has computed a storage of ``nbytes`` again; return its entry."""
         stamp = self.stopwatch.stamp()
-        held = SavedStorage(nbytes, stamp, 0, None, None, None, KeepReason.DERIVED.value, need=stamp)
+        held = SavedStorage(nbytes, stamp, KeepReason.DERIVED.value, need=stamp)
         self._recomputations.append(held)
         return held
 
