@@ -22,6 +22,7 @@ Each leaf also derives from the builtin error that a caller would expect to catc
 
 from __future__ import annotations
 
+from typing import Any
 from unicodedata import category
 
 MOST_SHOWN = 500
@@ -54,11 +55,13 @@ def _shown(value: object) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
-class ConfigError(ActOffloadError, ValueError):
-    """An option has a value that cannot work.
+def _without_init(error: Exception) -> tuple[Any, ...]:
+    # By default, `__init__` makes a pickled exception again from its message alone, which it does not take here.
+    return type(error).__new__, (type(error), *error.args), vars(error)
 
-    The message names the field, the value and the remedy.
-    """
+
+class ConfigError(ActOffloadError, ValueError):
+    """An option has a value that cannot work. The message names the field, the value and the remedy."""
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
         self.field = field
@@ -66,9 +69,7 @@ class ConfigError(ActOffloadError, ValueError):
         self.remedy = remedy
         super().__init__(f"{field}={_shown(value)}: {remedy}")
 
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str]]:
-        # A pickled exception is made again from its message alone by default, which this `__init__` does not take.
-        return ConfigError, (self.field, self.value, self.remedy)
+    __reduce__ = _without_init
 
 
 class BudgetError(ActOffloadError, ValueError):
@@ -98,9 +99,7 @@ class BudgetError(ActOffloadError, ValueError):
         detail = f" ({detail})" if detail else ""
         super().__init__(f"{option}={budget_bytes}: the floor is {floor_bytes} bytes{detail}; {remedy}")
 
-    def __reduce__(self) -> tuple[type[BudgetError], tuple[int, int, str, str, str]]:
-        # As of `ConfigError`.
-        return BudgetError, (self.budget_bytes, self.floor_bytes, self.detail, self.option, self.remedy)
+    __reduce__ = _without_init
 
 
 class OffloaderClosedError(ActOffloadError, RuntimeError):

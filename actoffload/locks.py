@@ -62,16 +62,10 @@ class DrainingLock(_thread.RLock):  # type: ignore[misc]  # its stub calls it fi
 
     The base is written in C, so ``with`` acquires the lock without a Python frame in which an interrupt could leave it
     held. An interrupt at the start of `__exit__` or `release` can; `abandon` releases the lock then.
-
-    Args:
-        noted: the deferred work. The owner appends to it and empties it.
-
-    Attributes:
-        after_release: called after a release that leaves deferred work.
     """
 
     def __init__(self, noted: deque[Any] | None = None) -> None:
-        self.noted: deque[Any] = Mailbox() if noted is None else noted
+        self.noted: deque[Any] = Mailbox() if noted is None else noted  # the owner appends to it and empties it
         self.after_release: weakref.WeakMethod[Callable[[], None]] | None = None
 
     def __exit__(self, *exc: object) -> None:

@@ -20,13 +20,7 @@ class Kind(Enum):
 
 
 class KeepReason(Enum):
-    """Why a saved tensor stayed on its device; the values are the keys of ``Statistics.kept_bytes``.
-
-    Attributes:
-        kind: the kind of reason.
-        meaning: what the reason means, for a person.
-        remedy: how to let such tensors move, for a person; empty if nothing does.
-    """
+    """Why a saved tensor stayed on its device; the values are the keys of ``Statistics.kept_bytes``."""
 
     __hash__ = object.__hash__  # members are singletons, and Enum's own hash is a Python function
 
@@ -38,8 +32,8 @@ class KeepReason(Enum):
         return member
 
     kind: Kind
-    meaning: str
-    remedy: str
+    meaning: str  # for a person
+    remedy: str  # that lets such tensors move, for a person; empty if nothing does
 
     PARAMETER = "parameter", Kind.STATIC, "a parameter or a view of one"
     BUFFER = "buffer", Kind.STATIC, "a module's buffer or a view of one"

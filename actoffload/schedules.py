@@ -72,7 +72,7 @@ def layer_major(
     try:
         for (name, stage), sharded in zip(stages, step.sharded, strict=True):
             # Each micro-batch but the one that runs last leaves the parameters gathered for the next one.
-            sharded.postpone(GATHER)
+            sharded.set(False, GATHER)
             # In descending order: autograd takes the newest node first, so that backward adds gradients up in
             # ascending order, as a loop does. Floating-point sums depend on that.
             for place in range(last, -1, -1):
@@ -141,27 +141,20 @@ class _Sharded:
         self.modules: list[Any] = [
             module for module in there if all(callable(getattr(module, name, None)) for name in (GATHER, *REDUCE))
         ]
-        self._restore: list[Callable[[], None]] = []
+        self.settings: list[Callable[[], None]] = []
+        """Functions that restore the program's settings; none if no micro-batch has left anything for a later one."""
 
-    @property
-    def postponed(self) -> bool:
-        """Whether a micro-batch has left something for a later one to do."""
-        return bool(self._restore)
-
-    def postpone(self, *setters: str) -> None:
-        """Have the modules leave what these setters control for a later micro-batch."""
-        self._set(False, *setters)
-
-    def _set(self, value: bool, *setters: str) -> None:
-        if not self._restore:  # the settings of the program, not those of the micro-batch before
-            self._restore = [one for module in self.modules for one in _settings(module)]
+    def set(self, value: bool, *setters: str) -> None:
+        """Have the modules do what these setters control in each micro-batch, or leave it for a later one."""
+        if not self.settings:  # the settings of the program, not those of the micro-batch before
+            self.settings = [one for module in self.modules for one in _settings(module)]
         for module in self.modules:
             for setter in setters:
                 getattr(module, setter)(value, recurse=False)
 
     def last_forward(self) -> None:
         """Have the last forward give parameters up, unless the program has set that they stay gathered."""
-        for one in self._restore:
+        for one in self.settings:
             one()
         for module in self.modules:
             # PyTorch's own choice is to keep the parameters of the module whose forward is outermost: here each block.
@@ -170,13 +163,13 @@ class _Sharded:
 
     def restore(self) -> None:
         """Restore the settings of the program. Idempotent."""
-        restore, self._restore = self._restore, []
-        for one in restore:
+        settings, self.settings = self.settings, []
+        for one in settings:
             one()
 
     def give_up(self) -> None:
         """Reshard the modules after an exception, and restore their settings."""
-        self._set(True, GATHER)  # else `reshard` does nothing in the middle of a forward
+        self.set(True, GATHER)  # else `reshard` does nothing in the middle of a forward
         for module in self.modules:
             try:
                 module.reset_iter_state()
@@ -226,11 +219,11 @@ class _Step:
         if last:
             sharded.restore()
         else:
-            sharded.postpone(*REDUCE)
+            sharded.set(False, *REDUCE)
 
     def ended(self) -> None:
         """Check that backward has left nothing undone."""
-        if any(sharded.postponed for sharded in self.sharded):
+        if any(sharded.settings for sharded in self.sharded):
             self.give_up()
             raise StateError(UNREACHED)
 

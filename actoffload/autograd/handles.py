@@ -21,7 +21,7 @@ from torch.autograd.function import BackwardCFunction
 from ..errors import SavedTensorModifiedError
 from ..locks import renewed_in_child
 from ..runtime.identity import Counter, same_counter
-from ..runtime.regions import Regions
+from ..runtime.regions import Region
 from ..runtime.untraced import untraced
 from ..tiers.record import State
 from .tensors import inner_names, storages
@@ -98,7 +98,7 @@ def check_version(now: int, then: int, dtype: torch.dtype, shape: tuple[int, ...
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{str(dtype).removeprefix('torch.')} tensor {list(shape)}]{where} is at version {now}; expected version "
         f"{then} instead. Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
-        f"with torch.autograd.set_detect_anomaly(True).{RAN_ONCE if Regions.any_once else ''}"
+        f"with torch.autograd.set_detect_anomaly(True).{RAN_ONCE if Region.any_once else ''}"
     )
 
 

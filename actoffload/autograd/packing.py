@@ -79,7 +79,7 @@ class Forwards(threading.local):
 def _open(tape: Tape[Record]) -> Tape[Record]:
     # A recomputation may be backward's first event on a tape, before it unpacks any record. If all records of a tape
     # have died, it belongs to a freed graph.
-    return Tape() if tape.in_backward or tape.ran_again or (tape.live == 0 and len(tape)) else tape
+    return Tape() if tape.in_backward or tape.walk.ran_again or (tape.live == 0 and len(tape)) else tape
 
 
 class Packer:

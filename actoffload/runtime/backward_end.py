@@ -14,13 +14,10 @@ class BackwardEnd:
 
     The engine calls it on the thread that called backward, once every gradient is there. A run that raises ends without
     the call. The next run, or the next forward, then has to catch up.
-
-    Args:
-        method: held weakly, as its object holds this one.
     """
 
     def __init__(self, method: Callable[[], None]) -> None:
-        self._method = weakref.WeakMethod(method)
+        self._method = weakref.WeakMethod(method)  # its object holds this one
         self._run = -1
 
     def expect(self) -> bool:

@@ -26,18 +26,11 @@ ForwardBegins = Callable[[], Callable[[InputShapes], None] | None]
 
 
 class Names:
-    """The names of the tensors that a forward saves, and the patterns that read them.
-
-    Args:
-        config: has the patterns.
-        policy: reads names as well; None if there is none.
-
-    Attributes:
-        used: whether a pattern or the policy reads tensor names.
-    """
+    """The names of the tensors that a forward saves, and the patterns that read them."""
 
     def __init__(self, config: OffloadConfig, policy: Policy | None) -> None:
         only_boundaries = config.boundaries == "only"
+        # Whether a pattern or the policy reads names of tensors.
         self.used = bool(config.include or config.exclude or config.fp8 or policy is not None or only_boundaries)
         self._inexact = NameFilter(config.fp8, None)
         self._filter = NameFilter(config.include, config.exclude, only_boundaries=only_boundaries)
@@ -71,43 +64,10 @@ class Names:
         return self._filter.without(self._seen) + self._inexact.without(self._seen)
 
 
-class FirstForward:
-    """The check that the first forward saves the storages that the user's plan lists, each at its place."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._forwards = 0
-
-    def is_over(self, record: Record) -> bool:
-        """Check a record, and return whether it is of a later forward.
-
-        Raises:
-            ConfigError: the plan does not list it.
-        """
-        self._forwards += not record.index
-        if self._forwards > 1:
-            return True
-        if self._plan.entry(record.index, record.nbytes) is None:
-            entries, place = self._plan.entries, record.index
-            planned, saves = "nothing more", f"{record.nbytes} bytes in {record.saved.module or 'no module of model='}"
-            if place < len(entries):
-                planned = f"{entries[place].nbytes} bytes in {entries[place].module or 'a module without a name'}"
-            raise ConfigError(
-                "policy",
-                f"a plan of {len(entries)} storages",
-                f"it was made for another step: at place {place} it has {planned}, and the forward saves {saves}; "
-                "the model, its input's shape and min_bytes must be those of the step that was recorded",
-            )
-        return False
-
-
 class OffloadDecision:
     """Decide by the facts of one record and by the size of the last forward.
 
-    Args:
-        config: the options.
-        window: of prefetch, which by default bounds the bytes that stay at the end of a forward.
-        phases: predicts the phase after the running forward, and the bytes that this forward will have saved.
+    ``window``: of prefetch, which by default bounds the bytes that stay at the end of a forward.
     """
 
     def __init__(self, config: OffloadConfig, window: Window, phases: Phases) -> None:
@@ -129,7 +89,8 @@ class OffloadDecision:
         self._planned_sizes: tuple[int, ...] = ()
         self.forward_begins: ForwardBegins = lambda: None
         """Its observer receives the size of a forward's first storage."""
-        self._unproven = FirstForward(policy) if isinstance(policy, Plan) and policy.entries else None
+        self._unproven = policy if isinstance(policy, Plan) and policy.entries else None
+        """The user's plan, until its first forward is over."""
         self._keeps_all = config.policy == "keep"
         self.probe: int | None = None
         """The storage at this place leaves once although the plan keeps it, to measure a link that is not in use."""
@@ -156,10 +117,10 @@ class OffloadDecision:
         if self.names.used:  # first, as it saves a call for each record
             self.names.complete(record)
         # Before the plan is read: the observer may follow another plan for a forward of this size.
-        if not record.index and (begins := self.forward_begins()) is not None:
-            begins(((record.nbytes,),))
-        if self._unproven is not None and self._unproven.is_over(record):
-            self._unproven = None
+        if not record.index:
+            self.begins_with(record.nbytes)
+        if self._unproven is not None:
+            self._check_place(record, self._unproven)
         entry = self._entry(record)
         if entry is None and self._plan is not None:
             self.mismatched_bytes += record.nbytes
@@ -168,13 +129,26 @@ class OffloadDecision:
             entry = replace(entry, action=Decision.OFFLOAD.value)
         record.saved.planned = entry
 
-    def why_keep(self, record: Record, tensor: Tensor, tape: Tape[Record]) -> KeepReason | None:
-        """Return why a record stays, or None. It changes nothing.
+    def _check_place(self, record: Record, plan: Plan) -> None:
+        """Check that the user's plan lists a record of the first forward at its place."""
+        if record.tape.number > 1:
+            self._unproven = None
+        elif plan.entry(record.index, record.nbytes) is None:
+            entries, place = plan.entries, record.index
+            planned, saves = "nothing more", f"{record.nbytes} bytes in {record.saved.module or 'no module of model='}"
+            if place < len(entries):
+                planned = f"{entries[place].nbytes} bytes in {entries[place].module or 'a module without a name'}"
+            raise ConfigError(
+                "policy",
+                f"a plan of {len(entries)} storages",
+                f"it was made for another step: at place {place} it has {planned}, and the forward saves {saves}; "
+                "the model, its input's shape and min_bytes must be those of the step that was recorded",
+            )
 
-        Args:
-            record: the storage, which `note` has noted.
-            tensor: the view of it that was saved first.
-            tape: of the forward that saves it, whose newest record it is.
+    def why_keep(self, record: Record, tensor: Tensor, tape: Tape[Record]) -> KeepReason | None:
+        """Return why a record stays, which `note` has noted, or None. It changes nothing.
+
+        ``tensor``: the view of it that was saved first; ``tape``: has it as its newest record.
         """
         # Before the plan, which does not know the patterns and may move a storage that they keep.
         if self.names.used and self.names.excludes(record.saved.module, record.saved.name):

@@ -13,64 +13,52 @@ BLOCK_SIZE = 512
 
 
 class Beside(NamedTuple):
-    """The bytes on the device beside resident saved tensors in a step.
+    """The bytes on the device beside resident saved tensors in a step."""
 
-    Attributes:
-        nbytes: the most, but for the forwards of checkpointed regions and for the turn.
-        began_bytes: all bytes on the device as the step began.
-        in_forward: by the place of a region, how many more there were in its forward, if there were. The number of
-            regions stands for the turn, from the forward of the last region until backward reaches one: a loss takes
-            memory that no region's backward needs.
-    """
-
-    nbytes: int
-    began_bytes: int
+    nbytes: int  # the most, but for the forwards of checkpointed regions and for the turn
+    began_bytes: int  # all bytes on the device as the step began
     in_forward: dict[int, int]
+    """By the place of a region, how many more there were in its forward, if there were. The number of regions stands
+    for the turn, from the last region's forward until backward reaches one: a loss takes memory that no region's
+    backward needs."""
 
 
 class Parts:
     """The most bytes beside saved tensors in a step, by its parts: forwards of regions, the turn, and the rest.
 
-    Args:
-        began_bytes: as in `Beside`.
-        apart: the parts count apart; otherwise all bytes count as the rest.
+    ``apart``: the parts count apart; otherwise all bytes count as the rest.
     """
 
     def __init__(self, began_bytes: int = 0, *, apart: bool = False) -> None:
         self.apart = apart
+        self.turn: int | None = None  # the regions before it, while it lasts
         self._began_bytes = began_bytes
         self._most = self._turn_most = 0
         self._in_forward: dict[int, int] = {}
-        self._turn: int | None = None
-
-    @property
-    def in_turn(self) -> bool:
-        """Whether the turn has begun and has not ended."""
-        return self._turn is not None
 
     def add(self, nbytes: int, place: int | None) -> None:
         """Count bytes after the forward of the region at ``place``, or at the present point of the step."""
         if place is not None and self.apart:
             self._in_forward[place] = max(self._in_forward.get(place, 0), nbytes)
-        elif self._turn is not None and self.apart:
+        elif self.turn is not None and self.apart:
             self._turn_most = max(self._turn_most, nbytes)
         else:
             self._most = max(self._most, nbytes)
 
     def region_begins(self) -> None:
-        """No turn has begun: another region's forward begins, or backward ends without having reached a region."""
+        """No turn has begun: another region's forward begins."""
         self._most = max(self._most, self._turn_most)
-        self._turn, self._turn_most = None, 0
+        self.turn, self._turn_most = None, 0
 
     def turn_begins(self, regions: int) -> None:
         """From now on the bytes count for the turn after so many regions, unless another region begins."""
-        self._turn = regions
+        self.turn = regions
 
     def turn_ends(self) -> None:
         """Backward has reached a region."""
-        if self._turn is not None and self._turn_most:
-            self._in_forward[self._turn] = max(self._turn_most, self._in_forward.get(self._turn, 0))
-        self._turn, self._turn_most = None, 0
+        if self.turn is not None and self._turn_most:
+            self._in_forward[self.turn] = max(self._turn_most, self._in_forward.get(self.turn, 0))
+        self.turn, self._turn_most = None, 0
 
     def result(self) -> Beside | None:
         """Return the bytes of the step; None if there were none outside of the parts."""
@@ -79,24 +67,20 @@ class Parts:
 
 
 class MemoryBeside:
-    """Measures the memory beside saved tensors in the steps of a store. The caller holds the store's lock.
-
-    Attributes:
-        recorded: the bytes in the last recorded step; ``parts``: in the running step.
-        taken_bytes: bytes beside saved tensors that count as resident, for the forwards of regions; ``given_back``: the
-            bytes of those forwards that have ended since the last look, as finalizers append them.
-        passed_bytes: the most bytes on the device in the forwards and backwards of the last step, if that was a new
-            peak; else 0, as an allocator reports the highest peak alone.
-        at_peak_bytes: the bytes on the device at its peak in the running step, less the most saved bytes of the step;
-            None in steps whose peak is not measured.
-    """
+    """Measures the memory beside saved tensors in the steps of a store. The caller holds the store's lock."""
 
     def __init__(self, accounts: Accounts) -> None:
-        self.recorded = Beside(0, 0, {})
-        self.parts = Parts()
-        self.taken_bytes = self.passed_bytes = 0
+        self.recorded = Beside(0, 0, {})  # in the last recorded step
+        self.parts = Parts()  # of the running step
+        self.taken_bytes = 0  # count as resident, for the forwards of regions
         self.given_back: Mailbox[int] = Mailbox()
+        """The bytes of those forwards that have ended since the last look, as finalizers append them."""
+        self.passed_bytes = 0
+        """The most bytes on the device in the forwards and backwards of the last step, if that was a new peak; else 0,
+        as an allocator reports the highest peak alone."""
         self.at_peak_bytes: int | None = None
+        """The bytes on the device at its peak in the running step, less the most saved bytes of the step; None in steps
+        whose peak is not measured."""
         self._accounts = accounts
         self._resident_bytes = self._held_bytes = self._most_bytes = 0  # as the last look has found them
 
@@ -142,7 +126,7 @@ class MemoryBeside:
         (allocated, most), accounts = memory, self._accounts
         self._count_ended()
         held = accounts.recomputed_bytes
-        resident = accounts.resident_bytes - held - self.taken_bytes + (used if self.parts.in_turn else 0)
+        resident = accounts.resident_bytes - held - self.taken_bytes + (used if self.parts.turn is not None else 0)
         beside = allocated - resident - held
         if most > self._most_bytes:
             beside = max(beside, most - self._resident_bytes - born - max(held, self._held_bytes))
@@ -157,9 +141,7 @@ class MemoryBeside:
     def backward_ends(self, tiers: Tiers, *, recorded: bool) -> None:
         """Look once more as a backward has ended, and set `recorded` if the step was."""
         self.look(tiers)
-        self.parts.region_begins()
-        memory = None if self.at_peak_bytes is None else tiers.in_use()
-        if self.at_peak_bytes is not None and memory is not None:
+        if self.at_peak_bytes is not None and (memory := tiers.in_use()) is not None:
             self.at_peak_bytes = max(self.at_peak_bytes, memory[1] - self._accounts.step_peak_bytes)
         if recorded:
             self.recorded = self.parts.result() or self.recorded

@@ -16,10 +16,7 @@ MOST_MODULES = 3
 class OutOfMemory:
     """The errors that a store sees: errors that leave a forward, and errors of its own requests in backward.
 
-    Args:
-        config: the options.
-        accounts: have the resident bytes.
-        tiers: have the device, whose allocator also counts errors that the store does not see.
+    The device's allocator also counts errors that the store does not see.
     """
 
     def __init__(self, config: OffloadConfig, accounts: Accounts, tiers: Tiers) -> None:
@@ -30,9 +27,7 @@ class OutOfMemory:
     def note(self, error: BaseException, saves: Iterable[tuple[int, object, str | None]]) -> None:
         """Add a note to an error: the resident bytes, the modules that save the most, and an option that takes less.
 
-        Args:
-            error: is raised after this call.
-            saves: bytes, reason and module of each storage that the forward has saved.
+        ``saves``: bytes, reason and module of each storage that the forward has saved.
         """
         self._seen = True
         by_module: Counter[str] = Counter()

@@ -47,7 +47,7 @@ class Phases:
         self._now: list[Phase] = []
         self._bytes: dict[int, int] = {}
         self._forwards: list[Tape[Any]] = []
-        self._numbers: dict[int, int] = {}
+        self._numbers: dict[Tape[Any], int] = {}
         self._keys: dict[Hashable, Tape[Any]] = {}
         self._agrees = False
         self._pending: Hint | None = None
@@ -65,7 +65,7 @@ class Phases:
             self._begin_step()
         number = len(self._forwards)
         self._forwards.append(forward)
-        self._numbers[id(forward)] = number  # `_forwards` holds it, so its id stays its own
+        self._numbers[forward] = number
         hint = self._begin(Phase("forward", number))
         if hint is not None:
             self._keys[hint.key] = forward
@@ -73,7 +73,7 @@ class Phases:
 
     def begin_backward(self, forward: Tape[Any]) -> None:
         """Note that backward has reached a forward's first record."""
-        number = self._numbers.get(id(forward))
+        number = self._numbers.get(forward)
         if number is not None:  # else its step was abandoned
             self._bytes[number] = forward.total_bytes
             if self._pending is not None and self._keys.get(self._pending.key) is not forward:
@@ -100,23 +100,20 @@ class Phases:
 
     def expected_bytes(self, forward: Tape[Any]) -> int:
         """Return the bytes that a running forward will save in all, judged by the step before; 0 if unknown."""
-        number = self._numbers.get(id(forward))
-        known = None if number is None else self._past_bytes.get(number)
-        if known is not None:
-            return known
+        number = self._numbers.get(forward, -1)
+        if number in self._past_bytes:
+            return self._past_bytes[number]
         # The last step has no forward of this number: the most recent forward is the best guess.
-        last = next(reversed(self._bytes.values()), None)
-        return last if last is not None else next(reversed(self._past_bytes.values()), 0)
+        return next(reversed((self._bytes or self._past_bytes).values()), 0)
 
     def _begin(self, phase: Phase) -> Hint | None:
         place = len(self._now)
         self._agrees = self._agrees and place < len(self._past) and self._past[place] == phase
         self._now.append(phase)
         hint, self._pending = self._pending, None
-        if hint is None or hint.direction != phase.direction:
-            self._next = None
-            return None
-        self._next = hint.next
+        if hint is not None and hint.direction != phase.direction:
+            hint = None
+        self._next = None if hint is None else hint.next
         return hint
 
     def _begin_step(self) -> None:
@@ -128,11 +125,7 @@ class Phases:
 
 
 def check_phase(direction_field: str, key_field: str, phase: tuple[Hashable, str]) -> None:
-    """Check a phase that a user passed.
-
-    Raises:
-        ConfigError: names the field, ``direction_field`` or ``key_field``.
-    """
+    """Check a phase that a user passed, in the fields with these names."""
     key, direction = phase
     if direction not in get_args(Direction):
         raise ConfigError(direction_field, direction, 'the direction is "forward" or "backward"')

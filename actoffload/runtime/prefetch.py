@@ -32,14 +32,7 @@ def first_window(config: OffloadConfig, *, on_cpu: bool) -> Window:
 
 
 class Prefetch:
-    """Fetch the records that backward needs within the window. The caller holds the store's lock.
-
-    Args:
-        shared: its budget bounds the bytes that are fetched ahead.
-        tiers: by device type.
-        window: how far ahead to fetch.
-        phases: predicts the next forward or backward.
-    """
+    """Fetch the records that backward needs within the window. The caller holds the store's lock."""
 
     def __init__(self, shared: Shared, tiers: Mapping[str, Tier], window: Window, phases: Phases) -> None:
         self.window = window
@@ -86,23 +79,20 @@ class Prefetch:
         """Fill the window along the tape that backward walks, and the rest of it along the next backward's tape."""
         if not tape.walk.exhausted:
             self._fill(tape, self._ahead(tape))
-        if tape.walk.exhausted and not tape.idle(self.phases.changes):
+        if tape.walk.exhausted and not self._is_idle(tape):
             self._fetch_next(tape, tape.walk.left_bytes)
 
     def during_forward(self, tape: Tape[Record]) -> None:
         """Near the end of a forward, fill the window along the tape of the next backward, if that is another tape."""
-        changes = self.phases.changes  # each save comes here, so the answer "nothing to do" is kept until it may change
-        if tape.idle(changes):
+        if self._is_idle(tape):  # each save comes here, so the answer "nothing to do" is kept until it may change
             return
         expected = self.phases.expected_bytes(tape)
         most = max(self.window.nbytes, 2 * self._shared.largest_moved_bytes)
         if not expected or tape.total_bytes + most < expected:
-            tape.idle_until(changes, expected - most if expected else FOR_EVER)
+            tape.walk.idle = self.phases.changes, expected - most if expected else FOR_EVER
             return
         other = self._next_backward(tape)
-        if other is None:
-            tape.idle_until(changes, FOR_EVER)
-        elif tape.total_bytes + self._ahead(other) >= expected:
+        if other is not None and tape.total_bytes + self._ahead(other) >= expected:
             self._fetch(other, self._ahead(other))
 
     def after_forward(self, tape: Tape[Record]) -> None:
@@ -122,19 +112,19 @@ class Prefetch:
     def _fetch_next(self, tape: Tape[Record], left_bytes: int = 0) -> None:
         """Fetch the first records of the next backward, in the part of the window that the running one leaves."""
         other = self._next_backward(tape)
-        if other is None:
-            tape.idle_until(self.phases.changes, FOR_EVER)
-        elif self._ahead(other) > left_bytes:
+        if other is not None and self._ahead(other) > left_bytes:
             self._fetch(other, self._ahead(other) - left_bytes)
+
+    def _is_idle(self, tape: Tape[Record]) -> bool:
+        changes, nbytes = tape.walk.idle
+        return changes == self.phases.changes and tape.total_bytes < nbytes
 
     def _next_backward(self, tape: Tape[Record]) -> Tape[Record] | None:
         """Return the tape of the next backward, if it is complete, not begun, and not ``tape``."""
-        follows = self.phases.follows()
-        if follows is None:
-            return None
-        direction, other = follows
+        direction, other = self.phases.follows() or ("forward", None)
         # A tape that a graph-building backward saves (`built`) is fetched only once its own backward begins.
-        if direction != "backward" or other is tape or other is None or other.in_backward or other.built:
+        if direction == "forward" or other is tape or other is None or other.in_backward or other.built:
+            tape.walk.idle = self.phases.changes, FOR_EVER
             return None
         return other
 
@@ -154,9 +144,7 @@ class Prefetch:
     def _bring(self, record: Record, early: bool) -> int | None:
         """Begin to fetch a record; return the bytes that this brings, or None if it is too early or there is no room.
 
-        Args:
-            record: a record that backward will need.
-            early: it is so far ahead that it is taken only if it is still on the device.
+        ``early``: it is so far ahead that it is taken only if it is still on the device.
         """
         shared, on_device = self._shared, record.on_device
         limited = shared.budget.limit_bytes is not None

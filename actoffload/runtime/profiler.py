@@ -33,11 +33,11 @@ class SavedStorage:
 
     nbytes: int
     birth: Stamp
-    tape: int
-    index: int | None
-    module: str | None
-    region: int | None
     kept: str
+    tape: int = 0
+    index: int | None = None
+    module: str | None = None
+    region: int | None = None
     need: Stamp = None
     death: Stamp = None
     let_go: bool = False
@@ -46,37 +46,25 @@ class SavedStorage:
 
 @dataclass(slots=True, eq=False)
 class RunRegion:
-    """One run of a checkpointed region while its step runs.
+    """One run of a checkpointed region while its step runs."""
 
-    Attributes:
-        place: its number in its forward; ``tape``: the number of that forward.
-        name: of its function.
-        once: it does not run again.
-        begin: of its forward; ``end``: likewise, None if the forward raised.
-        held: the storages that its second run left alive, as one entry; None before that run.
-        again_end: the end of the second run.
-        saves: of the second run: the moment of each save, its bytes, why it would stay, and `RegionSave.outside`.
-        communicates: a collective ran in it, or may have.
-        versions: of each tensor that the first run saved, a tensor that shares its version counter, and the version.
-        changed: one of these tensors was changed in place before the second run.
-        input_bytes: of the largest input that the second run saved as well.
-    """
-
-    place: int
-    tape: int
-    name: str
-    once: bool
-    begin: Stamp
-    end: Stamp = None
+    place: int  # its number in its forward
+    tape: int  # the number of that forward
+    name: str  # of its function
+    once: bool  # it does not run again
+    begin: Stamp  # of its forward
+    end: Stamp = None  # of its forward; None if that raised
     held: SavedStorage | None = None
-    again_end: Stamp = None
+    """The storages that its second run left alive, as one entry; None before that run."""
+    again_end: Stamp = None  # of the second run
     saves: list[tuple[Stamp, int, str, int | None]] = field(default_factory=list)
-    communicates: bool = False
+    """Of the second run: the moment of each save, its bytes, why it would stay, and `RegionSave.outside`."""
+    communicates: bool = False  # a collective ran in it, or may have
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
-    changed: bool = False
-    input_bytes: int = 0
-    collectives: int | None = 0
-    """The number of collectives that were enqueued before the last run."""
+    """Of each tensor that the first run saved, a tensor that shares its version counter, and the version."""
+    changed: bool = False  # one of these tensors was changed in place before the second run
+    input_bytes: int = 0  # of the largest input that the second run saved as well
+    collectives: int | None = 0  # that were enqueued before the last run
 
     def count_collectives(self) -> None:
         """Note, after a run, whether a collective was enqueued meanwhile."""
@@ -123,18 +111,12 @@ class SharedStamp:
 
 
 class Profiler:
-    """The recording of one step. The caller holds the offloader's lock.
-
-    Args:
-        stopwatch: makes the stamps.
-
-    Attributes:
-        noted_s: the host's time that recording took in hooks.
-    """
+    """The recording of one step. The caller holds the offloader's lock."""
 
     def __init__(self, stopwatch: Stopwatch) -> None:
         self.stopwatch = stopwatch
         self.noted_s = 0.0
+        """The host's time that recording took in hooks."""
         self.running: list[None] = []
         """Not empty while a step is recorded. A list, as the compiled hooks check it for each tensor."""
         self._backward_end = BackwardEnd(self._backward_ended)
@@ -147,12 +129,12 @@ class Profiler:
         if timed:
             self.stopwatch.begin()
         self._saved: list[SavedStorage] = []
-        self._number_of: dict[Record, int] = {}
+        self._entry_of: dict[Record, SavedStorage] = {}
         self._regions: list[RunRegion] = []
         self._recomputations: list[SavedStorage] = []
         self._outside: dict[int, tuple[StorageRef, int]] = {}
         self._phases: list[tuple[str, Stamp]] = []
-        self._tapes: dict[int, tuple[int, object]] = {}
+        self._tapes: dict[Tape[Record] | None, int] = {}
         self._in_backward: set[int] = set()
         self._end: Stamp = None
         self._shared = SharedStamp(self.stopwatch)
@@ -181,21 +163,19 @@ class Profiler:
         self.stopwatch.begin()
 
     def saved(self, record: Record, reason: KeepReason | None) -> None:
-        """Note a new record, which moves, or stays for a reason."""
-        if not self.running:
-            return
+        """Note a new record, which moves, or stays for a reason. A step is recorded."""
         if len(self._saved) >= MOST_STORAGES:
             self.forget()  # something of this step stays alive for ever, so it never ends
             return
         birth = self.stopwatch.stamp()
         tape = self._tape_of(record.tape, birth)
         kept = "" if reason is None or reason.kind is Kind.CHOSEN else reason.value
-        self._number_of[record] = len(self._saved)
         region: RunRegion | None = record.tape.region
         place = region.place if region is not None and region.once else None
-        entry = SavedStorage(record.nbytes, birth, tape, record.index, record.saved.module, place, kept)
+        entry = SavedStorage(record.nbytes, birth, kept, tape, record.index, record.saved.module, place)
         if region is not None and not region.once:
             entry.input_of = region  # it runs again: its checkpoint's hooks receive its saves, but for this input
+        self._entry_of[record] = entry
         self._saved.append(entry)
 
     def kept(self, nbytes: int, reason: KeepReason, region: RunRegion | None) -> SavedStorage | None:
@@ -205,7 +185,7 @@ class Profiler:
         stamp = self._shared.birth(nbytes)
         # A checkpoint's hooks receive what a region saves that runs again.
         tape, place = (0, None) if region is None or not region.once else (region.tape, region.place)
-        entry = SavedStorage(nbytes, stamp, tape, None, None, place, reason.value)
+        entry = SavedStorage(nbytes, stamp, reason.value, tape, region=place)
         self._saved.append(entry)
         return entry
 
@@ -215,17 +195,13 @@ class Profiler:
             self._shared.died(entry)
 
     def needed(self, record: Record, *, alive: bool, evicts_first: bool) -> None:
-        """Note that backward has a record's bytes from now on.
+        """Note that backward has a record's bytes from now on. A step is recorded.
 
-        Args:
-            record: the record.
-            alive: the program holds the bytes as well.
-            evicts_first: as in `Tier`.
+        ``alive``: the program holds the bytes as well; ``evicts_first``: as in `Tier`.
         """
-        number = self._number_of.get(record) if self.running else None
-        if number is None:
+        entry = self._entry_of.get(record)
+        if entry is None:
             return
-        entry = self._saved[number]
         if entry.need is not None:
             if self._phases[-1][0] == "other":  # a second run of backward over the same forward
                 self._reach(entry.tape, self.stopwatch.stamp())
@@ -240,11 +216,11 @@ class Profiler:
         self._reach(entry.tape, entry.need)
 
     def died(self, record: Record) -> None:
-        """Note that the last handle of a record died."""
-        number = self._number_of.pop(record, None) if self.running else None
-        if number is not None:
-            self._saved[number].death = stamp = self.stopwatch.stamp()
-            self._shared.dead_by(stamp)  # these storages died before it, so it serves them at no further event
+        """Note that the last handle of a record died. A step is recorded."""
+        entry = self._entry_of.pop(record, None)
+        if entry is not None:
+            entry.death = self.stopwatch.stamp()
+            self._shared.dead_by(entry.death)  # these storages died before it, so it serves them at no further event
 
     def region_began(self, tape: Tape[Record], place: int, name: str, once: bool) -> RunRegion:
         """Note that a checkpointed region begins to run in this thread."""
@@ -264,10 +240,7 @@ class Profiler:
     ) -> None:
         """Note a new storage that a second run saves.
 
-        Args:
-            region: runs again.
-            nbytes: of the storage; ``kept``: as `RegionSave.kept`.
-            outside: the storage, if the region gets it by keyword or closure.
+        ``kept``: as `RegionSave.kept`; ``outside``: the storage, if the region gets it by keyword or closure.
         """
         if region in self._regions and region.again_end is None:
             number = None
@@ -281,7 +254,7 @@ class Profiler:
         if region not in self._regions:
             return None
         stamp = self.stopwatch.stamp()
-        held = SavedStorage(0, stamp, region.tape, None, region.name, None, KeepReason.RECOMPUTED.value, need=stamp)
+        held = SavedStorage(0, stamp, KeepReason.RECOMPUTED.value, region.tape, module=region.name, need=stamp)
         self._recomputations.append(held)
         if not nested and region.held is None:
             region.held, region.collectives = held, collectives()
@@ -302,7 +275,7 @@ class Profiler:
     def computed(self, nbytes: int) -> SavedStorage:
         """Note that backward has computed a storage of ``nbytes`` again; return its entry."""
         stamp = self.stopwatch.stamp()
-        held = SavedStorage(nbytes, stamp, 0, None, None, None, KeepReason.DERIVED.value, need=stamp)
+        held = SavedStorage(nbytes, stamp, KeepReason.DERIVED.value, need=stamp)
         self._recomputations.append(held)
         return held
 
@@ -328,14 +301,11 @@ class Profiler:
                 held.death = held.death or stamp
 
     def _tape_of(self, tape: Tape[Record] | None, birth: Stamp) -> int:
-        known = self._tapes.get(id(tape))
-        if known is not None:
-            return known[0]
-        number = len(self._tapes)
-        self._tapes[id(tape)] = number, tape  # held, so that no other tape gets this id
-        if number:  # the first forward began with the step
-            self._phases.append(("forward", birth))
-        return number
+        if tape not in self._tapes:
+            if self._tapes:  # the first forward began with the step
+                self._phases.append(("forward", birth))
+            self._tapes[tape] = len(self._tapes)
+        return self._tapes[tape]
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 

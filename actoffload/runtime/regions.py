@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -28,53 +29,34 @@ ONE_IN = 16
 have changed what all of them save."""
 
 
+@dataclass(slots=True, eq=False)
 class Region:
-    """One run of a checkpointed region in a forward.
+    """One run of a checkpointed region in a forward."""
 
-    Attributes:
-        tape: of its forward; ``place``: the number of the region in it, from 0.
-        once: it does not run again in backward.
-        recorded: the profiler's entry; None while no step is recorded.
-        taken_bytes: bytes beside saved tensors that count as resident while its forward runs.
-    """
-
-    __slots__ = ("once", "place", "recorded", "taken_bytes", "tape")
-
-    def __init__(self, tape: Tape[Record], once: bool) -> None:
-        self.tape = tape
-        self.place = len(tape.regions)
-        self.once = once
-        self.recorded: RunRegion | None = None
-        self.taken_bytes = 0
+    tape: Tape[Record]
+    place: int  # the number of the region in its forward, from 0
+    once: bool  # it does not run again in backward
+    recorded: RunRegion | None = None  # while a step is recorded
+    taken_bytes: int = 0  # bytes beside saved tensors that count as resident while its forward runs
+    any_once: ClassVar[bool] = False
+    """A region of this process has run once."""
 
 
+@dataclass(slots=True, eq=False)
 class Recomputation:
-    """The storages that one recomputation has saved and that are still alive.
+    """The storages that one recomputation has saved and that are still alive."""
 
-    Attributes:
-        region: the region that runs again, or that has the nested checkpoint which does.
-        key: equal for all recomputations of one kind: the region's place, or less than 0 for a nested checkpoint.
-        alike: equal for all recomputations that save as much, by which its count is remembered; None if it is not.
-        known_bytes: the remembered count of its bytes, which then counts until backward has left the region. None if
-            they are counted.
-        run: of backward, in which it runs.
-        saved: each storage with its bytes, by its number. The weak reference keeps the number its own.
-        leaving: storages, by their numbers, whose copy to the host is under way, so that they count until its end. The
-            weak reference keeps the number its own.
-        held: the profiler's entry for its bytes; None while no step is recorded.
-    """
-
-    __slots__ = ("alike", "held", "key", "known_bytes", "leaving", "region", "run", "saved")
-
-    def __init__(self, region: Region, nested: bool) -> None:
-        self.region = region
-        self.key = -1 - region.place if nested else region.place
-        self.saved: dict[int, tuple[StorageRef, int]] = {}
-        self.leaving: dict[int, StorageRef] = {}
-        self.held: SavedStorage | None = None
-        self.alike: Hashable = None
-        self.known_bytes: int | None = None
-        self.run: int = torch._C._current_graph_task_id()
+    region: Region  # that runs again, or that has the nested checkpoint which does
+    key: int  # equal for all recomputations of one kind: the region's place, or less than 0 for a nested checkpoint
+    alike: Hashable = None  # equal for all that save as much, by which the count is remembered; None if it is not
+    known_bytes: int | None = None
+    """The remembered count, which then counts until backward has left the region. None if its bytes are counted."""
+    run: int = field(default_factory=torch._C._current_graph_task_id)  # of backward, in which it runs
+    saved: dict[int, tuple[StorageRef, int]] = field(default_factory=dict)
+    """Each storage with its bytes, by its number. The weak reference keeps the number its own."""
+    leaving: dict[int, StorageRef] = field(default_factory=dict)
+    """Likewise, the storages whose copy to the host is under way, so that they count until its end."""
+    held: SavedStorage | None = None  # the profiler's entry for its bytes, while a step is recorded
 
     def alive_bytes(self) -> int:
         """Return the bytes of the live storages, and drop the dead."""
@@ -84,40 +66,34 @@ class Recomputation:
         return sum(nbytes for _, nbytes in self.saved.values())
 
 
+@dataclass(slots=True, eq=False)
 class Derived:
     """A storage that backward has computed again from saved tensors.
 
     Attributes:
-        held: as in `Recomputation`.
         left: backward is not in a region, run once, for which it made the storage. Until it has left the region, the
             storage counts as the bytes of a second run do: the memory that backward needs beside them is known only so.
     """
 
-    __slots__ = ("_nbytes", "_storage", "held", "left")
-
-    def __init__(self, storage: torch.UntypedStorage, held: SavedStorage | None, *, left: bool) -> None:
-        self._storage, self._nbytes = StorageRef(storage), storage.nbytes()
-        self.held = held
-        self.left = left
+    storage: StorageRef
+    nbytes: int
+    held: SavedStorage | None  # as in `Recomputation`
+    left: bool
 
     def alive_bytes(self) -> int:
         """Return its bytes while backward is in the region or the storage is alive, else 0."""
-        return 0 if self.left and self._storage.gone() else self._nbytes
+        return 0 if self.left and self.storage.gone() else self.nbytes
 
 
 class Counts:
     """The bytes that recomputations hold. Some always save as much: these counts are remembered, by `alike`.
 
     To count all saves in each step took more than half of the library's host time.
-
-    Attributes:
-        most: the most that each region held when it ran again, by `Recomputation.key`.
-        most_derived: the most bytes that backward has computed again at once, by `Shared.coded`.
     """
 
     def __init__(self) -> None:
-        self.most: dict[int, int] = {}
-        self.most_derived = {False: 0, True: 0}
+        self.most: dict[int, int] = {}  # that each region held when it ran again, by `Recomputation.key`
+        self.most_derived = {False: 0, True: 0}  # that backward has computed again at once, by `Shared.coded`
         self._known: dict[Hashable, int | None] = {}
         """None if two counts differed: these recomputations are always counted."""
 
@@ -139,24 +115,29 @@ class TakenBytes:
     """The bytes beside saved tensors that count as resident for a while: for forwards of regions, and for the turn.
 
     The store's lock guards this; `give_back` alone takes no lock.
-
-    Attributes:
-        in_forward: as `Beside.in_forward`, for the running step; ``count``: the regions of each of its forwards.
-        turn: the forward whose last region has ended, how many places it had then, and the bytes taken for its turn.
     """
 
     def __init__(self, tiers: Tiers, beside: MemoryBeside) -> None:
-        self.in_forward: dict[int, int] = {}
-        self.count = 0
+        self.in_forward: dict[int, int] = {}  # as `Beside.in_forward`, for the running step
+        self.count = 0  # the regions of each forward of that step
         self.turn: tuple[Tape[Record], int, int] | None = None
+        """The forward whose last region has ended, how many places it had then, and the bytes taken for its turn."""
+        self.owed_bytes = 0  # of the next save, which has its room in what the running region gives back
         self._tiers, self._beside = tiers, beside
+        self._known_ends: dict[tuple[frozenset[int], tuple[int, int]], dict[int, int]] = {}
+        self.follow((frozenset(), (0, 0)))
 
-    def take(self, place: int, owed_bytes: int) -> int:
-        """Take and return the bytes for the forward of the region at ``place``, or for the turn after so many.
+    def follow(self, choice: tuple[frozenset[int], tuple[int, int]]) -> None:
+        """Follow a plan, with this choice of regions: shapes may take turns, and have other numbers of storages."""
+        if len(self._known_ends) >= MOST_CHOICES:
+            self._known_ends.clear()
+        # By place, how many storages a forward under the same plan had saved as the region ended.
+        self.ends = self._known_ends.setdefault(choice, {})
 
-        ``owed_bytes``: of the next save, which needs room beside them.
-        """
+    def take(self, place: int) -> int:
+        """Take and return the bytes for the forward of the region at ``place``, or for the turn after so many."""
         nbytes, accounts = self.in_forward.get(place, 0), self._tiers.shared.accounts
+        owed_bytes, self.owed_bytes = self.owed_bytes, 0  # the next save needs its room beside them
         if nbytes:
             for tier in self._tiers.by_device.values():  # before the program allocates them, in stream order
                 accounts.pack_wait_s += tier.make_room(nbytes + owed_bytes)
@@ -185,24 +166,8 @@ class Regions:
     The tensors that a recomputation saves pass our hooks and go to the checkpoint's hooks. They are on the device all
     the same, so they count as resident, and the store makes room for them.
 
-    Args:
-        tiers: make room, and have the counts.
-        profiler: notes each region while a step is recorded; ``beside``: looks at memory then.
-        backward_end: calls the store when a run of backward ends.
-        abort: the store's method of that name, held weakly, as the store holds this object.
-
-    Attributes:
-        once: the places of the regions that run once. Every other region runs again in backward, as programmed.
-        last: for each region of the last forward, whether it ran once.
-        any_once: a region of this process has run once.
-        expected: the number of regions that the first forward must have under the user's plan.
-        held: what backward has made and still held at the last count; ``running``: recomputations that have not ended.
-        taken: the bytes beside saved tensors that count as resident.
-        most: the most regions that a forward had.
-        ends: by place, how many storages a forward under the same plan had saved as the region ended.
+    ``abort``: the store's method of that name, held weakly, as the store holds this object.
     """
-
-    any_once: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -212,31 +177,25 @@ class Regions:
         backward_end: BackwardEnd,
         abort: Callable[[BaseException], object],
     ) -> None:
+        # The places of the regions that run once. Every other region runs again in backward, as programmed.
         self.once: frozenset[int] = frozenset()
-        self.last: list[bool] = []
-        self.expected: int | None = None
+        self.last: list[bool] = []  # for each region of the last forward, whether it ran once
+        self.most = 0  # regions that a forward had
+        self.expected: int | None = None  # regions that the first forward must have under the user's plan
+        self.held: list[Recomputation | Derived] = []  # what backward has made and still held at the last count
+        self.running: list[Recomputation] = []  # that have not ended
+        self.taken = TakenBytes(tiers, beside)
         self.tiers = tiers
         self._shared, self._profiler, self._beside, self._backward_end = tiers.shared, profiler, beside, backward_end
         self._abort = weakref.WeakMethod(abort)
         self._counts = Counts()
-        self.held: list[Recomputation | Derived] = []
-        self.running: list[Recomputation] = []
-        self.taken = TakenBytes(tiers, beside)
-        self.most = 0
-        self.ends: dict[int, int] = {}
-        self._known_ends = {(self.once, (0, 0)): self.ends}
         self._in: tuple[Tape[Record], int] | None = None
         """The region, run once, that backward is in: the tape and the place."""
-        self._owed_bytes = 0
-        """Of the next save, which has its room in what the running region gives back."""
 
     def follow(self, once: frozenset[int], saved: tuple[int, int] = (0, 0)) -> None:
         """Run these regions once from the next forward on. ``saved``: storages and bytes of its plan."""
         self.once = once
-        if len(self._known_ends) >= MOST_CHOICES:
-            self._known_ends.clear()
-        # For each plan: shapes may take turns, and have other numbers of storages.
-        self.ends = self._known_ends.setdefault((once, saved), {})
+        self.taken.follow((once, saved))
         self._reserve()
 
     @property
@@ -260,10 +219,11 @@ class Regions:
         Raises:
             ConfigError: the user's plan has fewer regions.
         """
-        region = Region(tape, len(tape.regions) in self.once)
+        place = len(tape.regions)
+        region = Region(tape, place, place in self.once)
         if self.expected is not None and region.place >= self.expected:
             self._refuse(f"more than {self.expected}")
-        Regions.any_once |= region.once  # for all stores: any handle may raise the error that has this hint
+        Region.any_once |= region.once  # for all stores: any handle may raise the error that has this hint
         with self._shared.lock:
             self.last = tape.regions  # the list itself, which the forward's later regions extend
             tape.region_begins(region.once)
@@ -273,8 +233,7 @@ class Regions:
                 self._beside.parts.region_begins()
                 tape.region = region.recorded = self._profiler.region_began(tape, region.place, name, region.once)
             self.taken.turn_ends()
-            region.taken_bytes = self.taken.take(region.place, self._owed_bytes)
-            self._owed_bytes = 0
+            region.taken_bytes = self.taken.take(region.place)
             if region.taken_bytes:
                 self.look_at_memory()  # again: the room that was made is no longer resident
         return region
@@ -288,16 +247,16 @@ class Regions:
     @aborts_when_interrupted
     def end(self, region: Region) -> None:
         """Note that the forward of a region has ended, after `over`."""
-        self.ends[region.place] = len(region.tape)
-        region.tape.region_ends(region.place)
         taken, is_last = self.taken, region.place + 1 == self.taken.count
+        taken.ends[region.place] = len(region.tape)
+        region.tape.region_ends(region.place)
         if region.recorded is None and not (is_last and taken.in_forward.get(taken.count)):
             return
         with self._shared.lock:
             if region.recorded is not None:
                 self._profiler.region_ended(region.recorded)
             # First: it may wait, which releases the lock.
-            nbytes = taken.take(taken.count, self._owed_bytes) if is_last else 0
+            nbytes = taken.take(taken.count) if is_last else 0
             taken.turn_ends()  # of a region that ended meanwhile, on another thread
             taken.turn = region.tape, len(region.tape.records), nbytes
             self.look_at_memory(region.place)
@@ -308,16 +267,12 @@ class Regions:
 
         A region that ends before that save has computed the storage in the room that it gives back as it ends.
         """
-        place = len(tape.regions) - 1
-        given_back = self.taken.in_forward.get(place, 0) if self.ends.get(place) == index + 1 else 0
-        self._owed_bytes = min(nbytes, given_back)
-        return self._owed_bytes
+        place, taken = len(tape.regions) - 1, self.taken
+        taken.owed_bytes = min(nbytes, taken.in_forward.get(place, 0)) if taken.ends.get(place) == index + 1 else 0
+        return taken.owed_bytes
 
     def reach(self, record: Record | KeptPlace, round_: int) -> None:
-        """Note that backward has reached a storage: the turn is over if a region or what precedes it has saved it.
-
-        ``round_``: as for `Prefetch.reach`.
-        """
+        """Note that backward has reached a storage: the turn is over if a region or what precedes it has saved it."""
         tape = record.tape
         # Only the first time: a tensor that several regions use belongs to the one in which backward needs it first.
         if record.index not in tape.walk.seen or round_ > record.round:
@@ -328,7 +283,7 @@ class Regions:
         if self.held:
             self.leave()
         turn = self.taken.turn
-        if turn is not None and record.tape is turn[0] and (record.index or 0) < turn[1]:
+        if turn is not None and record.tape is turn[0] and record.index < turn[1]:
             self.look_at_memory()  # while it counts for the turn
             self.taken.turn_ends()
 
@@ -364,14 +319,12 @@ class Regions:
     def again(self, region: Region, *, nested: bool = False, alike: Hashable = None) -> Recomputation:
         """Prepare for a region that runs again: make room for its bytes, as far as running writes free any.
 
-        Args:
-            region: the region.
-            nested: a checkpoint inside of it runs again, not the region itself.
-            alike: its function and the shapes of its inputs, if it always saves as much with them.
+        ``nested``: a checkpoint inside of it runs again, not the region itself. ``alike``: its function and the shapes
+        of its inputs, if it always saves as much with them.
         """
-        shared, recomputation = self._shared, Recomputation(region, nested)
+        shared, recomputation = self._shared, Recomputation(region, -1 - region.place if nested else region.place)
         with shared.lock:
-            region.tape.ran_again = True  # so that the next save begins another tape
+            region.tape.walk.ran_again = True  # so that the next save begins another tape
             # First: room is counted without the recomputations that backward has used up.
             if nested:
                 self.passed()
@@ -418,16 +371,14 @@ class Regions:
     def computed(self, storage: torch.UntypedStorage, region: tuple[Tape[Record], int] | None) -> None:
         """Note that backward has computed a storage again, which counts as `Derived` says.
 
-        Args:
-            storage: has its bytes.
-            region: the tape and the place of the region, run once, that saved it.
+        ``region``: the tape and the place of the region, run once, that saved it.
         """
         with self._shared.lock:
             if region is not None:
                 # Backward may compute it from a kept tensor before it reaches any other one of the region.
                 self._come_to(region)
             held = self._profiler.computed(storage.nbytes()) if self._profiler.running else None
-            self.held.append(Derived(storage, held, left=self._in is None))
+            self.held.append(Derived(StorageRef(storage), storage.nbytes(), held, left=self._in is None))
             self.passed()
             self.will_compute(sum(one.alive_bytes() for one in self.held if isinstance(one, Derived)))
             self.look_at_memory()

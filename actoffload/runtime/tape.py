@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
-from .saved_by_node import SavedByNode
-
 R = TypeVar("R")
 
 GROWTH = 1.5
@@ -19,25 +17,23 @@ FOR_EVER = 1 << 62
 """More bytes than any forward saves."""
 MOST = 1 / 4
 """The window spans at most this share of the bytes that a forward saved: else all would be back at once."""
+MANY = 8
+"""PyTorch's own operations save fewer storages than this; a compiled graph saves all its storages in one node."""
 
 
-class LearnedOrders:
+class LearnedOrders(OrderedDict[int, tuple[int, ...]]):
     """The orders in which backward walked earlier tapes, by signature; the oldest are dropped."""
 
     def __init__(self, capacity: int = 64) -> None:
-        self._orders: OrderedDict[int, tuple[int, ...]] = OrderedDict()
+        super().__init__()
         self._capacity = capacity
-
-    def get(self, signature: int) -> tuple[int, ...] | None:
-        """Return the order for this signature, or None."""
-        return self._orders.get(signature)
 
     def put(self, signature: int, order: tuple[int, ...]) -> None:
         """Store an observed order."""
-        self._orders[signature] = order
-        self._orders.move_to_end(signature)  # assigning to a present key leaves it in its old place
-        if len(self._orders) > self._capacity:
-            self._orders.popitem(last=False)
+        self[signature] = order
+        self.move_to_end(signature)  # assigning to a present key leaves it in its old place
+        if len(self) > self._capacity:
+            self.popitem(last=False)
 
 
 class Window:
@@ -81,24 +77,22 @@ class Window:
 
 
 class Walk(Generic[R]):
-    """Backward's way along a tape: the order of the records, the position in it, and how far ahead they are fetched.
-
-    Attributes:
-        length: of the tape as the order was chosen.
-        ahead: by index, the bytes of each record that was fetched ahead and not reached; ``ahead_bytes``: of all.
-        seen: the indices that backward reached, in order.
-    """
+    """Backward's way along a tape: the order of the records, the position in it, and how far ahead they are fetched."""
 
     def __init__(self) -> None:
-        self.length = 0
-        self.ahead: dict[int, int] = {}
+        self.length = 0  # of the tape as the order was chosen
+        # The number of regions that had begun before the last save of the record that backward has come to.
+        self.mark = 0
+        self.ran_again = False  # backward has run a region again
+        # Nothing to prefetch while `Phases.changes` is this number and the forward has saved less than these bytes.
+        self.idle = (-1, 0)
+        self.ahead: dict[int, int] = {}  # by index, the bytes of each record that was fetched ahead and not reached
         self.ahead_bytes = 0
-        self.seen: dict[int, None] = {}
+        self.seen: dict[int, None] = {}  # the indices that backward reached, in order
         self._order: tuple[int, ...] = ()
         self._position: dict[int, int] = {}
         self._reach: list[int] = [0]
-        self._cursor = 0
-        self._frontier = 0
+        self._cursor = self._frontier = 0
 
     def begin(self, order: tuple[int, ...], sizes: Sequence[int], length: int) -> None:
         """Begin to walk along an order of indices; ``sizes``: the bytes at each index of the tape."""
@@ -132,7 +126,7 @@ class Walk(Generic[R]):
         fetch: Callable[[R, bool], int | None],
         refill_below: float = 1.0,
     ) -> bool:
-        """Fetch the records that backward will need within the next ``window_bytes``.
+        """Fetch the records that backward will need within the next ``window_bytes``; return whether it looked for any.
 
         Records in memory count for that distance. So the record that backward needs last is fetched last, even if all
         records before it are in memory.
@@ -143,9 +137,6 @@ class Walk(Generic[R]):
             fetch: begins to fetch a record; if the second argument is true, it is too early for a record that has left.
                 Returns the bytes that this brings (0 for a record in memory), or None if it did nothing.
             refill_below: do nothing while at least this share of the window is under way.
-
-        Returns:
-            Whether it looked for records.
         """
         if self.ahead_bytes >= refill_below * window_bytes:
             return False
@@ -173,45 +164,54 @@ class Walk(Generic[R]):
         return self._reach[-1] - self._reach[self._cursor]
 
 
-class Tape(Generic[R]):
-    """The records of one forward in the order in which autograd saved them.
-
-    Attributes:
-        records: by index; None once released, and for a storage that stays without a record.
-        live: the number of places that are not released.
-        total_bytes: of all records.
-        signature: equal for forwards that saved storages of the same sizes in the same order.
-        built: a backward that builds a graph saves it, so that it grows while that backward walks another tape.
-        number: of its micro-batch, from 1; 0 before the first save.
-        by_node: the bytes that each autograd node saved.
-        regions: whether each checkpointed region that has begun runs once, in order; ``ran_again``: backward has run
-            a region again; ``region``: the profiler's entry of the region that runs, while a step is recorded.
-        decisions: the decision on each record, as the store appends it; outlives the records.
-        planned: by index, the bytes of a storage that the plan keeps without a record, or -1.
-        walk: backward's way along the records.
-        mark: where backward is: the number of regions that had begun before the last save of the record that it has
-            come to; 0 before it has come to any.
-    """
+class SavedByNode:
+    """The saves of one forward by autograd node: no storage of a node can leave while the node runs."""
 
     def __init__(self) -> None:
-        self.records: list[R | None] = []
-        self.live = 0
-        self.total_bytes = 0
-        self.signature = 0
-        self.built = False
-        self.number = 0
+        self.node_bytes = 0  # saved so far by the node that saved last
+        self.largest_bytes = 0  # the most that one node with `MANY` storages or more has saved
+        self._node = -1
+        self._count = 0
+
+    def saved(self, node: int, nbytes: int) -> bool:
+        """Count a new storage; return whether its node has saved `MANY` or more.
+
+        ``node``: a number that differs between consecutive nodes.
+        """
+        if node != self._node:
+            self._node, self._count, self.node_bytes = node, 1, nbytes
+            return False
+        self._count += 1
+        self.node_bytes += nbytes
+        if self._count < MANY:
+            return False
+        self.largest_bytes = max(self.largest_bytes, self.node_bytes)
+        return True
+
+    def most_of(self, total_bytes: int) -> int:
+        """Return the bytes of the node that saved more than half of a forward's ``total_bytes``; 0 if none has."""
+        return self.largest_bytes if 2 * self.largest_bytes > total_bytes else 0
+
+
+class Tape(Generic[R]):
+    """The records of one forward in the order in which autograd saved them."""
+
+    def __init__(self) -> None:
+        self.records: list[R | None] = []  # None once released, and for a storage that stays without a record
+        self.live = 0  # places that are not released
+        self.total_bytes = 0  # of all records
+        self.signature = 0  # equal for forwards that saved storages of the same sizes in the same order
+        self.number = 0  # of its micro-batch, from 1
+        self.built = False  # saved by a backward that builds a graph: it grows while that walks another tape
         self.by_node = SavedByNode()
-        self.regions: list[bool] = []
-        self.region: Any = None
-        self.ran_again = False
-        self.decisions: list[Any] = []
-        self.planned: tuple[int, ...] = ()
+        self.regions: list[bool] = []  # whether each checkpointed region that has begun runs once
+        self.region: Any = None  # the profiler's entry of the region that runs, while a step is recorded
+        self.decisions: list[Any] = []  # on each record, as the store appends them; they outlive the records
+        self.planned: tuple[int, ...] = ()  # the bytes of each storage that the plan keeps without a record, or -1
         self.walk: Walk[R] = Walk()
-        self.mark = 0
         self._sizes: list[int] = []
-        self._began_before: list[int] = []
+        self.began_before: list[int] = []  # how many regions had begun before the last save of each record
         self._ends: list[int] = []
-        self._idle = (-1, 0)
 
     def __len__(self) -> int:
         return len(self.records)
@@ -219,25 +219,12 @@ class Tape(Generic[R]):
     def append(self, record: R | None, nbytes: int) -> int:
         """Append a record of ``nbytes``, or None for a storage that stays without a record; return its index."""
         self._sizes.append(nbytes)
-        self._began_before.append(len(self.regions))
+        self.began_before.append(len(self.regions))
         self.records.append(record)
         self.live += 1
         self.total_bytes += nbytes
         self.signature = hash((self.signature, nbytes))
         return len(self.records) - 1
-
-    def idle_until(self, changes: int, nbytes: int) -> None:
-        """Note that there is nothing to prefetch until a phase begins or this forward has saved ``nbytes``.
-
-        Args:
-            changes: the present ``Phases.changes``.
-            nbytes: the bytes; `FOR_EVER` if only another phase can change that.
-        """
-        self._idle = changes, nbytes
-
-    def idle(self, changes: int) -> bool:
-        """Return whether the last `idle_until` still holds; ``changes`` as there."""
-        return changes == self._idle[0] and self.total_bytes < self._idle[1]
 
     def forget(self, index: int) -> None:
         """Free the place of a released record."""
@@ -269,7 +256,7 @@ class Tape(Generic[R]):
     def saved_again(self, tape: object, index: int) -> None:
         """Note that this forward saves a record of ``tape`` again, for which backward needs it first."""
         if tape is self:
-            self._began_before[index] = len(self.regions)
+            self.began_before[index] = len(self.regions)
 
     @property
     def runs_once(self) -> int | None:
@@ -277,21 +264,14 @@ class Tape(Generic[R]):
         place = len(self.regions) - 1
         return place if place >= 0 and self.regions[place] and self._ends[place] == FOR_EVER else None
 
-    def began_before(self, index: int) -> int:
-        """Return the number of regions that had begun before the last save of the record at ``index``."""
-        return self._began_before[index]
-
     def come_to(self, index: int) -> int | None:
         """Note that backward comes to the record at ``index``.
 
-        Returns:
-            The place of the region, run once, that was the last to save the record, so that backward is in it; or None.
+        Return the place of the region, run once, that was the last to save it, so that backward is in it; or None.
         """
-        self.mark = self._began_before[index]
-        place = self.mark - 1
-        if place < 0 or not self.regions[place]:
-            return None
-        return place if index < self._ends[place] else None
+        self.walk.mark = self.began_before[index]
+        place = self.walk.mark - 1
+        return place if place >= 0 and self.regions[place] and index < self._ends[place] else None
 
     def prepare(self, orders: LearnedOrders) -> None:
         """Choose the order in which backward will need the records, unless no save came since the last choice."""

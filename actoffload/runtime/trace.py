@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from ..config import OffloadConfig, check_file
 from ..events import EventKind, TraceEvent, now
@@ -46,8 +47,10 @@ LEAST_LOOK_S = 0.005
 LEAST_RATE_S = 0.001
 """A rate over less time would be noise."""
 
-_TOLD_OTHERWISE = (EventKind.PACK, EventKind.WRITE, EventKind.READ, EventKind.RELEASE, EventKind.KEEP)
+_UNWANTED = (EventKind.PACK, EventKind.WRITE, EventKind.READ, EventKind.RELEASE, EventKind.KEEP)
 """Events that a trace does not need: it has the transfers, and the bytes by reason to stay."""
+_WAITS = {EventKind.UNPACK_WAIT: "wait for data", EventKind.PACK_WAIT: "wait for room"}
+_NOTES = {EventKind.FORWARD: "used from memory", EventKind.CANCEL: "write cancelled"}
 
 
 def trace_path(config: OffloadConfig) -> str | None:
@@ -76,12 +79,7 @@ def rank_and_ranks() -> tuple[int, int]:
 
 
 class Recorder:
-    """Records one offloader's steps. It is the sink of the offloader's events, which come with the store's lock held.
-
-    Args:
-        path: the file.
-        shared: of the offloader's store; ``tiers``: likewise.
-    """
+    """Records one offloader's steps. It is the sink of its events, which come with the store's lock held."""
 
     def __init__(self, path: str, shared: Shared, tiers: Tiers) -> None:
         self._shared = shared
@@ -91,18 +89,18 @@ class Recorder:
         self._backward_end = BackwardEnd(self._backward_ended)
         self._memory = MemoryUse(tiers.by_device)
         self._gradients_due_s = 0.0
-        self._told_bytes: dict[str, int] = {}
-        self._told_series: frozenset[str] = frozenset()
+        self._written_bytes: dict[str, int] = {}
         self._looking = threading.RLock()
         self._closed = threading.Event()
         self._looker = threading.Thread(
             target=_look_often, args=(weakref.ref(self), self._closed), name="actoffload-trace-memory", daemon=True
         )
         self._timeline = tiers.start_timeline()
-        self._writer: TraceWriter = writer_for(path, _about_the_run(shared.config))
+        self._writer = writer_for(path, _about_the_run(shared.config))
+        self._running = self._writer.running
         self._usage = Usage(self._writer, frozenset() if tiers.spool is None else tiers.spool.devices())
         shared.accounts.resident_by_module = self._memory.saved
-        shared.reporter.sink, shared.reporter.unwanted = self.event, _TOLD_OTHERWISE
+        shared.reporter.sink, shared.reporter.unwanted = self.event, _UNWANTED
         if tiers.spool is not None:
             tiers.spool.on_moved = self.moved
         self._hooks = [  # weakly: these hooks are for the whole process, and must not keep a dropped recorder
@@ -114,18 +112,15 @@ class Recorder:
 
     def event(self, event: TraceEvent) -> None:
         """Record an event of a saved storage: the sink."""
-        kind = event.kind
         args = {"module": event.module, "bytes": event.nbytes}
-        if kind in (EventKind.UNPACK_WAIT, EventKind.PACK_WAIT):
-            name = f"wait for {'data' if kind is EventKind.UNPACK_WAIT else 'room'}"
-            self._writer.span(f"waits, {self._thread}", name, event.time_s, event.time_s + event.duration_s, args)
-        elif kind in (EventKind.FORWARD, EventKind.CANCEL):
-            name = "used from memory" if kind is EventKind.FORWARD else "write cancelled"
-            self._writer.instant("notes", name, event.time_s, args)
-        elif kind is EventKind.DEGRADED:
-            self._writer.instant("notes", f"degraded: {event.detail}", event.time_s, args)
-        elif kind is EventKind.PLAN:
+        if event.kind in _WAITS:
+            track, end_s = f"waits, {self._running.name}", event.time_s + event.duration_s
+            self._writer.span(track, _WAITS[event.kind], event.time_s, end_s, args)
+        elif event.kind is EventKind.PLAN:
             self._writer.instant("notes", event.detail, event.time_s)
+        else:
+            name = _NOTES.get(event.kind, f"{event.kind.value}: {event.detail}")
+            self._writer.instant("notes", name, event.time_s, args)
 
     def moved(self, transfer: Transfer) -> None:
         """Record a transfer of the spool that has moved bytes."""
@@ -151,7 +146,7 @@ class Recorder:
         self._memory.count()
         self._memory.count_gradients()
         self.look()
-        self._phases.append(self._begin("forward"))
+        self._begin("forward")
 
     def forward_ended(self) -> None:
         """Record that the context is left."""
@@ -160,8 +155,8 @@ class Recorder:
 
     def backward(self, number: int) -> None:
         """Record that backward unpacks a tensor that the forward of micro-batch ``number`` saved."""
-        running = next((phase for phase in self._phases if phase.name == "backward"), None)
-        if running is not None and running.forwards < self._writer.forwards:  # it raised, and so had no end
+        running = next((phase for phase in self._running.phases if phase.name == "backward"), None)
+        if running is not None and running.begin_s < self._writer.forward_s:  # it raised, and so had no end
             self._end("backward", running.last_s)
         elif running is not None:
             running.last_s = begin_s = now()
@@ -170,7 +165,7 @@ class Recorder:
                 self._gradients_due_s = now() + max(LEAST_LOOK_S, (now() - begin_s) / LOOKING_SHARE)
             return
         if self._backward_end.expect():
-            self._phases.append(self._begin("backward", number))
+            self._begin("backward", number)
 
     def _backward_ended(self) -> None:
         self._memory.count_gradients()
@@ -181,20 +176,19 @@ class Recorder:
         """Record that an optimizer's step begins."""
         self._memory.count_gradients()
         self._memory.optimizers.add(optimizer)
-        before = next((phase for phase in self._phases if phase.optimizer == id(optimizer)), None)
+        before = next((phase for phase in self._running.phases if phase.optimizer == id(optimizer)), None)
         if before is not None and before.teller != id(self):
             return  # another offloader with the same file has recorded this step
         if before is not None:  # the optimizer's last step raised, and had no end of its own
             self._end(before.name, before.last_s)
-        within = any(phase.name == "optimizer" for phase in self._phases)  # another optimizer calls this one
+        within = any(phase.name == "optimizer" for phase in self._running.phases)  # another optimizer calls this one
         if not within:
             self.look()
         on_host = all(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"])
-        for around in self._phases:  # DeepSpeed's step around this one, which is no optimizer of PyTorch's
+        for around in self._running.phases:  # DeepSpeed's step around this one, which is no optimizer of PyTorch's
             around.on_host |= on_host and around.name == "optimizer" and not around.optimizer
         phase = self._begin(f"{type(optimizer).__name__}.step" if within else "optimizer")
         phase.optimizer, phase.teller, phase.on_host = id(optimizer), id(self), on_host
-        self._phases.append(phase)
 
     def optimizer_ended(self, optimizer: Optimizer) -> None:
         """Record the end of an optimizer's step."""
@@ -202,7 +196,7 @@ class Recorder:
         self._memory.count()
         self.look()
         ours = (id(optimizer), id(self))
-        phase = next((phase for phase in self._phases if (phase.optimizer, phase.teller) == ours), None)
+        phase = next((phase for phase in self._running.phases if (phase.optimizer, phase.teller) == ours), None)
         if phase is not None:
             self._end(phase.name)
             self._writer.stepped_s = now()
@@ -213,7 +207,7 @@ class Recorder:
         begin_s = now()
         if not link:
             self.look()
-            self._phases.append(self._begin(name))
+            self._begin(name)
         try:
             yield
         finally:
@@ -226,17 +220,19 @@ class Recorder:
     def _begin(self, name: str, number: int | None = None) -> _Running:
         index = self._timeline.current_index if self._timeline is not None else None
         moment = self._timeline.moment(index) if self._timeline is not None and index is not None else None
-        return _Running(name, now(), number, index, moment, self._writer.forwards, now())
+        phase = _Running(name, now(), number, index, moment, now())
+        self._running.phases.append(phase)
+        return phase
 
     def _end(self, name: str, end_s: float | None = None) -> None:
         """End the innermost phase of this name, and the phases in it, which have no end as they raised."""
-        phases, end_s = self._phases, now() if end_s is None else end_s
+        phases, end_s = self._running.phases, now() if end_s is None else end_s
         if not any(phase.name == name for phase in phases):
             return
         while phases:
             phase = phases.pop()
             args = {"microbatch": self._shared.accounts.microbatches if phase.number is None else phase.number}
-            self._writer.span(f"phases, {self._thread}", phase.name, phase.begin_s, end_s, args)
+            self._writer.span(f"phases, {self._running.name}", phase.name, phase.begin_s, end_s, args)
             if self._timeline is not None and phase.index is not None:
                 moment = self._timeline.moment(phase.index)
                 # The device has no part in an optimizer's step on the host, which only ends there.
@@ -244,23 +240,6 @@ class Recorder:
                 self._timeline.add(phase.name, phase.index, begin, moment, args)
             if phase.name == name:
                 return
-
-    @property
-    def _phases(self) -> list[_Running]:
-        """The phases that run in this thread, outermost first."""
-        phases: list[_Running] | None = getattr(self._writer.running, "phases", None)
-        if phases is None:
-            phases = self._writer.running.phases = []
-        return phases
-
-    @property
-    def _thread(self) -> str:
-        name: str | None = getattr(self._writer.running, "name", None)
-        if name is None:
-            thread = threading.current_thread()
-            main = thread is threading.main_thread()
-            name = self._writer.running.name = "main thread" if main else f"thread {thread.native_id or thread.ident}"
-        return name
 
     def _take_timeline(self, *, wait: bool = False) -> None:
         """Record the copies and phases that the device has completed; ``wait``: for all of them."""
@@ -290,10 +269,7 @@ class Recorder:
         accounts = self._shared.accounts
         begin_s, total = now(), self._memory.total()
         unneeded = 0 if self._memory.on_device else self._tiers.unneeded_bytes()
-        values = self._memory.values(total, accounts.resident_bytes)
-        gone = self._told_series - values.keys()
-        self._told_series = frozenset(values)
-        self._writer.counter("memory", begin_s, {**values, **dict.fromkeys(gone, 0)})
+        self._writer.counter("memory", begin_s, self._memory.values(total, accounts.resident_bytes))
         self._writer.counter("memory total", begin_s, {"bytes": total})
         unmoved = total - unneeded + accounts.baseline_bytes - accounts.resident_bytes
         self._writer.counter("memory with nothing moved", begin_s, {"bytes": unmoved})
@@ -303,8 +279,8 @@ class Recorder:
         disk = self._tiers.spool.allocated_bytes if self._tiers.spool is not None else 0
         kept_free = self._memory.reserved() - total if self._memory.on_device else unneeded
         for name, nbytes in (("host pool", pools), ("disk", disk), ("kept free", kept_free)):
-            if nbytes != self._told_bytes.get(name):
-                self._told_bytes[name] = nbytes
+            if nbytes != self._written_bytes.get(name):
+                self._written_bytes[name] = nbytes
                 self._writer.counter(name, begin_s, {"bytes": nbytes})
         self._usage.add()
         if self._writer.failed:
@@ -315,9 +291,8 @@ class Recorder:
     def close(self, *, wait: bool, ask: bool) -> None:
         """End the trace. Idempotent.
 
-        Args:
-            wait: for copies that are under way, to know their times.
-            ask: write the facts at the end; not after an interrupt, which may have left locks held.
+        ``wait``: for copies that are under way, to know their times. ``ask``: write the facts at the end; not after an
+        interrupt, which may have left locks held.
         """
         with self._looking:  # the wait is short: a sample takes no other lock, and less than a millisecond
             if self._closed.is_set():
@@ -353,36 +328,21 @@ class Recorder:
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A phase that runs.
-
-    Attributes:
-        number: of the micro-batch; None: of the last micro-batch at the end of the phase.
-        index: of the device, None before the first tensor; ``moment``: of the beginning there.
-        forwards: the number of forwards that had begun before it.
-        last_s: when it was last seen to run.
-        optimizer: the id of the optimizer that steps; ``teller``: of the recorder that records the step.
-        on_host: all that it steps lies in host memory.
-    """
+    """A phase that runs."""
 
     name: str
     begin_s: float
-    number: int | None
-    index: int | None
-    moment: Any
-    forwards: int
-    last_s: float
-    optimizer: int = 0
-    teller: int = 0
-    on_host: bool = False
+    number: int | None  # of the micro-batch; None: of the last micro-batch at the end of the phase
+    index: int | None  # of the device, None before the first tensor
+    moment: Any  # of the beginning there
+    last_s: float  # when it was last seen to run
+    optimizer: int = 0  # the id of the optimizer that steps
+    teller: int = 0  # the id of the recorder that records the step
+    on_host: bool = False  # all that it steps lies in host memory
 
 
 class Usage:
-    """The use of processors and drives over time, as counters of a trace.
-
-    Args:
-        writer: of the trace.
-        drives: the numbers of the block devices.
-    """
+    """The use of processors, and of the block devices with these numbers, over time, as counters of a trace."""
 
     def __init__(self, writer: TraceWriter, drives: frozenset[int]) -> None:
         self._writer, self._drives = writer, drives
@@ -412,24 +372,15 @@ class Usage:
 
 
 class MemoryUse:
-    """The use of the device's memory, or of the process's on the CPU.
-
-    Args:
-        device_types: of the tensors that move.
-
-    Attributes:
-        saved: bytes of saved activations by module; the tiers update it.
-        on_device: the memory is an accelerator's.
-        models: whose parameters, buffers and gradients count apart; ``optimizers``: whose states do.
-    """
+    """The use of the device's memory, or of the process's on the CPU."""
 
     def __init__(self, device_types: Iterable[str]) -> None:
-        self.saved: Counter[str | None] = Counter()
-        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.saved: Counter[str | None] = Counter()  # bytes of activations by module; the tiers update it
+        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # their parameters and gradients count apart
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # their states count apart
         accelerator = torch.accelerator.current_accelerator(check_available=True)
-        types = set(device_types) or {accelerator.type if accelerator is not None else "cpu"}
-        self._type = accelerator.type if accelerator is not None and accelerator.type in types else "cpu"
+        default = accelerator.type if accelerator is not None else "cpu"
+        self._type = default if default in (set(device_types) or {default}) else "cpu"
         self._index = 0
         self.on_device = self._type != "cpu"
         self._parameters: dict[int, list[tuple[weakref.ref[Tensor], int]]] = {}
@@ -452,13 +403,10 @@ class MemoryUse:
         self._counted = counted
         parameters: dict[int, Tensor] = {id(p): p for model in models for p in model.parameters()}
         buffers = {id(b): b for model in models for b in model.buffers()}
-        stepped: dict[int, Tensor] = {}
-        states: list[Tensor] = []
-        for optimizer in optimizers:
-            stepped.update((id(p), p) for group in optimizer.param_groups for p in group["params"])
-            for state in list(optimizer.state.values()):
-                values = state.values() if isinstance(state, Mapping) else ()
-                states += [value for value in values if isinstance(value, Tensor)]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        stepped: dict[int, Tensor] = {id(p): p for group in groups for p in group["params"]}
+        leaves = tree_leaves([list(optimizer.state.values()) for optimizer in optimizers])
+        states = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if not parameters:
             parameters = stepped
         states += [p for number, p in stepped.items() if number not in parameters]
@@ -472,8 +420,7 @@ class MemoryUse:
     def count_gradients(self, index: int | None = None) -> None:
         """Count the gradients that exist. Call it on the thread that makes them, as no lock guards a tensor's ``grad``.
 
-        Args:
-            index: the device of an autograd thread, which makes gradients on this device alone; None: no backward runs.
+        ``index``: the device of an autograd thread, which makes gradients on it alone; None: no backward runs.
         """
         for place, parameters in self._parameters.items():
             if index in (None, place):
@@ -491,23 +438,15 @@ class MemoryUse:
     def values(self, total: int, resident_bytes: int) -> dict[str, int]:
         """Return the bytes by use. "other" is the rest of the total.
 
-        Args:
-            total: as `total` has just returned it.
-            resident_bytes: saved activations on the device, also without a module.
+        ``resident_bytes``: saved activations on the device, also without a module.
         """
-        values = {
-            "parameters": self._parameter_bytes,
-            "gradients": 0,
-            "optimizer state": self._state_bytes,
-        }
+        values = {"parameters": self._parameter_bytes, "gradients": 0, "optimizer state": self._state_bytes}
         small = resident_bytes
         for module, nbytes in dict(self.saved).items():
-            if nbytes:
-                name = f"saved by {part_of(module)}"
-                values[name] = values.get(name, 0) + nbytes
-                small -= nbytes
-        if small > 0:
-            values["saved, small or recomputed"] = small
+            name = f"saved by {part_of(module)}"
+            values[name] = values.get(name, 0) + nbytes
+            small -= nbytes
+        values["saved, small or recomputed"] = max(0, small)
         left = max(0, total - sum(values.values()))
         values["gradients"] = min(left, sum(self._gradient_bytes.values()))  # some may have died since the count
         values["other"] = left - values["gradients"]

@@ -37,16 +37,12 @@ def to_json(value: object) -> bytes:
 
 
 class Events:
-    """Makes the events of one file. One thread at a time.
-
-    Attributes:
-        base_ns: the time from which the times in the file count, since 1970.
-    """
+    """Makes the events of one file. One thread at a time."""
 
     def __init__(self) -> None:
         # The largest of five: a pause between the readings of the two clocks makes a difference smaller.
         unix_ns = max(time.time_ns() - time.monotonic_ns() for _ in range(5))
-        self.base_ns = time.time_ns() // (QUARTER_S * 10**9) * QUARTER_S * 10**9
+        self.base_ns = time.time_ns() // (QUARTER_S * 10**9) * QUARTER_S * 10**9  # from which the file's times count
         self._shift_us = (unix_ns - self.base_ns) / 1e3
         self._began_us = (time.time_ns() - self.base_ns) / 1e3
         self._pid = os.getpid()

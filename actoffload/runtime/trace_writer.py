@@ -9,9 +9,11 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
+from io import FileIO
 from typing import Any
 
 from .trace_format import Events, Row, to_json
@@ -21,43 +23,45 @@ FLUSH_S = 0.25
 MOST_ROWS = 200_000
 """At most this many events wait to be written, about 60 MB; further events are counted and dropped."""
 
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
 _ARRAY, _OBJECT = b"[               ", b'{"traceEvents":['
 
 
+class Running(threading.local):
+    """One thread's name, and the phases that run in it, outermost first."""
+
+    def __init__(self) -> None:
+        thread = threading.current_thread()
+        number = thread.native_id or thread.ident
+        self.name = "main thread" if thread is threading.main_thread() else f"thread {number}"
+        self.phases: list[Any] = []
+
+
 class TraceWriter:
-    """The writer of one file. Any thread adds events to it, at the cost of an append.
+    """The writer of one file, which is overwritten. Any thread adds events to it, at the cost of an append.
 
-    Args:
-        path: the file; an old file is overwritten.
-        about: the facts of the run at its beginning, ready for JSON.
-
-    Attributes:
-        dropped: events that came faster than the thread could write them.
-        failed: why nothing is written any more, or "".
-        running: the phases of each thread, for all users of the file: spans of one thread must nest.
-        forwards: how many have begun.
-        opened: how often `open` was called.
-        stepped_s: when an optimizer has stepped since the last forward began; None if it has not.
+    ``about``: the facts of the run at its beginning, ready for JSON.
     """
 
     def __init__(self, path: str, about: Mapping[str, Any]) -> None:
-        self.dropped = 0
-        self.failed = ""
-        self.users = self.opened = self.forwards = self._steps = 0
-        self.stepped_s: float | None = None
+        self.users = 0
+        self.opened = 0  # how often `open` was called
+        self.dropped = 0  # events that came faster than the thread could write them
+        self.failed = ""  # why nothing is written any more
+        self.running = Running()  # for all users of the file: spans of one thread must nest
+        self.forward_s = 0.0  # when the last forward began
+        self.stepped_s: float | None = None  # when an optimizer has stepped since then
+        self._steps = 0
         self._step_begin_s: float | None = None
-        self.running = threading.local()
         self._rows: deque[Row] = deque()
         self._writing = threading.Lock()  # guards the events and the file
-        self._stopped = threading.Event()
         self._events = Events()
         self._about = {**about, "base_ns": self._events.base_ns}
         name = {"name": f"actoffload, rank {about.get('rank', 0)}"}
         first = [self._events.metadata("process_name", 0, name), self._events.metadata("actoffload", 0, self._about)]
-        self._path, self._length = path, 0  # the length is that of the events, without an end
-        self._file: int | None = os.open(path, _FLAGS | os.O_TRUNC, 0o666)  # None while it is closed
-        self._append(self._file, _ARRAY + b"\n" + b",\n".join(first))
+        # Without a buffer, whose bytes a forked child would write once more as it ends.
+        self._file = FileIO(path, "w+")
+        self._length = 0  # of the events, without an end
+        self._append(_ARRAY + b"\n" + b",\n".join(first))
 
     # -- any thread ---------------------------------------------------------------------------------------------------
 
@@ -67,7 +71,7 @@ class TraceWriter:
 
     def forward_begins(self, begin_s: float) -> None:
         """Count a forward. The first one after an optimizer's step ends the span of a step, and begins the next."""
-        self.forwards += 1
+        self.forward_s = begin_s
         self._end_step(begin_s)
         if self._step_begin_s is None:
             self._step_begin_s = begin_s
@@ -101,12 +105,11 @@ class TraceWriter:
             self.opened += 1
             if self.users > 1:
                 return
-            if self._file is None:
-                self._file = os.open(self._path, _FLAGS, 0o666)
-                os.pwrite(self._file, _ARRAY, 0)
-                os.truncate(self._file, self._length)
-            self._stopped = threading.Event()  # a new one: the old thread may not have seen the old one set
-        threading.Thread(target=self._run, args=(self._stopped,), name="actoffload-trace", daemon=True).start()
+            if self._file.closed:
+                self._file = FileIO(self._file.name, "r+")
+                _write(self._file, _ARRAY, 0)
+                self._file.truncate(self._length)
+        threading.Thread(target=self._run, args=(self._file,), name="actoffload-trace", daemon=True).start()
 
     def close(self, known: Mapping[str, Any]) -> None:
         """Undo one `open`; the last call ends the file, with the facts at the end of the run.
@@ -119,30 +122,28 @@ class TraceWriter:
         end = {"displayTimeUnit": "ms", "baseTimeNanoseconds": self._events.base_ns, "otherData": other}
         with self._writing:
             self.users -= 1
-            if self.users or self._file is None:
+            if self.users or self._file.closed:
                 return
-            self._stopped.set()
             with suppress(OSError):
                 if not self.failed:  # else part of an event may be the last of the file
                     _write(self._file, b"\n]," + to_json(end)[1:] + b"\n", self._length)
                     _write(self._file, _OBJECT, 0)
-            os.close(self._file)
-            self._file = None
+            self._file.close()
 
     def flush(self) -> None:
         """Write the events so far. Events after the last `close` wait until the file is opened again."""
         with self._writing:
-            while self._rows and not self.failed and self._file is not None:
+            while self._rows and not self.failed and not self._file.closed:
                 lines = [self._events.line(self._rows.popleft()) for _ in range(min(1000, len(self._rows)))]
                 try:
-                    self._append(self._file, b",\n" + b",\n".join(lines))
+                    self._append(b",\n" + b",\n".join(lines))
                 except OSError as error:
-                    self.failed = f"{self._path}: {error}"
+                    self.failed = f"{self._file.name}: {error}"
             if self.failed:
                 self._rows.clear()
 
-    def _append(self, file: int, data: bytes) -> None:
-        _write(file, data, self._length)
+    def _append(self, data: bytes) -> None:
+        _write(self._file, data, self._length)
         self._length += len(data)
 
     def after_fork_in_child(self) -> None:
@@ -151,15 +152,16 @@ class TraceWriter:
         self._rows.clear()
         self._writing = threading.Lock()  # a thread that this process does not have may hold the old one
 
-    def _run(self, stopped: threading.Event) -> None:
-        while not stopped.wait(FLUSH_S):
+    def _run(self, file: FileIO) -> None:
+        while not file.closed:
+            time.sleep(FLUSH_S)
             self.flush()
 
 
-def _write(file: int, data: bytes, place: int) -> None:
+def _write(file: FileIO, data: bytes, place: int) -> None:
     """Write all of ``data``."""
     while data:
-        written = os.pwrite(file, data, place)  # may be a part
+        written = os.pwrite(file.fileno(), data, place)  # may be a part
         place += written
         data = data[written:]
 
@@ -176,7 +178,7 @@ def writer_for(path: str, about: Mapping[str, Any]) -> TraceWriter:
     """
     place = os.path.abspath(path)
     writer = _writers.get(place)
-    if writer is None or writer.failed:
+    if writer is None or writer.failed or not os.path.exists(place):
         writer = _writers[place] = TraceWriter(place, about)
     writer.open()
     return writer

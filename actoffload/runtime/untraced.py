@@ -9,7 +9,6 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable
-from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -39,13 +38,14 @@ _NEEDED = ("get_eval_frame_callback", "set_eval_frame", "set_code_exec_strategy"
 _at_hand = all(hasattr(_frames, name) for name in _NEEDED) and _owned(_frames.get_eval_frame_callback)
 
 
-def _skip(code: CodeType) -> None:
-    """Have the compiler run frames of this code as they are, and still compile their callees."""
+def skipped(function: F) -> F:
+    """Keep ``torch.compile`` from beginning at this frame of ours. Its callees are compiled; an export traces it."""
     if _at_hand:
         action = _frames._FrameAction
-        _frames.set_code_exec_strategy(code, _frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
+        _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
     else:
-        torch._dynamo.eval_frame.skip_code(code)
+        torch._dynamo.eval_frame.skip_code(function.__code__)
+    return function
 
 
 def _mark(function: Callable[..., Any]) -> None:
@@ -73,20 +73,13 @@ def untraced(function: F) -> F:
         finally:
             set_compiling(before)  # in any case: else the rest of this thread would no longer be compiled
 
-    _skip(direct.__code__)
-    _mark(direct)
+    _mark(skipped(direct))
     return functools.wraps(function)(direct)  # type: ignore[return-value]
 
 
 def untraced_frame(function: F) -> F:
     """Keep ``torch.compile`` out of this frame of ours, but not out of its callees."""
     _mark(skipped(function))
-    return function
-
-
-def skipped(function: F) -> F:
-    """Keep ``torch.compile`` from beginning at this frame of ours. Its callees are compiled; an export traces it."""
-    _skip(function.__code__)
     return function
 
 

@@ -90,10 +90,10 @@ class DeviceBudget:
         # Backward takes the regions of a forward in reverse order: the regions that began after the record's save run
         # again before backward needs it, except for those that backward has passed.
         again, tape = self.again, record.tape
-        began = tape.began_before(record.index)
-        if began > tape.mark:  # another branch, so nothing shows which regions come first
+        began = tape.began_before[record.index]
+        if began > tape.walk.mark:  # another branch, so nothing shows which regions come first
             return max(self.made_bytes, *again.values(), 0)
-        return max([self.made_bytes, *(again[place] for place in range(began, tape.mark) if place in again)])
+        return max([self.made_bytes, *(again[place] for place in range(began, tape.walk.mark) if place in again)])
 
 
 class Reporter:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import actoffload
-from actoffload.runtime.saved_by_node import MANY, SavedByNode
+from actoffload.runtime.tape import MANY, SavedByNode
 from tests.harness import Chain, MakeOffloader, assert_same_gradients, batch, train_step
 
 

@@ -258,6 +258,17 @@ def test_each_forward_of_a_step_counts_its_own_regions(make_offloader: MakeOfflo
             assert model.runs == [2, 1]
 
 
+def test_a_recomputation_ends_its_forward_before_backward_reaches_a_tensor(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy="all")
+    x = batch().requires_grad_()
+    with offloader:
+        alive = (x * 1.0001).sin()  # of a branch that this backward leaves alone
+        checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
+        checkpoint(torch.sin, x, use_reentrant=False)
+    assert offloader.statistics().regions == 1
+    alive.sum().backward()
+
+
 def test_threads_count_for_themselves(make_offloader: MakeOffloader) -> None:
     offloader = following(make_offloader(), 1)
     models = [Blocks() for _ in range(3)]

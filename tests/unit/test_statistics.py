@@ -15,7 +15,7 @@ from actoffload import OffloadConfig, Offloader
 from actoffload.config import make_config
 from actoffload.planning.observed import Observed
 from actoffload.policy import KeepReason
-from actoffload.runtime import optimizer_steps
+from actoffload.runtime import run_so_far
 from actoffload.statistics import Statistics
 from actoffload.tell.facts import Facts
 from actoffload.tell.report import closing_line, render_report
@@ -256,20 +256,20 @@ class _Run:
 
 
 def test_another_threads_run_may_begin_at_any_moment_of_an_optimizers_step() -> None:
-    optimizer_steps.optimizer_steps()
+    run_so_far.optimizer_steps()
     runs = [_Run(), _Run()]
-    optimizer_steps.watchers.update(dict.fromkeys(runs))
+    run_so_far.watchers.update(dict.fromkeys(runs))
     added: list[_Run] = []
 
     def begin_another(frame: FrameType, event: str, argument: object) -> Any:
         added.append(_Run())
-        optimizer_steps.watchers[added[-1]] = None
+        run_so_far.watchers[added[-1]] = None
         return begin_another
 
     before = sys.gettrace()
     sys.settrace(begin_another)  # before each line, as another thread may
     try:
-        optimizer_steps._stepped()
+        run_so_far._stepped()
     finally:
         sys.settrace(before)
     assert [run.steps for run in runs] == [1, 1]

@@ -373,6 +373,16 @@ def test_two_offloaders_share_a_file(make_offloader: MakeOffloader, tmp_path: Pa
     assert [phase.name for phase in load(file).phases] == ["forward", "backward"] * 3
 
 
+def test_a_file_that_was_deleted_is_begun_anew(make_offloader: MakeOffloader, tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    for _ in range(2):
+        offloader = make_offloader(trace=file, policy="keep")
+        train_step(Chain(), batch(), offloader)
+        offloader.close()
+        assert [phase.name for phase in load(file).phases] == ["forward", "backward"]
+        file.unlink()
+
+
 def test_two_threads_that_close_an_offloader_end_its_part_of_a_file_once(
     make_offloader: MakeOffloader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
