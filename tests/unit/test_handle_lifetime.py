@@ -34,7 +34,6 @@ from tests.harness import (
     records_of,
     resident_set_bytes,
     run_in_threads,
-    same_bits,
     spool_statistics,
     states_of,
     train_step,
@@ -180,32 +179,10 @@ def test_an_error_in_a_policy_leaves_no_record(make_offloader: MakeOffloader) ->
     x = torch.randn(64, 64, requires_grad=True)
     with no_garbage_collection():
         y = x * 2
-        with pytest.raises(_ForwardFailedError), offloader:
-            y.exp()
-        assert_empty(offloader)
-        with pytest.raises(_ForwardFailedError), offloader:
-            y.exp()
-        assert_empty(offloader)
-
-
-def test_retained_graphs_are_read_again_and_freed_at_the_end(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader()
-    x = torch.randn(200, 200, requires_grad=True)
-    plain = x.detach().clone().requires_grad_()
-    (plain.exp().tanh() * plain.sin()).sum().backward()
-    with offloader:
-        loss = (x.exp().tanh() * x.sin()).sum()
-    offloader.synchronize()
-    reads = []
-    for _ in range(3):
-        loss.backward(retain_graph=True)
-        assert same_bits(x.grad, plain.grad)
-        x.grad = None
-        reads.append(offloader.statistics().nvme_read_bytes)
-        assert accounts_of(offloader).resident_bytes < 200 * 200 * 4  # not held between the passes
-    assert 0 < reads[0] < reads[1] < reads[2]
-    del loss
-    assert_empty(offloader)
+        for _ in range(2):
+            with pytest.raises(_ForwardFailedError), offloader:
+                y.exp()
+            assert_empty(offloader)
 
 
 def test_each_round_of_backward_holds_a_reloaded_storage_until_its_last_unpack(make_offloader: MakeOffloader) -> None:
