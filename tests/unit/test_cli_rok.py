@@ -293,11 +293,19 @@ def test_points_are_compared_and_drawn(finished: Callable[..., str], tmp_path: P
     assert [row["verdict"] for row in data["points"]] == ["A/A noise", "slower", "slower", "slower", ""]
 
 
+@pytest.fixture
+def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture takes a second."""
+    monkeypatch.setattr(rok_command, "draw_rok", lambda *_: None)
+
+
+@pytest.mark.usefixtures("without_pictures")
 def test_a_busy_machine_is_reported(finished: Callable[..., str]) -> None:
     text = finished([sample("keep"), sample("offload", others_cpu_share=0.41)])
     assert "WARNING: the machine was busy: others took up to 41% of the processors" in text
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_the_command_fails_when_bits_differ_or_a_point_failed(finished: Callable[..., str]) -> None:
     assert "BITS DIFFER" in finished([sample("keep"), sample("offload", identical=False)], status=1)
     finished(all_points(), status=1)

@@ -186,8 +186,7 @@ def test_options_that_write_each_record_alone(options: dict[str, Any], make_offl
     saved = Saved(offloader, activations(2 * FULL))
     offloader.synchronize()
     assert 0 < max(only_engine(offloader).written) <= NBYTES + 4096
-    saved.check_rest()
-    assert_empty(offloader)
+    saved.end()
 
 
 @pytest.mark.parametrize("option", ["prefetch_bytes", "pending_bytes"])
@@ -197,8 +196,7 @@ def test_a_batch_is_no_larger_than_half_of_the_users_limit(option: str, make_off
     saved = Saved(offloader, activations(4 * FULL))
     offloader.synchronize()
     assert max(only_engine(offloader).written) <= 3 * BATCH // 2
-    saved.check_rest()
-    assert_empty(offloader)
+    saved.end()
 
 
 # -- on the way out ----------------------------------------------------------------------------------------------------
@@ -229,8 +227,7 @@ def test_synchronize_also_begins_the_batch_of_tensors_saved_meanwhile(make_offlo
     offloader.synchronize()
     assert states_of(offloader) == ["spilled"] * 3
     first.check_rest()
-    second.check_rest()
-    assert_empty(offloader)
+    second.end()
 
 
 def test_synchronize_ends_while_another_thread_saves(make_offloader: MakeOffloader) -> None:
@@ -263,8 +260,7 @@ def test_an_open_batch_does_not_keep_later_tensors_from_moving(make_offloader: M
     offloader.synchronize()
     assert states_of(offloader).count("spilled") == 2
     more.check_rest()
-    saved.check_rest()
-    assert_empty(offloader)
+    saved.end()
 
 
 def test_a_record_needed_while_its_batch_is_written_stays_and_the_rest_leaves(make_offloader: MakeOffloader) -> None:
@@ -277,8 +273,7 @@ def test_a_record_needed_while_its_batch_is_written_stays_and_the_rest_leaves(ma
     offloader.synchronize()
     assert states_of(offloader) == ["spilled"] * (FULL - 2)
     assert len(only_engine(offloader).started) == 1
-    saved.check_rest()
-    assert_empty(offloader)
+    saved.end()
 
 
 def test_memory_that_a_batch_still_holds_counts_as_pending(make_offloader: MakeOffloader) -> None:
@@ -322,8 +317,7 @@ def test_room_on_disk_goes_with_the_last_of_a_batch(make_offloader: MakeOffloade
     saved.check_rest()
     room = spool_statistics(offloader).allocated_bytes
     assert 2 * FULL * (NBYTES - 1024) <= room <= 2 * FULL * (NBYTES + 4096)
-    others.check_rest()
-    assert_empty(offloader)
+    others.end()
 
 
 # -- on the way back ---------------------------------------------------------------------------------------------------
@@ -338,22 +332,7 @@ def test_records_of_one_read_can_be_unpacked_again(make_offloader: MakeOffloader
         for index in reversed(range(FULL)):
             saved.check(index, again=True)
         assert 0 < offloader.statistics().nvme_read_bytes - before <= BATCH, "nothing is read more than once"
-    saved.check_rest()
-    assert_empty(offloader)
-
-
-def test_a_storage_that_is_still_held_is_not_read_again(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(engine="posix")
-    saved = Saved(offloader, activations(FULL))
-    offloader.synchronize()
-    held = saved.check(0, again=True)
-    before = offloader.statistics().nvme_read_bytes
-    again = saved.check(0, again=True)
-    assert again.data_ptr() == held.data_ptr()
-    assert offloader.statistics().nvme_read_bytes == before
-    saved.check_rest()
-    del held, again
-    assert_empty(offloader)
+    saved.end()
 
 
 @pytest.mark.parametrize("wanted", [(1, 3), ()], ids=["by some", "by nobody"])
@@ -373,8 +352,7 @@ def test_a_batch_that_is_still_needed_while_it_is_read(make_offloader: MakeOfflo
         for index in range(FULL, 2 * FULL - 1):
             saved.drop(index)
     gate.open()
-    saved.check_rest()
-    assert_empty(offloader)
+    saved.end()
     assert (offloader.statistics().nvme_read_bytes <= BATCH) == (not wanted), "a batch that no record needs is not read"
 
 
@@ -405,8 +383,7 @@ def test_a_storage_freed_by_its_owner_during_the_write_stays(
     statistics = offloader.statistics()
     assert statistics.kept_bytes["resized"] >= nbytes
     assert statistics.degraded == {}
-    saved.check_rest()
-    assert_empty(offloader)
+    saved.end()
 
 
 def test_a_storage_freed_once_counts_as_freed_though_refilled_at_its_old_address() -> None:
@@ -433,8 +410,7 @@ def test_records_under_way_are_checked_in_turn(make_offloader: MakeOffloader) ->
     only_engine(offloader).open()
     offloader.synchronize()
     assert offloader.statistics().kept_bytes["resized"] >= 64 * KIB
-    saved.check_rest()
-    assert_empty(offloader)
+    saved.end()
 
 
 def test_a_storage_freed_by_its_owner_before_its_batch_begins_stays_alone(make_offloader: MakeOffloader) -> None:
@@ -445,8 +421,7 @@ def test_a_storage_freed_by_its_owner_before_its_batch_begins_stays_alone(make_o
         offloader.synchronize()
     assert states_of(offloader) == ["resident", "spilled"]
     assert offloader.statistics().kept_bytes["resized"] == NBYTES
-    saved.check_rest()
-    assert_empty(offloader)
+    saved.end()
 
 
 def test_a_record_that_left_its_batch_and_was_freed_spoils_no_other(make_offloader: MakeOffloader) -> None:
@@ -458,8 +433,7 @@ def test_a_record_that_left_its_batch_and_was_freed_spoils_no_other(make_offload
     only_engine(offloader).open()
     offloader.synchronize()
     assert not offloader.statistics().degraded
-    saved.check_rest()
-    assert_empty(offloader)
+    saved.end()
 
 
 @pytest.mark.parametrize(
@@ -476,8 +450,7 @@ def test_a_write_that_fails_leaves_its_batch_in_memory(engine: Any, make_offload
     assert ["write failed" in str(warning.message) for warning in caught] == [True]
     assert offloader.statistics().degraded == {"write failed": FULL}
     assert states_of(offloader) == ["resident"] * FULL
-    saved.check_rest()
-    assert_empty(offloader)
+    saved.end()
 
 
 def test_a_read_that_fails_is_an_error_of_all_that_it_reads_and_is_tried_again(make_offloader: MakeOffloader) -> None:
@@ -500,8 +473,7 @@ def test_a_spool_without_room_for_a_batch_takes_the_records_that_fit(make_offloa
     assert states_of(offloader).count("spilled") == 2
     assert offloader.statistics().kept_bytes == {"degraded": (FULL - 2) * NBYTES}
     assert accounts_of(offloader).moved_bytes == 2 * NBYTES
-    saved.check_rest()
-    assert_empty(offloader)
+    saved.end()
 
 
 @pytest.mark.parametrize("kind", ["write", "read"])
@@ -545,5 +517,4 @@ def test_a_tensor_that_is_larger_than_the_limit_by_itself_moves(make_offloader: 
     only_engine(offloader).open()
     offloader.synchronize()
     assert states_of(offloader) == ["spilled", "resident"]
-    saved.check_rest()
-    assert_empty(offloader)
+    saved.end()

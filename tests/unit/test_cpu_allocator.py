@@ -184,7 +184,7 @@ def churn():  # takes the lock most of the time, without the interpreter's
 busy = threading.Thread(target=churn)
 busy.start()
 import warnings
-for turn in range(10):
+for turn in range(4):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()

@@ -411,7 +411,7 @@ def test_on_the_cpu_the_number_is_the_process(make_offloader: MakeOffloader) -> 
     optimizer = torch.optim.SGD(model.parameters())
     offloader = make_offloader(policy="auto", device_memory="1TB")
     for _ in range(4):
-        train_step(model, batch(rows=4096, width=256), offloader)
+        train_step(model, batch(rows=512, width=256), offloader)
         _with_gradients(model, optimizer)
     left = budget_of(offloader).limit_bytes or 0
     assert 10**12 - resident_set_bytes() - (1 << 30) < left < 10**12 - (100 << 20)

@@ -404,6 +404,7 @@ def _step_in_a_compiled_function(forward: Callable[[], Tensor]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # PyTorch's compiler looks at it
+@pytest.mark.pairs
 @pytest.mark.parametrize("way", ["plain", "vmap", "compiled"])
 @BOTH_HOOKS
 @pytest.mark.parametrize("kind", ["below min_bytes", "policy", "moves"])

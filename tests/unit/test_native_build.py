@@ -233,6 +233,7 @@ def fresh_allocator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "actoffload"
 
 
+@pytest.mark.usefixtures("quickly_compiled")
 def test_the_library_is_built_once_with_one_message(fresh_allocator: Path, capsys: pytest.CaptureFixture[str]) -> None:
     library = cpu_allocator.build()
     assert library.parent == fresh_allocator
