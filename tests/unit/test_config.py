@@ -128,10 +128,11 @@ def enter(request: pytest.FixtureRequest) -> Any:
         ("path", ["/", "/."], "the same directory is named twice"),
     ],
 )
-def test_a_bad_option_names_field_value_and_remedy(enter: Any, field: str, value: Any, remedy: str) -> None:
+def test_a_bad_option_names_field_value_and_remedy(field: str, value: Any, remedy: str) -> None:
     before = descriptors()
+    options: dict[str, Any] = {"target": "nvme", field: value}
     with pytest.raises(ConfigError) as caught:
-        enter(**{"target": "nvme", field: value})
+        Offloader(OffloadConfig(**options))
     assert caught.value.field == field
     assert str(caught.value).startswith(f"{field}={value!r}: ")
     assert remedy in str(caught.value)

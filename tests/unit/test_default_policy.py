@@ -10,21 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from actoffload import Offloader, Plan, Profile
-from actoffload.planning.search import Limits
+from actoffload import Offloader
 from actoffload.testing.faults import SlowEngine
 from actoffload.testing.gpt import GPT, GPTConfig
 from tests.harness import (
-    Chain,
     MakeOffloader,
     accounts_of,
     assert_empty,
     assert_same_gradients,
-    batch,
     gradients,
-    is_locked,
-    plan_with,
-    train_step,
 )
 
 STEPS = 14
@@ -101,22 +95,3 @@ def test_other_lengths_have_plans_of_their_own(make_offloader: MakeOffloader) ->
         assert_same_gradients(_step(model, step, offloader, seq), _step(model, step, seq=seq))
     assert "inputs 2×32, 2×32: " in offloader.explain()
     assert_empty(offloader)
-
-
-class _Broken:
-    name = "broken"
-
-    def plan(self, profile: Profile, limits: Limits) -> Plan:
-        raise ZeroDivisionError("no such luck")
-
-
-def test_a_planner_that_fails_ends_the_planning_and_not_the_training(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(policy="auto")
-    plan_with(offloader, _Broken())
-    model = Chain()
-    plain = train_step(model, batch())
-    with pytest.warns(RuntimeWarning, match="could not plan"):
-        found = [train_step(model, batch(), offloader) for _ in range(5)]
-    for one in found:
-        assert_same_gradients(one, plain)
-    assert not is_locked(offloader)

@@ -165,7 +165,7 @@ def test_a_picture_is_read_at_its_width(file: Path, text: str) -> None:
             assert apart, f"{label!r} lies on {other!r}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
+@pytest.mark.parametrize("page", [page for page in PAGES if "<img " in page.read_text(encoding="utf-8")], ids=named)
 def test_pictures_have_a_light_and_a_dark_one_and_words(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     found = re.findall(
