@@ -101,6 +101,7 @@ class Blocks(nn.Module):
 
 
 @asks
+@pytest.mark.pairs
 @pytest.mark.parametrize("shape", [(128, 64), (4, 32, 64)], ids=["2d", "3d"])
 @pytest.mark.parametrize("respects", [True, False, None])
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "PyTorch's"])

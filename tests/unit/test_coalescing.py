@@ -50,6 +50,12 @@ ALONE = 512 * KIB
 BATCH = FULL * NBYTES
 
 
+def _saved(make_offloader: MakeOffloader, count: int, nbytes: int = NBYTES, **options: Any) -> tuple[Offloader, Saved]:
+    """An offloader in which so many tensors of this size were saved."""
+    offloader = make_offloader(**options)
+    return offloader, Saved(offloader, activations(count, nbytes))
+
+
 @pytest.mark.parametrize("engine", ["memory", "posix", "uring", "aiofiles"])
 def test_all_come_back_as_they_were(engine: str, make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(engine=engine)
@@ -63,8 +69,7 @@ def test_all_come_back_as_they_were(engine: str, make_offloader: MakeOffloader) 
 
 
 def test_a_batch_is_one_request_each_way(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(engine=CountingEngine)
-    saved = Saved(offloader, activations(2 * FULL))
+    offloader, saved = _saved(make_offloader, 2 * FULL, engine=CountingEngine)
     offloader.synchronize()
     saved.check_rest()
     engine, statistics = only_engine(offloader), offloader.statistics()
@@ -182,8 +187,7 @@ class OneRangeEngine(CountingEngine):
     ids=lambda options: next(iter(options)),
 )
 def test_options_that_write_each_record_alone(options: dict[str, Any], make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(**({"engine": CountingEngine} | options))
-    saved = Saved(offloader, activations(2 * FULL))
+    offloader, saved = _saved(make_offloader, 2 * FULL, **({"engine": CountingEngine} | options))
     offloader.synchronize()
     assert 0 < max(only_engine(offloader).written) <= NBYTES + 4096
     saved.end()
@@ -203,8 +207,7 @@ def test_a_batch_is_no_larger_than_half_of_the_users_limit(option: str, make_off
 
 
 def test_a_record_that_backward_needs_before_its_batch_is_full_never_leaves(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(engine=GateEngine)
-    saved = Saved(offloader, activations(FULL - 1))
+    offloader, saved = _saved(make_offloader, FULL - 1, engine=GateEngine)
     saved.check_rest()
     statistics = offloader.statistics()
     assert only_engine(offloader).started == []
@@ -264,8 +267,7 @@ def test_an_open_batch_does_not_keep_later_tensors_from_moving(make_offloader: M
 
 
 def test_a_record_needed_while_its_batch_is_written_stays_and_the_rest_leaves(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(engine=GateEngine)
-    saved = Saved(offloader, activations(FULL))
+    offloader, saved = _saved(make_offloader, FULL, engine=GateEngine)
     saved.check(0)
     saved.drop(2)
     assert states_of(offloader) == ["spilling"] * (FULL - 2)
@@ -277,8 +279,7 @@ def test_a_record_needed_while_its_batch_is_written_stays_and_the_rest_leaves(ma
 
 
 def test_memory_that_a_batch_still_holds_counts_as_pending(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(engine=GateEngine)
-    saved = Saved(offloader, activations(FULL))
+    offloader, saved = _saved(make_offloader, FULL, engine=GateEngine)
     for index in range(FULL):
         assert pending_bytes(offloader) == BATCH
         assert offloader.statistics().cancelled_bytes == 0
@@ -292,8 +293,7 @@ def test_memory_that_a_batch_still_holds_counts_as_pending(make_offloader: MakeO
 
 def test_a_write_that_ends_after_an_interrupt_changes_no_record(make_offloader: MakeOffloader) -> None:
     """The interrupt may have left them half changed."""
-    offloader = make_offloader(engine=GateEngine)
-    saved = Saved(offloader, activations(FULL))
+    offloader, saved = _saved(make_offloader, FULL, engine=GateEngine)
     offloader.store.shared.interrupted = True
     only_engine(offloader).open()
     spool_of(offloader).close()
@@ -303,8 +303,7 @@ def test_a_write_that_ends_after_an_interrupt_changes_no_record(make_offloader: 
 
 
 def test_room_on_disk_goes_with_the_last_of_a_batch(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(engine="memory")
-    saved = Saved(offloader, activations(FULL))
+    offloader, saved = _saved(make_offloader, FULL, engine="memory")
     offloader.synchronize()
     room = spool_statistics(offloader).allocated_bytes
     assert room >= FULL * (NBYTES - 1024)
@@ -324,8 +323,7 @@ def test_room_on_disk_goes_with_the_last_of_a_batch(make_offloader: MakeOffloade
 
 
 def test_records_of_one_read_can_be_unpacked_again(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(engine="posix")
-    saved = Saved(offloader, activations(FULL))
+    offloader, saved = _saved(make_offloader, FULL, engine="posix")
     for _ in range(3):
         offloader.synchronize()
         before = offloader.statistics().nvme_read_bytes
@@ -454,8 +452,7 @@ def test_a_write_that_fails_leaves_its_batch_in_memory(engine: Any, make_offload
 
 
 def test_a_read_that_fails_is_an_error_of_all_that_it_reads_and_is_tried_again(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(engine=partial(FailingEngine, kind=IoKind.READ, count=1))
-    saved = Saved(offloader, activations(FULL))
+    offloader, saved = _saved(make_offloader, FULL, engine=partial(FailingEngine, kind=IoKind.READ, count=1))
     offloader.synchronize()
     with pytest.raises(StorageReadError):
         saved.check(FULL - 1, again=True)
@@ -486,8 +483,7 @@ def test_a_sink_that_raises_harms_no_record(kind: str, make_offloader: MakeOfflo
             raised.append(event)
             raise RuntimeError("the sink is full")
 
-    offloader = make_offloader(engine="memory", trace=sink)
-    saved = Saved(offloader, activations(FULL))
+    offloader, saved = _saved(make_offloader, FULL, engine="memory", trace=sink)
     offloader.synchronize()
     saved.check_rest()
     assert len(raised) == 1
@@ -497,8 +493,7 @@ def test_a_sink_that_raises_harms_no_record(kind: str, make_offloader: MakeOfflo
 
 @pytest.mark.parametrize("nbytes", [NBYTES, 2 * ALONE])
 def test_a_tensor_in_memory_can_be_unpacked_after_abort(nbytes: int, make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(engine="memory", prefetch_bytes=nbytes)
-    saved = Saved(offloader, activations(4 * FULL, nbytes))
+    offloader, saved = _saved(make_offloader, 4 * FULL, nbytes, engine="memory", prefetch_bytes=nbytes)
     offloader.synchronize()
     held = saved.check(4 * FULL - 1, again=True)
     offloader.abort()
@@ -511,8 +506,7 @@ def test_a_tensor_in_memory_can_be_unpacked_after_abort(nbytes: int, make_offloa
 
 def test_a_tensor_that_is_larger_than_the_limit_by_itself_moves(make_offloader: MakeOffloader) -> None:
     """The tensor moves while at most half of the limit is under way."""
-    offloader = make_offloader(engine=GateEngine, pending_bytes=4 * NBYTES)
-    saved = Saved(offloader, activations(2, 6 * NBYTES))
+    offloader, saved = _saved(make_offloader, 2, 6 * NBYTES, engine=GateEngine, pending_bytes=4 * NBYTES)
     assert states_of(offloader) == ["spilling", "resident"]
     only_engine(offloader).open()
     offloader.synchronize()

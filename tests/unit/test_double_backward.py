@@ -108,6 +108,7 @@ def run(
     return found
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize("kind", ["layers", "functions"])
 @pytest.mark.parametrize("name", STEPS)
