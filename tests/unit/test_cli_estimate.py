@@ -301,12 +301,6 @@ def test_meta_tensors_count_the_saved_bytes_of_a_real_step(model_type: str, tmp_
     assert len(counted.blocks) == (4 if model_type == "t5" else 2)
 
 
-def test_bfloat16_halves_the_saved_bytes() -> None:
-    pytest.importorskip("transformers")
-    half, whole = count_family("llama"), count_family("llama", torch.float32)
-    assert 0.5 < sum(half.blocks.values()) / sum(whole.blocks.values()) < 0.65, "norms and statistics stay float32"
-
-
 class Attention(nn.Module):
     """One call of attention in a block, two blocks; 2 × 4 heads × 16 tokens × 8 elements."""
 

@@ -138,12 +138,17 @@ def test_the_api_page_has_every_public_name() -> None:
 # -- pictures ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("file", "text"), list(pictures.draw()), ids=lambda item: getattr(item, "name", "text"))
+EACH_PICTURE = pytest.mark.parametrize(
+    ("file", "text"), list(pictures.draw()), ids=lambda item: getattr(item, "name", "text")
+)
+
+
+@EACH_PICTURE
 def test_a_picture_is_the_one_of_its_file(file: Path, text: str) -> None:
     assert file.read_text(encoding="utf-8") == text, "run `python -m benchmarks.pictures`"
 
 
-@pytest.mark.parametrize(("file", "text"), list(pictures.draw()), ids=lambda item: getattr(item, "name", "text"))
+@EACH_PICTURE
 def test_a_picture_is_read_at_its_width(file: Path, text: str) -> None:
     """Letters of 14 pixels, a little over half as wide as high, lie inside the picture and on no other text."""
     size = re.search(r'viewBox="0 0 (\d+) (\d+)".*font-size="(\d+)"', text)
