@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from actoffload.testing.gpt import GPT, GPTConfig
-from actoffload.tools.app import COMMANDS
 from benchmarks import (
     gpu,
     gpu_needs,
@@ -364,19 +363,12 @@ def test_without_its_reference_a_case_is_left_out(tmp_path: Path, monkeypatch: p
 # -- each runs --------------------------------------------------------------------------------------------------------
 
 
-def test_the_commands_of_the_gpu_page_exist() -> None:
+def test_the_arguments_on_the_gpu_page_are_known() -> None:
     page = (harness.ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
-    makefile = (harness.ROOT / "Makefile").read_text(encoding="utf-8")
-    assert {target for target in re.findall(r"make ([a-z-]+)", page) if f"\n{target}:" not in makefile} == set()
     passed = re.findall(r"""GPU_ARGS=(?:'([^']+)'|"([^"]+)")""", page)
     assert len(passed) > 5
     for one in passed:
         gpu.parse(shlex.split("".join(one)))  # ends where an option or a case is unknown
-    files = [harness.ROOT / name for name in re.findall(r"tests/\w+", page)]
-    assert files
-    assert all(file.is_dir() for file in files)
-    commands = set(COMMANDS)
-    assert {name for name in re.findall(r"`actoffload (\w+)", page)} <= commands
 
 
 def test_a_missing_peer_ends_the_suite_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

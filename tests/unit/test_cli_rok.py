@@ -312,21 +312,25 @@ def test_the_command_fails_when_bits_differ_or_a_point_failed(finished: Callable
     finished([sample("keep"), failed("hybrid", "BudgetError: the floor is 5", oom=True)])
 
 
-def test_options_select_from_the_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen: list[RokRun] = []
-    monkeypatch.setattr(rok_command, "take", lambda run, *, quiet: chosen.append(run))
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[RokRun]:
+    """The runs that the command would have taken."""
+    runs: list[RokRun] = []
+    monkeypatch.setattr(rok_command, "take", lambda run, *, quiet: runs.append(run))
     monkeypatch.setattr(rok_command, "finish", lambda *_: 0)
+    return runs
+
+
+def test_options_select_from_the_preset(chosen: list[RokRun], tmp_path: Path) -> None:
     invoke("--out", str(tmp_path / "r.json"), "--model", "bert", "--batch", "4", "--steps", "3")
     assert [(case.model, case.batch) for case in chosen[0].cases] == [("bert", 4)]
     assert chosen[0].payload["measured_with"]["steps"] == 3
 
 
+@pytest.mark.usefixtures("own")
 def test_a_model_of_ones_own_takes_the_place_of_the_presets_cases(
-    own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    chosen: list[RokRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen: list[RokRun] = []
-    monkeypatch.setattr(rok_command, "take", lambda run, *, quiet: chosen.append(run))
-    monkeypatch.setattr(rok_command, "finish", lambda *_: 0)
     monkeypatch.chdir(tmp_path)
     invoke("--model", "mine.py:build", "--batch", "3")
     invoke("--model", "mine.py:build", "--preset", "tiny")
