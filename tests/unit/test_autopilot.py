@@ -227,8 +227,9 @@ def test_gradients_are_the_same_under_any_plan(make_offloader: MakeOffloader) ->
     chance = random.Random(0)
     for _ in range(6):
         stays = [chance.random() < 0.5 for _ in range(200)]
-        options = {"stays": lambda index, _, stays=stays: stays[index], "device_budget": "1MiB", "debug": True}
-        offloader = _scripted(make_offloader, **options)[0].use(model)
+        offloader, planner, _ = _scripted(make_offloader, device_budget="1MiB", debug=True)
+        planner.stays = partial(lambda stays, index, nbytes: stays[index], stays)
+        offloader.use(model)
         for _ in range(WARM_UP + 3):
             assert_same_gradients(_step(offloader, model, TOKENS), reference)
         offloader.close()

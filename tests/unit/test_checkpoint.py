@@ -434,6 +434,7 @@ def change_weight(y: Tensor, layer: nn.Module) -> None:
         next(layer.parameters()).mul_(2)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("change", [add_to_output, fill_output, change_weight])
 @pytest.mark.parametrize("selective", [False, True], ids=["plain", "selective"])
 @pytest.mark.parametrize("raises", [False, True], ids=["", "after one that raises"])

@@ -357,6 +357,7 @@ def test_a_batch_that_is_still_needed_while_it_is_read(make_offloader: MakeOfflo
 # -- owners that free memory, disks that fail or are full, sinks that raise --------------------------------------------
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("count", "nbytes"), [(FULL, NBYTES), (1, 4 * KIB * KIB)], ids=["a batch", "alone"])
 @pytest.mark.parametrize(
     "options", [{}, {"verify": True}, {"engine": BufferedGateEngine}], ids=["", "verify", "buffered"]

@@ -445,13 +445,6 @@ def test_a_number_that_cannot_work_is_refused(options: dict[str, Any], problem: 
     assert caught.value.field == "device_memory"
 
 
-def test_the_environment_sets_the_number_too() -> None:
-    options = OffloadConfig.options_from_environment({"ACTOFFLOAD_DEVICE_MEMORY": "95%"})
-    assert OffloadConfig(**options).device_memory == "95%"
-    assert OffloadConfig(device_memory="auto").device_memory == "auto"
-    assert OffloadConfig(device_memory="24GB").device_memory == 24 * 10**9
-
-
 @pytest.mark.simulated
 @pytest.mark.parametrize(("passed", "share"), [("auto", 0.97), ("50%", 0.5)])
 def test_a_share_is_of_the_devices_memory(device: SimulatedDevice, passed: str, share: float) -> None:
