@@ -205,29 +205,27 @@ def test_the_documented_model_of_ones_own_is_counted(tmp_path: Path) -> None:
     assert found["hardware"]["name"] == "rtx-4090"
 
 
+TWO_LINEAR = """
+import torch
+
+def build(trained=True):
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(2)))
+    return model.requires_grad_(trained), lambda size: torch.ones(size, 8)
+
+def frozen():
+    return build(trained=False)
+"""
+
+
 def test_a_model_needs_no_loss_and_may_save_nothing_that_can_move(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
-    file.write_text(
-        "import torch\n"
-        "def build():\n"
-        "    layers = (torch.nn.Linear(8, 8) for _ in range(2))\n"
-        "    return torch.nn.Sequential(*layers), lambda size: torch.ones(size, 8)\n"
-    )
+    file.write_text(TWO_LINEAR)
     found = answer("--from-model", f"{file}:build")
     assert (found["activation_bytes_per_step"], found["share_hidden"], found["rated_life_s"]) == (0, 0, None)
     assert found["fits"]["kept"] == found["fits"]["least"]
     assert found["small_bytes"] == found["fits"]["kept"]["saved_bytes"] > 0
-
-
-def test_a_model_that_trains_nothing_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "import torch\n"
-        "def build():\n"
-        "    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(2)))\n"
-        "    return model.requires_grad_(False), lambda size: torch.ones(size, 8)\n"
-    )
-    assert "its loss has no gradient: train some of its parameters" in run("--from-model", f"{file}:build", status=2)
+    refused = run("--from-model", f"{file}:frozen", status=2)
+    assert "its loss has no gradient: train some of its parameters" in refused
 
 
 # -- bytes counted on meta tensors -------------------------------------------------------------------------------------

@@ -198,6 +198,13 @@ def five():
 
 def no_loss():
     return torch.nn.Linear(2, 2), lambda size: torch.ones(size, 2)
+
+class Normed(torch.nn.BatchNorm1d):
+    def forward(self, x):
+        return super().forward(x).square().sum()
+
+def normed():
+    return Normed(8), lambda size: torch.randn(size, 8)
 """
 
 
@@ -221,17 +228,8 @@ def test_ones_own_model_is_measured_with_its_dropout(own: str, tmp_path: Path) -
     assert recompute["peak_bytes"][0] < keep["peak_bytes"][0]
 
 
-def test_ones_own_model_may_need_several_samples(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "import torch\n"
-        "class Mine(torch.nn.BatchNorm1d):\n"
-        "    def forward(self, x):\n"
-        "        return super().forward(x).square().sum()\n"
-        "def build():\n"
-        "    return Mine(8), lambda size: torch.randn(size, 8)\n"
-    )
-    spec = worker_spec(Variant(series="keep"), case={"model": f"{file}:build", "batch": 4}, warm_up=1, steps=0)
+def test_ones_own_model_may_need_several_samples(own: str) -> None:
+    spec = worker_spec(Variant(series="keep"), case={"model": f"{own}:normed", "batch": 4}, warm_up=1, steps=0)
     (keep,) = rok_worker.measure(spec)["samples"]
     assert "error" not in keep
 
