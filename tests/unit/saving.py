@@ -15,7 +15,7 @@ from actoffload import Offloader
 from actoffload.storage.engines.base import IoKind, SpoolFile
 from actoffload.storage.engines.posix import PosixEngine
 from actoffload.testing.faults import GateEngine
-from tests.harness import WAIT_S, same_bits
+from tests.harness import WAIT_S, assert_empty, same_bits
 
 KIB = 1 << 10
 NBYTES = 256 * KIB
@@ -42,6 +42,7 @@ class Saved:
     """Tensors that were saved one after the other, and copies of their contents."""
 
     def __init__(self, offloader: Offloader, tensors: list[Tensor]) -> None:
+        self.offloader = offloader
         self.expected: list[Tensor | None] = [t.clone() for t in tensors]
         self.graphs: list[Tensor | None] = []
         self.handed_out: list[Any] = []
@@ -68,6 +69,11 @@ class Saved:
         for index in reversed(range(len(self.graphs))):
             if self.graphs[index] is not None:
                 self.check(index)
+
+    def end(self) -> None:
+        """Unpack all that have not been yet; then the offloader holds nothing."""
+        self.check_rest()
+        assert_empty(self.offloader)
 
     def drop(self, index: int) -> None:
         """Drop a graph whose tensor was never unpacked."""

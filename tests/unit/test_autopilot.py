@@ -52,7 +52,7 @@ def no_pause_after_planning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actoffload.autotune.making.PLANNING_SHARE", 1e9)
 
 
-class _Scripted:
+class _Script:
     """A planner with fixed answers: which storages stay (by place and size), and which regions run once."""
 
     def __init__(self, stays: Choose, *proposals: frozenset[int]) -> None:
@@ -89,6 +89,14 @@ class _Scripted:
         return Proposal(once=once, step_s=0.5, peak_bytes=0)
 
 
+def _scripted(
+    make_offloader: MakeOffloader, *proposals: set[int], stays: Choose = lambda *_: True, **options: Any
+) -> tuple[Offloader, _Script, Any]:
+    """An offloader under ``policy="auto"``, its planner with fixed answers, and the autopilot that calls it."""
+    offloader, planner = make_offloader(policy="auto", **options), _Script(stays, *map(frozenset, proposals))
+    return offloader, planner, plan_with(offloader, planner)
+
+
 def _step(offloader: Offloader, model: nn.Module, *args: Tensor) -> dict[str, Tensor]:
     torch.manual_seed(5)
     with offloader:
@@ -104,9 +112,7 @@ def _steps(offloader: Offloader, count: int, model: nn.Module | None = None) -> 
 
 
 def test_the_step_after_the_warm_up_becomes_a_plan_that_is_followed(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(policy="auto", engine="memory")
-    planner = _Scripted(lambda index, nbytes: index % 2 == 0)
-    pilot = plan_with(offloader, planner)
+    offloader, planner, pilot = _scripted(make_offloader, stays=lambda index, _: index % 2 == 0, engine="memory")
     _steps(offloader, WARM_UP + 1)
     assert planner.profiles == []
     assert "no time to move" not in offloader.statistics().kept_bytes
@@ -124,9 +130,7 @@ def test_the_step_after_the_warm_up_becomes_a_plan_that_is_followed(make_offload
 
 
 def test_limits_come_from_the_options(make_offloader: MakeOffloader) -> None:
-    planner = _Scripted(lambda *_: False)
-    offloader = make_offloader(policy="auto", device_budget="128KiB", nvme_budget="8MiB")
-    plan_with(offloader, planner)
+    offloader, planner, _ = _scripted(make_offloader, device_budget="128KiB", nvme_budget="8MiB")
     _steps(offloader, WARM_UP + 2)
     (limits,) = planner.limits
     assert limits.device_budget == 128 << 10
@@ -135,9 +139,7 @@ def test_limits_come_from_the_options(make_offloader: MakeOffloader) -> None:
 
 
 def test_passes_without_gradients_or_without_backward_are_no_steps(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(policy="auto")
-    planner = _Scripted(lambda *_: True)
-    plan_with(offloader, planner)
+    offloader, planner, _ = _scripted(make_offloader)
     model = Chain()
     for _ in range(6):
         with torch.no_grad(), offloader:
@@ -179,8 +181,8 @@ def test_steps_in_which_all_is_small_are_recorded_less_and_less(make_offloader: 
 
 
 def test_an_evaluation_before_a_step_is_not_recorded_with_it(make_offloader: MakeOffloader) -> None:
-    offloader, planner, model = make_offloader(policy="auto"), _Scripted(lambda *_: True), Chain()
-    plan_with(offloader, planner)
+    offloader, planner, _ = _scripted(make_offloader)
+    model = Chain()
     for _ in range(WARM_UP + 2):
         with torch.no_grad(), offloader:
             model(batch())
@@ -192,9 +194,7 @@ def test_an_evaluation_before_a_step_is_not_recorded_with_it(make_offloader: Mak
 
 def test_a_forward_that_saves_something_else_starts_over(make_offloader: MakeOffloader) -> None:
     """The first storage is the same, so the library takes it for the same shape."""
-    offloader = make_offloader(policy="auto")
-    planner = _Scripted(lambda *_: True)
-    pilot = plan_with(offloader, planner)
+    offloader, _, pilot = _scripted(make_offloader)
     _steps(offloader, WARM_UP + 2, Chain(depth=2))
     _steps(offloader, 2, Chain(depth=4))
     assert pilot.plan is None
@@ -204,10 +204,8 @@ def test_a_forward_that_saves_something_else_starts_over(make_offloader: MakeOff
 
 
 def test_a_budget_that_cannot_be_kept_is_an_error_before_the_forward(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(policy="auto", device_budget=1000)
-    planner = _Scripted(lambda *_: False)
+    offloader, planner, _ = _scripted(make_offloader, device_budget=1000)
     planner.error = BudgetError(1000, 4096)
-    plan_with(offloader, planner)
     _steps(offloader, WARM_UP)
     with pytest.raises(BudgetError, match="device_budget=1000: the floor is "), offloader:
         raise AssertionError("not reached")
@@ -215,18 +213,12 @@ def test_a_budget_that_cannot_be_kept_is_an_error_before_the_forward(make_offloa
 
 
 def test_a_planner_that_is_too_strict_is_not_believed(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(policy="auto", device_budget="1GiB")
-    planner = _Scripted(lambda *_: False)
+    offloader, planner, pilot = _scripted(make_offloader, device_budget="1GiB")
     planner.error = BudgetError(1 << 30, 1 << 31)
-    pilot = plan_with(offloader, planner)
     _steps(offloader, WARM_UP + 6)
     assert len(planner.profiles) == 1
     assert len(pilot.history) == 1
     assert pilot.history[0].startswith("no plan: device_budget=")
-
-
-def _listed(stays: list[bool]) -> Choose:
-    return lambda index, nbytes: stays[index]
 
 
 def test_gradients_are_the_same_under_any_plan(make_offloader: MakeOffloader) -> None:
@@ -234,17 +226,13 @@ def test_gradients_are_the_same_under_any_plan(make_offloader: MakeOffloader) ->
     reference = _step(make_offloader(policy="all"), model, TOKENS)
     chance = random.Random(0)
     for _ in range(6):
-        offloader = make_offloader(policy="auto", device_budget="1MiB", debug=True).use(model)
         stays = [chance.random() < 0.5 for _ in range(200)]
-        plan_with(offloader, _Scripted(_listed(stays)))
+        offloader, planner, _ = _scripted(make_offloader, device_budget="1MiB", debug=True)
+        planner.stays = partial(lambda stays, index, nbytes: stays[index], stays)
+        offloader.use(model)
         for _ in range(WARM_UP + 3):
             assert_same_gradients(_step(offloader, model, TOKENS), reference)
         offloader.close()
-
-
-def test_a_policy_of_the_users_own_is_not_planned_over(make_offloader: MakeOffloader) -> None:
-    assert make_offloader(policy="all").autopilot is None
-    assert make_offloader(policy=Plan(())).autopilot is None
 
 
 def test_without_a_plan_room_is_made_for_the_largest_that_any_shape_has_saved(make_offloader: MakeOffloader) -> None:
@@ -295,9 +283,7 @@ def test_a_step_with_all_regions_again_is_the_base_of_the_choice_and_the_next_on
     make_offloader: MakeOffloader,
 ) -> None:
     reported: list[str] = []
-    offloader = make_offloader(policy="auto", announce=reported.append)
-    planner = _Scripted(lambda *_: True, frozenset({1, 3}))
-    pilot = plan_with(offloader, planner)
+    offloader, planner, pilot = _scripted(make_offloader, {1, 3}, announce=reported.append)
     _steps(offloader, WARM_UP + 1)
     assert (_once(offloader), planner.bases) == (ALL_AGAIN, [])
     _steps(offloader, 1)
@@ -325,9 +311,7 @@ def test_a_step_with_all_regions_again_is_the_base_of_the_choice_and_the_next_on
 
 @pytest.mark.usefixtures("regions")
 def test_without_a_plan_that_keeps_the_budget_other_regions_are_chosen_for_less(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(policy="auto", device_budget="1GiB")
-    planner = _Scripted(lambda *_: True, frozenset({0, 1, 2, 3}), frozenset({3}))
-    pilot = plan_with(offloader, planner)
+    offloader, planner, pilot = _scripted(make_offloader, {0, 1, 2, 3}, {3}, device_budget="1GiB")
     _steps(offloader, WARM_UP + 2)
     assert set(_once(offloader)) == {0, 1, 2, 3}
     planner.error, planner.errors_left = BudgetError(1 << 30, 1 << 31), 1
@@ -344,8 +328,7 @@ def test_without_a_plan_that_keeps_the_budget_other_regions_are_chosen_for_less(
 def test_regions_with_which_a_step_passed_the_number_are_tried_once_more_with_less(
     make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offloader = make_offloader(policy="auto", device_budget="1GiB")
-    plan_with(offloader, _Scripted(lambda *_: True, frozenset({1, 3})))
+    offloader, _, _ = _scripted(make_offloader, {1, 3}, device_budget="1GiB")
     _steps(offloader, WARM_UP + 2)
     assert _once(offloader) == {1, 3}
     monkeypatch.setattr(Budgets, "passed_bytes", 1000)
@@ -357,10 +340,8 @@ def test_regions_with_which_a_step_passed_the_number_are_tried_once_more_with_le
 
 @pytest.mark.usefixtures("regions")
 def test_regions_run_once_only_where_that_makes_the_step_shorter(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(policy="auto", device_budget="1GiB")
-    planner = _Scripted(lambda *_: True, frozenset({0, 1, 2, 3}))
+    offloader, planner, pilot = _scripted(make_offloader, {0, 1, 2, 3}, device_budget="1GiB")
     planner.most_gain = 2
-    pilot = plan_with(offloader, planner)
     _steps(offloader, WARM_UP + 2)
     assert (_once(offloader), pilot.plan.once) == (ALL_AGAIN, ()), "by its plan the step is longer than the base's"
     assert list(pilot.history) == ["first plan"]
@@ -371,10 +352,8 @@ def test_regions_run_once_only_where_that_makes_the_step_shorter(make_offloader:
 def test_regions_run_once_for_a_gain_of_more_than_a_percent(
     make_offloader: MakeOffloader, gain: float, count: int
 ) -> None:
-    offloader = make_offloader(policy="auto", device_budget="1GiB")
-    planner = _Scripted(lambda *_: True, frozenset({0, 1, 2, 3}))
+    offloader, planner, _ = _scripted(make_offloader, {0, 1, 2, 3}, device_budget="1GiB")
     planner.gain = gain
-    plan_with(offloader, planner)
     for _ in range(2):  # on paper, and for the tensors that the step has saved
         _steps(offloader, WARM_UP + 2)
         assert len(_once(offloader)) == count
@@ -382,9 +361,7 @@ def test_regions_run_once_for_a_gain_of_more_than_a_percent(
 
 @pytest.mark.usefixtures("regions")
 def test_a_recorded_step_that_is_no_shorter_than_the_bases_is_not_followed(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(policy="auto", device_budget="1GiB")
-    planner = _Scripted(lambda *_: True, frozenset({0, 1, 2, 3}))
-    pilot = plan_with(offloader, planner)
+    offloader, planner, pilot = _scripted(make_offloader, {0, 1, 2, 3}, device_budget="1GiB")
     _steps(offloader, WARM_UP + 2)
     assert len(_once(offloader)) == 4
     planner.most_gain = 2
@@ -397,11 +374,9 @@ def test_a_recorded_step_that_is_no_shorter_than_the_bases_is_not_followed(make_
 @pytest.mark.usefixtures("regions")
 def test_measured_steps_decide_at_last(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plans predict a shorter mix; measured, it is longer than the base's prediction and than the base's steps."""
-    offloader = make_offloader(policy="auto", device_budget="1GiB")
-    planner = _Scripted(lambda *_: True, frozenset({0, 1, 2, 3}))
+    offloader, planner, pilot = _scripted(make_offloader, {0, 1, 2, 3}, device_budget="1GiB")
     planner.scale = 1e-9  # any measured step is longer, by too little for a new plan
     monkeypatch.setattr("actoffload.autotune.autopilot.surprise", lambda *_, **__: "")
-    pilot = plan_with(offloader, planner)
     seen = []
     for _ in range(40):
         _steps(offloader, 1)
@@ -465,12 +440,10 @@ def test_of_many_plans_of_no_regions_the_first_is_remembered(make_offloader: Mak
 def test_a_base_during_which_the_allocator_gave_its_cache_back_is_recorded_again(
     make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offloader = make_offloader(policy="auto", device_budget="1GiB")
+    offloader, planner, pilot = _scripted(make_offloader, {1, 3}, device_budget="1GiB")
     flushes = itertools.count()
     count = partial(next, flushes)
     monkeypatch.setattr(offloader.store.tiers, "allocator_count", lambda n: count() if n == "num_alloc_retries" else 0)
-    planner = _Scripted(lambda *_: True, frozenset({1, 3}))
-    pilot = plan_with(offloader, planner)
     _steps(offloader, WARM_UP + 2)
     assert (_once(offloader), pilot.plan.once, planner.bases) == (ALL_AGAIN, (), []), "its times choose no regions"
     planner.scale = 1e-9  # the simulation of the present plan is no shorter
@@ -481,8 +454,7 @@ def test_a_base_during_which_the_allocator_gave_its_cache_back_is_recorded_again
 
 @pytest.mark.usefixtures("regions")
 def test_each_shape_has_regions_of_its_own(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(policy="auto")
-    plan_with(offloader, _Scripted(lambda *_: True, frozenset({0}), frozenset({2})))
+    offloader, _, _ = _scripted(make_offloader, {0}, {2})
     model = Chain()
     for step in range(2 * (WARM_UP + 4)):
         _step(offloader, model, batch(rows=128 if step % 2 else 64))
@@ -501,9 +473,8 @@ def _run_out_of_memory(offloader: Offloader, model: nn.Module) -> None:
 
 @pytest.mark.usefixtures("regions")
 def test_a_step_that_ran_out_of_memory_is_followed_by_one_with_all_regions_again(make_offloader: MakeOffloader) -> None:
-    offloader, model = make_offloader(policy="auto", device_budget="1GiB"), Chain()
-    planner = _Scripted(lambda *_: False, frozenset({1, 3}))
-    pilot = plan_with(offloader, planner)
+    offloader, planner, pilot = _scripted(make_offloader, {1, 3}, stays=lambda *_: False, device_budget="1GiB")
+    model = Chain()
     _steps(offloader, WARM_UP + 4, model)
     assert pilot.plan.once == (1, 3)
     with pytest.raises(torch.OutOfMemoryError) as caught:

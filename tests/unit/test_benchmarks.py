@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from actoffload.testing.gpt import GPT, GPTConfig
-from actoffload.tools.app import COMMANDS
 from benchmarks import (
     gpu,
     gpu_needs,
@@ -364,19 +363,12 @@ def test_without_its_reference_a_case_is_left_out(tmp_path: Path, monkeypatch: p
 # -- each runs --------------------------------------------------------------------------------------------------------
 
 
-def test_the_commands_of_the_gpu_page_exist() -> None:
+def test_the_arguments_on_the_gpu_page_are_known() -> None:
     page = (harness.ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
-    makefile = (harness.ROOT / "Makefile").read_text(encoding="utf-8")
-    assert {target for target in re.findall(r"make ([a-z-]+)", page) if f"\n{target}:" not in makefile} == set()
     passed = re.findall(r"""GPU_ARGS=(?:'([^']+)'|"([^"]+)")""", page)
     assert len(passed) > 5
     for one in passed:
         gpu.parse(shlex.split("".join(one)))  # ends where an option or a case is unknown
-    files = [harness.ROOT / name for name in re.findall(r"tests/\w+", page)]
-    assert files
-    assert all(file.is_dir() for file in files)
-    commands = set(COMMANDS)
-    assert {name for name in re.findall(r"`actoffload (\w+)", page)} <= commands
 
 
 def test_a_missing_peer_ends_the_suite_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,7 +425,8 @@ def test_the_cpu_benchmarks_run(
 ) -> None:
     monkeypatch.setenv("OUT", str(tmp_path))
     arguments = ["--tiny", "--path", str(tmp_path)]
-    assert steps_cpu.main([*arguments, "--part", "trace", "--rounds", "1"]) == 0, capsys.readouterr().out
+    few = ["--rounds", "1", "--steps", "3"]
+    assert steps_cpu.main([*arguments, "--part", "trace", *few]) == 0, capsys.readouterr().out
     (file,) = tmp_path.glob("steps_cpu_trace_*.json")
     (row,) = json.loads(file.read_text(encoding="utf-8"))["summary"].values()
     assert row["identical"] is True
@@ -484,47 +477,12 @@ def test_micro_without_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 # -- the small GPT of the demo and the benchmarks ----------------------------------------------------------------------
 
 
-SMALL = GPTConfig(layers=2, width=32, seq=16, head_width=16)
-
-
-def _gpt(config: GPTConfig) -> GPT:
-    torch.manual_seed(0)
-    return GPT(config)
-
-
 def test_a_position_sees_nothing_after_it() -> None:
-    model = _gpt(SMALL)
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=2, width=32, seq=16, head_width=16))
     tokens = torch.randint(0, 256, (1, 16))
     changed = tokens.clone()
     changed[0, 10:] = 0
     before, after = model(tokens), model(changed)
     assert torch.equal(before[0, :10], after[0, :10])
     assert not torch.equal(before[0, 10:], after[0, 10:])
-
-
-def test_recompute_has_the_same_gradients() -> None:
-    tokens = torch.randint(0, 256, (2, 17))
-    gradients = []
-    for recompute in (False, True):
-        config = GPTConfig(layers=2, width=32, seq=16, head_width=16, dropout=0.1, recompute=recompute)
-        model = _gpt(config)
-        torch.manual_seed(1)
-        model(tokens[:, :-1], tokens[:, 1:]).backward()
-        gradients.append([p.grad for p in model.parameters()])
-    for one, other in zip(*gradients, strict=True):
-        assert one is not None
-        assert other is not None
-        assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"width": 100}, "width=100: must be a multiple of head_width=64"),
-        ({"layers": 0}, "layers=0"),
-        ({"seq": -1}, "seq"),
-    ],
-)
-def test_bad_sizes(sizes: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        GPTConfig(**sizes)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from actoffload import OffloadConfig, Offloader, Plan
+from actoffload import Offloader, Plan
 from actoffload.planning import search
 from actoffload.planning.plan import PlanEntry
 from actoffload.policy import KeepReason
@@ -47,46 +47,49 @@ def _plan(stays: str) -> Plan:
     return Plan(tuple(PlanEntry(index=i, nbytes=RECORD_BYTES, action=actions[c]) for i, c in enumerate(stays)))
 
 
-def _waves(x: Tensor) -> Tensor:
-    h = x
-    for _ in range(LAYERS):
+def _input(where: str = "cpu") -> Tensor:
+    """A leaf of the size of a record."""
+    return torch.linspace(-1, 1, RECORD_BYTES // 4).to(where).requires_grad_()
+
+
+def _waves(h: Tensor, layers: int = LAYERS) -> Tensor:
+    """Layers that save a record each."""
+    for _ in range(layers):
         h = (h * 1.0001).sin()
-    return h.sum()
+    return h
 
 
-def _run(path: Path, plan: Plan, budget_records: int) -> tuple[int, bool]:
+def _gradient(x: Tensor) -> Tensor:
+    """Of the sum of `_waves`, without an offloader."""
+    return torch.autograd.grad(_waves(x).sum(), x)[0]
+
+
+def _run(make_offloader: MakeOffloader, plan: Plan, budget_records: int) -> tuple[int, bool]:
     """The peak of one step in records, and whether the gradient is right."""
-    options: dict[str, Any] = {"target": "nvme", "path": str(path), "engine": SLOW, "min_bytes": 0}
-    config = OffloadConfig(policy=plan, device_budget=budget_records * RECORD_BYTES, **options)
-    offloader = Offloader(config)
-    x = torch.linspace(-1, 1, RECORD_BYTES // 4).requires_grad_()
-
-    try:
-        (expected,) = torch.autograd.grad(_waves(x), x)
-        with offloader:
-            loss = _waves(x)
-        (found,) = torch.autograd.grad(loss, x)
-        statistics = offloader.statistics()
-        assert statistics.live_records == 0
-        assert statistics.baseline_peak_bytes == LAYERS * RECORD_BYTES
-        return -(-statistics.resident_peak_bytes // RECORD_BYTES), same_bits(found, expected)
-    finally:
-        offloader.abort()
+    x = _input()
+    offloader = make_offloader(policy=plan, device_budget=budget_records * RECORD_BYTES, engine=SLOW)
+    with offloader:
+        loss = _waves(x).sum()
+    (found,) = torch.autograd.grad(loss, x)
+    statistics = offloader.statistics()
+    assert statistics.live_records == 0
+    assert statistics.baseline_peak_bytes == LAYERS * RECORD_BYTES
+    return -(-statistics.resident_peak_bytes // RECORD_BYTES), same_bits(found, _gradient(x))
 
 
 KEEPS_LATE = "......kkkkk."
 """Five stay at the end of the forward, when the first six have left, as far as the plan knows."""
 
 
-def test_a_storage_that_a_plan_keeps_waits_for_the_room_that_writes_free(tmp_path: Path) -> None:
-    peak, right = _run(tmp_path, _plan(KEEPS_LATE), 7)
+def test_a_storage_that_a_plan_keeps_waits_for_the_room_that_writes_free(make_offloader: MakeOffloader) -> None:
+    peak, right = _run(make_offloader, _plan(KEEPS_LATE), 7)
     assert right
     assert peak <= 7, "without a wait all except the first would be resident; a machine slower than the disk needs less"
 
 
-def test_a_plan_knows_the_room_that_is_needed_next(tmp_path: Path) -> None:
+def test_a_plan_knows_the_room_that_is_needed_next(make_offloader: MakeOffloader) -> None:
     """Kept storages fill the budget: only the plan's last one may take the last of it, and nothing waits for more."""
-    assert _run(tmp_path, _plan("k" * LAYERS), LAYERS) == (LAYERS, True)
+    assert _run(make_offloader, _plan("k" * LAYERS), LAYERS) == (LAYERS, True)
 
 
 def _follow(
@@ -95,13 +98,13 @@ def _follow(
     """Six steps in which every plan is this one; returns what stayed and what moved in each. Gradients are right."""
     patch.setattr(search, "plan", lambda profile, limits: plan)
     offloader = make_offloader(policy="auto", **options)
-    x = torch.linspace(-1, 1, RECORD_BYTES // 4).to(where).requires_grad_()
-    (expected,) = torch.autograd.grad(_waves(x), x)
+    x = _input(where)
+    expected = _gradient(x)
     steps = []
     for _ in range(6):
         before = offloader.statistics()
         with offloader:
-            loss = _waves(x)
+            loss = _waves(x).sum()
         assert same_bits(torch.autograd.grad(loss, x)[0], expected)
         del loss
         after, fits = offloader.statistics(), KeepReason.FITS.value
@@ -153,8 +156,8 @@ def test_on_a_device_kept_ones_make_the_compute_stream_wait_for_copies(
     """In stream order: memory is reused only after the copies that read it, else the device counts a violation."""
     accelerator = SimulatedAccelerator()
     hinder(device, accelerator, "late copies")
-    x = torch.linspace(-1, 1, RECORD_BYTES // 4).to(NAME).requires_grad_()
-    (expected,) = torch.autograd.grad(_waves(x), x)
+    x = _input(NAME)
+    expected = _gradient(x)
     with simulated(
         accelerator,
         target=target,
@@ -165,9 +168,8 @@ def test_on_a_device_kept_ones_make_the_compute_stream_wait_for_copies(
         pending_bytes="1GiB",  # the window alone would keep everything
     ) as offloader:
         with offloader:
-            loss = _waves(x)
-        (found,) = torch.autograd.grad(loss, x)
-        assert same_bits(found, expected)
+            loss = _waves(x).sum()
+        assert same_bits(torch.autograd.grad(loss, x)[0], expected)
         statistics = offloader.statistics()
         assert statistics.live_records == 0
         assert statistics.resident_peak_bytes <= 7 * RECORD_BYTES
@@ -193,7 +195,7 @@ def test_a_storage_that_backward_takes_leaves_its_room_to_the_next_fetch(
     device: SimulatedDevice, let_go: bool, each: int
 ) -> None:
     """If it is evicted, the budget has room for the next record, and for one that backward may need at once."""
-    x = torch.linspace(-1, 1, RECORD_BYTES // 4).to(NAME).requires_grad_()
+    x = _input(NAME)
     records: list[Any] = []
     ahead: list[int] = []
 
@@ -220,13 +222,13 @@ def test_a_tensor_in_use_that_was_evicted_keeps_its_bytes(device: SimulatedDevic
     """Backward's kernels read it while the next fetch fills memory; the simulated device notices early reuse."""
     accelerator = SimulatedAccelerator()
     hinder(device, accelerator, adversary)
-    x = torch.linspace(-1, 1, RECORD_BYTES // 4).to(NAME).requires_grad_()
-    (expected,) = torch.autograd.grad(_waves(x), x)
+    x = _input(NAME)
+    expected = _gradient(x)
     with simulated(accelerator, debug=True, policy="all", device_budget=3 * RECORD_BYTES) as offloader:
         offloader.store.tiers.by_device[NAME].evicts_first = True
         for _ in range(2):
             with offloader:
-                loss = _waves(x)
+                loss = _waves(x).sum()
             offloader.synchronize()
             assert same_bits(torch.autograd.grad(loss, x)[0], expected)
         assert offloader.statistics().host_read_bytes > 0
@@ -272,26 +274,20 @@ def test_reading_ahead_leaves_room_for_the_regions_that_run_again_before_the_nee
     A region that runs once keeps the room of its four tensors until backward has left it. ``ahead``: the tensors that
     are here when backward comes to this ``place``.
     """
-    offloader = make_offloader(policy="all", device_budget=8 * RECORD_BYTES, min_bytes=0, prefetch_bytes=1 << 20)
+    offloader = make_offloader(policy="all", device_budget=8 * RECORD_BYTES, prefetch_bytes=1 << 20)
     accounts = accounts_of(offloader)
-    x = torch.linspace(-1, 1, RECORD_BYTES // 4).requires_grad_()
     resident: dict[int, int] = {}
-
-    def region(h: Tensor) -> Tensor:
-        for _ in range(4):
-            h = (h * 1.0001).sin()
-        return h
 
     def note(number: int) -> None:
         resident[number] = accounts.resident_bytes // RECORD_BYTES
 
-    offloader.store.regions.follow(frozenset(once))
+    following(offloader, *once)
     for _ in range(2):  # the first step shows the bytes that the region holds
         accounts.resident_peak_bytes = 0
         with offloader:
-            h: Any = x
+            h = _input()
             for number in range(before + 1 + after):
-                h = checkpoint(region, h, use_reentrant=False) if number == before else (h * 1.0001).sin()
+                h = checkpoint(_waves, h, 4, use_reentrant=False) if number == before else _waves(h, 1)
                 h.register_hook(lambda _, number=number: note(number))
             loss = h.sum()
         del h
@@ -311,9 +307,9 @@ def test_reading_ahead_leaves_room_for_regions_that_use_one_tensor(
     """
     budget = 10 * RECORD_BYTES
     resident: list[int] = []
-    offloader = make_offloader(policy="all", device_budget=budget, min_bytes=0, prefetch_bytes=1 << 20)
+    offloader = make_offloader(policy="all", device_budget=budget, prefetch_bytes=1 << 20)
     accounts = accounts_of(offloader)
-    x = torch.linspace(-1, 1, RECORD_BYTES // 4).requires_grad_()
+    x = _input()
 
     def region(h: Tensor, mask: Tensor) -> Tensor:
         for _ in range(4):
@@ -323,22 +319,20 @@ def test_reading_ahead_leaves_room_for_regions_that_use_one_tensor(
     def forward() -> Tensor:
         h, mask = x, (x.detach() * 0.5).cos()
         for _ in range(3):
-            for _ in range(4):
-                h = (h * 1.0001).sin()
+            h = _waves(h, 4)
             h.register_hook(lambda _: resident.append(accounts.resident_bytes))
             h = checkpoint(region, h, mask, use_reentrant=False)
         return h.sum()
 
     (expected,) = torch.autograd.grad(forward(), x)
-    offloader.store.regions.follow(frozenset(once))
+    following(offloader, *once)
     for _ in range(2):  # the first step shows the bytes that the regions hold
         accounts.resident_peak_bytes = 0
         resident.clear()
         with offloader:
             loss = forward()
         offloader.synchronize()
-        (found,) = torch.autograd.grad(loss, x)
-        assert same_bits(found, expected)
+        assert same_bits(torch.autograd.grad(loss, x)[0], expected)
     assert accounts.resident_peak_bytes <= budget
     left = [nbytes for place, nbytes in zip((2, 1, 0), resident, strict=True) if place in once]
     assert all(nbytes + 4 * RECORD_BYTES <= budget for nbytes in left)
@@ -347,21 +341,12 @@ def test_reading_ahead_leaves_room_for_regions_that_use_one_tensor(
 def test_reading_ahead_leaves_room_for_the_regions_of_another_branch(make_offloader: MakeOffloader) -> None:
     """Backward takes the first branch first, so the order of saving does not show what comes before its need."""
     budget = 9 * RECORD_BYTES
-    offloader = make_offloader(policy="all", device_budget=budget, min_bytes=0, prefetch_bytes=1 << 20)
+    offloader = make_offloader(policy="all", device_budget=budget, prefetch_bytes=1 << 20)
     accounts = accounts_of(offloader)
-    x = torch.linspace(-1, 1, RECORD_BYTES // 4).requires_grad_()
-
-    def region(h: Tensor) -> Tensor:
-        for _ in range(6):
-            h = (h * 1.0001).sin()
-        return h
+    x = _input()
 
     def branch() -> Tensor:
-        h = x
-        for _ in range(8):
-            h = (h * 1.0001).sin()
-        last: Tensor = checkpoint(region, h, use_reentrant=False)
-        return (last * 1.0001).sin().sum()
+        return _waves(checkpoint(_waves, _waves(x, 8), 6, use_reentrant=False), 1).sum()
 
     for _ in range(3):  # the first step shows the bytes that the regions hold, and the order
         accounts.resident_peak_bytes = 0
@@ -378,27 +363,22 @@ def test_room_is_made_before_the_forward_of_a_region_takes_it(device: SimulatedD
     """A region that runs once saves no input, so no save makes room for it."""
     accelerator = SimulatedAccelerator()
     hinder(device, accelerator, "late copies")
-    x = torch.linspace(-1, 1, RECORD_BYTES // 4).to(NAME).requires_grad_()
-    (expected,) = torch.autograd.grad(_waves(x), x)
+    x = _input(NAME)
+    expected = _gradient(x)
     resident: list[int] = []
     with simulated(accelerator, debug=True, device_budget=6 * RECORD_BYTES) as offloader:
         accounts = accounts_of(offloader)
 
         def region(h: Tensor) -> Tensor:
             resident.append(accounts.resident_bytes)
-            return (h * 1.0001).sin()
+            return _waves(h, 1)
 
         following(offloader, 0)
         offloader.store.regions.taken.in_forward = {0: 4 * RECORD_BYTES}
         with offloader:
-            h = x
-            for _ in range(LAYERS - 1):
-                h = (h * 1.0001).sin()
-            h = checkpoint(region, h, use_reentrant=False)
-            loss = h.sum()
+            loss = checkpoint(region, _waves(x, LAYERS - 1), use_reentrant=False).sum()
         resident.append(accounts.resident_bytes)
-        (found,) = torch.autograd.grad(loss, x)
-        assert same_bits(found, expected)
+        assert same_bits(torch.autograd.grad(loss, x)[0], expected)
     inside, afterwards = resident
     assert 4 * RECORD_BYTES < inside <= 6 * RECORD_BYTES
     assert afterwards <= 3 * RECORD_BYTES
@@ -410,7 +390,7 @@ def test_a_region_gives_its_room_back_before_the_save_that_follows_it(make_offlo
     offloader = make_offloader(policy=Plan(entries, once=(0,), regions=1), device_budget=6 * RECORD_BYTES)
     store = offloader.store
     store.decision.why_planned = KeepReason.FITS  # as for a plan of the planner's, which may be wrong about the room
-    x = torch.linspace(-1, 1, RECORD_BYTES // 4).requires_grad_()
+    x = _input()
     moved = []
     for step in range(3):  # the first forward under a plan shows which save follows the region
         if step == 2:
@@ -425,22 +405,20 @@ def test_a_region_gives_its_room_back_before_the_save_that_follows_it(make_offlo
 
 
 def test_a_region_whose_input_has_no_record_ends_the_count_of_the_one_before(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(policy="all", device_budget=20 * RECORD_BYTES, min_bytes=0)
-    x = torch.linspace(-1, 1, RECORD_BYTES // 4).requires_grad_()
+    offloader = following(make_offloader(policy="all", device_budget=20 * RECORD_BYTES), 1)
     used: list[int] = []
 
     def first(h: Tensor) -> Tensor:
         used.append(budget_of(offloader).used_bytes)
-        return (h * 1.0001).sin()
+        return _waves(h, 1)
 
     def second(h: Tensor) -> Tensor:
-        h = (h * 1.0001).sin()
+        h = _waves(h, 1)
         h.register_hook(lambda _: used.append(budget_of(offloader).used_bytes))
         return h.sin()
 
-    offloader.store.regions.follow(frozenset({1}))
     with offloader:
-        h: Tensor = checkpoint(first, x, use_reentrant=False)
+        h: Tensor = checkpoint(first, _input(), use_reentrant=False)
         h = checkpoint(second, h, use_reentrant=False)
     h.sum().backward()
     assert used == [0, RECORD_BYTES, 0]
@@ -452,7 +430,7 @@ def test_a_region_that_follows_another_makes_room_for_the_first_save_in_it(
     """The region before it has given that save's room back."""
     entries = tuple(PlanEntry(index=i, nbytes=RECORD_BYTES, action="keep") for i in range(4))
     offloader = make_offloader(policy=Plan(entries, once=(0, 1), regions=2), device_budget=20 * RECORD_BYTES)
-    x = torch.linspace(-1, 1, RECORD_BYTES // 4).requires_grad_()
+    x = _input()
     asked = note_rooms(monkeypatch)
     for _ in range(2):  # the first forward shows which save follows the first region
         asked.clear()

@@ -205,29 +205,27 @@ def test_the_documented_model_of_ones_own_is_counted(tmp_path: Path) -> None:
     assert found["hardware"]["name"] == "rtx-4090"
 
 
+TWO_LINEAR = """
+import torch
+
+def build(trained=True):
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(2)))
+    return model.requires_grad_(trained), lambda size: torch.ones(size, 8)
+
+def frozen():
+    return build(trained=False)
+"""
+
+
 def test_a_model_needs_no_loss_and_may_save_nothing_that_can_move(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
-    file.write_text(
-        "import torch\n"
-        "def build():\n"
-        "    layers = (torch.nn.Linear(8, 8) for _ in range(2))\n"
-        "    return torch.nn.Sequential(*layers), lambda size: torch.ones(size, 8)\n"
-    )
+    file.write_text(TWO_LINEAR)
     found = answer("--from-model", f"{file}:build")
     assert (found["activation_bytes_per_step"], found["share_hidden"], found["rated_life_s"]) == (0, 0, None)
     assert found["fits"]["kept"] == found["fits"]["least"]
     assert found["small_bytes"] == found["fits"]["kept"]["saved_bytes"] > 0
-
-
-def test_a_model_that_trains_nothing_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "import torch\n"
-        "def build():\n"
-        "    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(2)))\n"
-        "    return model.requires_grad_(False), lambda size: torch.ones(size, 8)\n"
-    )
-    assert "its loss has no gradient: train some of its parameters" in run("--from-model", f"{file}:build", status=2)
+    refused = run("--from-model", f"{file}:frozen", status=2)
+    assert "its loss has no gradient: train some of its parameters" in refused
 
 
 # -- bytes counted on meta tensors -------------------------------------------------------------------------------------
@@ -299,12 +297,6 @@ def test_meta_tensors_count_the_saved_bytes_of_a_real_step(model_type: str, tmp_
     counted = count_family(model_type, dtype)
     assert counted.total == pytest.approx(seen, rel=0.001)
     assert len(counted.blocks) == (4 if model_type == "t5" else 2)
-
-
-def test_bfloat16_halves_the_saved_bytes() -> None:
-    pytest.importorskip("transformers")
-    half, whole = count_family("llama"), count_family("llama", torch.float32)
-    assert 0.5 < sum(half.blocks.values()) / sum(whole.blocks.values()) < 0.65, "norms and statistics stay float32"
 
 
 class Attention(nn.Module):

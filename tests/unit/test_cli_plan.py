@@ -27,16 +27,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_for_a_person(file: Path, tmp_path: Path) -> None:
     text = invoke(str(file), "--device-budget", "1GiB")
-    for part in (
-        "plan of auto on cuda, device budget 1.0 GiB",
-        "activation peak",
-        "layers.0",
-        "offload",
-        "idle ",
-        "the peak, ",
-        "other budgets",
-    ):
-        assert part in text
+    assert all(part in text for part in ("plan of auto on cuda, device budget 1.0 GiB", "layers.0", "other budgets"))
     slow = tmp_path / "slow.json"
     Profile.load(file).with_links(disk=link(0.05, 0.05)).save(slow)
     assert "declined: " in invoke(str(slow))
@@ -85,18 +76,13 @@ def test_a_plan_is_written_to_a_file(file: Path, tmp_path: Path) -> None:
     assert Plan.from_json((tmp_path / "plan.json").read_text()).offloaded_bytes > 0
 
 
-@pytest.mark.parametrize("kind", ["missing", "binary", "other"])
-def test_a_wrong_file_is_refused_with_the_command_that_writes_one(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("contents", [None, b"\x89PNG\xff", b'{"benchmark": "rok", "version": 1}'])
+def test_a_wrong_file_is_refused_with_the_command_that_writes_one(contents: bytes | None, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.json"
-    if kind != "missing":
-        wrong.write_bytes(b"\x89PNG\xff" if kind == "binary" else b'{"benchmark": "rok", "version": 1}')
+    if contents is not None:
+        wrong.write_bytes(contents)
     printed = invoke(str(wrong), status=2)
-    problem = {
-        "missing": "No such file",
-        "binary": "not a profile of version 2",
-        "other": "not a profile of version 2",
-    }[kind]
-    assert f"PROFILE '{wrong}': {problem}" in printed
+    assert f"PROFILE '{wrong}': {'not a profile of version 2' if contents else 'No such file'}" in printed
     assert "`actoffload demo --profile FILE` writes one" in printed
     assert "offloader.profile.save(FILE)" in printed
 

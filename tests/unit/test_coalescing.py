@@ -50,6 +50,12 @@ ALONE = 512 * KIB
 BATCH = FULL * NBYTES
 
 
+def _saved(make_offloader: MakeOffloader, count: int, nbytes: int = NBYTES, **options: Any) -> tuple[Offloader, Saved]:
+    """An offloader in which so many tensors of this size were saved."""
+    offloader = make_offloader(**options)
+    return offloader, Saved(offloader, activations(count, nbytes))
+
+
 @pytest.mark.parametrize("engine", ["memory", "posix", "uring", "aiofiles"])
 def test_all_come_back_as_they_were(engine: str, make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(engine=engine)
@@ -63,8 +69,7 @@ def test_all_come_back_as_they_were(engine: str, make_offloader: MakeOffloader) 
 
 
 def test_a_batch_is_one_request_each_way(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(engine=CountingEngine)
-    saved = Saved(offloader, activations(2 * FULL))
+    offloader, saved = _saved(make_offloader, 2 * FULL, engine=CountingEngine)
     offloader.synchronize()
     saved.check_rest()
     engine, statistics = only_engine(offloader), offloader.statistics()
@@ -182,12 +187,10 @@ class OneRangeEngine(CountingEngine):
     ids=lambda options: next(iter(options)),
 )
 def test_options_that_write_each_record_alone(options: dict[str, Any], make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(**({"engine": CountingEngine} | options))
-    saved = Saved(offloader, activations(2 * FULL))
+    offloader, saved = _saved(make_offloader, 2 * FULL, **({"engine": CountingEngine} | options))
     offloader.synchronize()
     assert 0 < max(only_engine(offloader).written) <= NBYTES + 4096
-    saved.check_rest()
-    assert_empty(offloader)
+    saved.end()
 
 
 @pytest.mark.parametrize("option", ["prefetch_bytes", "pending_bytes"])
@@ -197,16 +200,14 @@ def test_a_batch_is_no_larger_than_half_of_the_users_limit(option: str, make_off
     saved = Saved(offloader, activations(4 * FULL))
     offloader.synchronize()
     assert max(only_engine(offloader).written) <= 3 * BATCH // 2
-    saved.check_rest()
-    assert_empty(offloader)
+    saved.end()
 
 
 # -- on the way out ----------------------------------------------------------------------------------------------------
 
 
 def test_a_record_that_backward_needs_before_its_batch_is_full_never_leaves(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(engine=GateEngine)
-    saved = Saved(offloader, activations(FULL - 1))
+    offloader, saved = _saved(make_offloader, FULL - 1, engine=GateEngine)
     saved.check_rest()
     statistics = offloader.statistics()
     assert only_engine(offloader).started == []
@@ -229,8 +230,7 @@ def test_synchronize_also_begins_the_batch_of_tensors_saved_meanwhile(make_offlo
     offloader.synchronize()
     assert states_of(offloader) == ["spilled"] * 3
     first.check_rest()
-    second.check_rest()
-    assert_empty(offloader)
+    second.end()
 
 
 def test_synchronize_ends_while_another_thread_saves(make_offloader: MakeOffloader) -> None:
@@ -263,13 +263,11 @@ def test_an_open_batch_does_not_keep_later_tensors_from_moving(make_offloader: M
     offloader.synchronize()
     assert states_of(offloader).count("spilled") == 2
     more.check_rest()
-    saved.check_rest()
-    assert_empty(offloader)
+    saved.end()
 
 
 def test_a_record_needed_while_its_batch_is_written_stays_and_the_rest_leaves(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(engine=GateEngine)
-    saved = Saved(offloader, activations(FULL))
+    offloader, saved = _saved(make_offloader, FULL, engine=GateEngine)
     saved.check(0)
     saved.drop(2)
     assert states_of(offloader) == ["spilling"] * (FULL - 2)
@@ -277,13 +275,11 @@ def test_a_record_needed_while_its_batch_is_written_stays_and_the_rest_leaves(ma
     offloader.synchronize()
     assert states_of(offloader) == ["spilled"] * (FULL - 2)
     assert len(only_engine(offloader).started) == 1
-    saved.check_rest()
-    assert_empty(offloader)
+    saved.end()
 
 
 def test_memory_that_a_batch_still_holds_counts_as_pending(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(engine=GateEngine)
-    saved = Saved(offloader, activations(FULL))
+    offloader, saved = _saved(make_offloader, FULL, engine=GateEngine)
     for index in range(FULL):
         assert pending_bytes(offloader) == BATCH
         assert offloader.statistics().cancelled_bytes == 0
@@ -297,8 +293,7 @@ def test_memory_that_a_batch_still_holds_counts_as_pending(make_offloader: MakeO
 
 def test_a_write_that_ends_after_an_interrupt_changes_no_record(make_offloader: MakeOffloader) -> None:
     """The interrupt may have left them half changed."""
-    offloader = make_offloader(engine=GateEngine)
-    saved = Saved(offloader, activations(FULL))
+    offloader, saved = _saved(make_offloader, FULL, engine=GateEngine)
     offloader.store.shared.interrupted = True
     only_engine(offloader).open()
     spool_of(offloader).close()
@@ -308,8 +303,7 @@ def test_a_write_that_ends_after_an_interrupt_changes_no_record(make_offloader: 
 
 
 def test_room_on_disk_goes_with_the_last_of_a_batch(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(engine="memory")
-    saved = Saved(offloader, activations(FULL))
+    offloader, saved = _saved(make_offloader, FULL, engine="memory")
     offloader.synchronize()
     room = spool_statistics(offloader).allocated_bytes
     assert room >= FULL * (NBYTES - 1024)
@@ -322,38 +316,21 @@ def test_room_on_disk_goes_with_the_last_of_a_batch(make_offloader: MakeOffloade
     saved.check_rest()
     room = spool_statistics(offloader).allocated_bytes
     assert 2 * FULL * (NBYTES - 1024) <= room <= 2 * FULL * (NBYTES + 4096)
-    others.check_rest()
-    assert_empty(offloader)
+    others.end()
 
 
 # -- on the way back ---------------------------------------------------------------------------------------------------
 
 
 def test_records_of_one_read_can_be_unpacked_again(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(engine="posix")
-    saved = Saved(offloader, activations(FULL))
+    offloader, saved = _saved(make_offloader, FULL, engine="posix")
     for _ in range(3):
         offloader.synchronize()
         before = offloader.statistics().nvme_read_bytes
         for index in reversed(range(FULL)):
             saved.check(index, again=True)
         assert 0 < offloader.statistics().nvme_read_bytes - before <= BATCH, "nothing is read more than once"
-    saved.check_rest()
-    assert_empty(offloader)
-
-
-def test_a_storage_that_is_still_held_is_not_read_again(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(engine="posix")
-    saved = Saved(offloader, activations(FULL))
-    offloader.synchronize()
-    held = saved.check(0, again=True)
-    before = offloader.statistics().nvme_read_bytes
-    again = saved.check(0, again=True)
-    assert again.data_ptr() == held.data_ptr()
-    assert offloader.statistics().nvme_read_bytes == before
-    saved.check_rest()
-    del held, again
-    assert_empty(offloader)
+    saved.end()
 
 
 @pytest.mark.parametrize("wanted", [(1, 3), ()], ids=["by some", "by nobody"])
@@ -373,14 +350,14 @@ def test_a_batch_that_is_still_needed_while_it_is_read(make_offloader: MakeOfflo
         for index in range(FULL, 2 * FULL - 1):
             saved.drop(index)
     gate.open()
-    saved.check_rest()
-    assert_empty(offloader)
+    saved.end()
     assert (offloader.statistics().nvme_read_bytes <= BATCH) == (not wanted), "a batch that no record needs is not read"
 
 
 # -- owners that free memory, disks that fail or are full, sinks that raise --------------------------------------------
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("count", "nbytes"), [(FULL, NBYTES), (1, 4 * KIB * KIB)], ids=["a batch", "alone"])
 @pytest.mark.parametrize(
     "options", [{}, {"verify": True}, {"engine": BufferedGateEngine}], ids=["", "verify", "buffered"]
@@ -405,8 +382,7 @@ def test_a_storage_freed_by_its_owner_during_the_write_stays(
     statistics = offloader.statistics()
     assert statistics.kept_bytes["resized"] >= nbytes
     assert statistics.degraded == {}
-    saved.check_rest()
-    assert_empty(offloader)
+    saved.end()
 
 
 def test_a_storage_freed_once_counts_as_freed_though_refilled_at_its_old_address() -> None:
@@ -433,8 +409,7 @@ def test_records_under_way_are_checked_in_turn(make_offloader: MakeOffloader) ->
     only_engine(offloader).open()
     offloader.synchronize()
     assert offloader.statistics().kept_bytes["resized"] >= 64 * KIB
-    saved.check_rest()
-    assert_empty(offloader)
+    saved.end()
 
 
 def test_a_storage_freed_by_its_owner_before_its_batch_begins_stays_alone(make_offloader: MakeOffloader) -> None:
@@ -445,8 +420,7 @@ def test_a_storage_freed_by_its_owner_before_its_batch_begins_stays_alone(make_o
         offloader.synchronize()
     assert states_of(offloader) == ["resident", "spilled"]
     assert offloader.statistics().kept_bytes["resized"] == NBYTES
-    saved.check_rest()
-    assert_empty(offloader)
+    saved.end()
 
 
 def test_a_record_that_left_its_batch_and_was_freed_spoils_no_other(make_offloader: MakeOffloader) -> None:
@@ -458,8 +432,7 @@ def test_a_record_that_left_its_batch_and_was_freed_spoils_no_other(make_offload
     only_engine(offloader).open()
     offloader.synchronize()
     assert not offloader.statistics().degraded
-    saved.check_rest()
-    assert_empty(offloader)
+    saved.end()
 
 
 @pytest.mark.parametrize(
@@ -476,13 +449,11 @@ def test_a_write_that_fails_leaves_its_batch_in_memory(engine: Any, make_offload
     assert ["write failed" in str(warning.message) for warning in caught] == [True]
     assert offloader.statistics().degraded == {"write failed": FULL}
     assert states_of(offloader) == ["resident"] * FULL
-    saved.check_rest()
-    assert_empty(offloader)
+    saved.end()
 
 
 def test_a_read_that_fails_is_an_error_of_all_that_it_reads_and_is_tried_again(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(engine=partial(FailingEngine, kind=IoKind.READ, count=1))
-    saved = Saved(offloader, activations(FULL))
+    offloader, saved = _saved(make_offloader, FULL, engine=partial(FailingEngine, kind=IoKind.READ, count=1))
     offloader.synchronize()
     with pytest.raises(StorageReadError):
         saved.check(FULL - 1, again=True)
@@ -500,8 +471,7 @@ def test_a_spool_without_room_for_a_batch_takes_the_records_that_fit(make_offloa
     assert states_of(offloader).count("spilled") == 2
     assert offloader.statistics().kept_bytes == {"degraded": (FULL - 2) * NBYTES}
     assert accounts_of(offloader).moved_bytes == 2 * NBYTES
-    saved.check_rest()
-    assert_empty(offloader)
+    saved.end()
 
 
 @pytest.mark.parametrize("kind", ["write", "read"])
@@ -514,8 +484,7 @@ def test_a_sink_that_raises_harms_no_record(kind: str, make_offloader: MakeOfflo
             raised.append(event)
             raise RuntimeError("the sink is full")
 
-    offloader = make_offloader(engine="memory", trace=sink)
-    saved = Saved(offloader, activations(FULL))
+    offloader, saved = _saved(make_offloader, FULL, engine="memory", trace=sink)
     offloader.synchronize()
     saved.check_rest()
     assert len(raised) == 1
@@ -525,8 +494,7 @@ def test_a_sink_that_raises_harms_no_record(kind: str, make_offloader: MakeOfflo
 
 @pytest.mark.parametrize("nbytes", [NBYTES, 2 * ALONE])
 def test_a_tensor_in_memory_can_be_unpacked_after_abort(nbytes: int, make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(engine="memory", prefetch_bytes=nbytes)
-    saved = Saved(offloader, activations(4 * FULL, nbytes))
+    offloader, saved = _saved(make_offloader, 4 * FULL, nbytes, engine="memory", prefetch_bytes=nbytes)
     offloader.synchronize()
     held = saved.check(4 * FULL - 1, again=True)
     offloader.abort()
@@ -539,11 +507,9 @@ def test_a_tensor_in_memory_can_be_unpacked_after_abort(nbytes: int, make_offloa
 
 def test_a_tensor_that_is_larger_than_the_limit_by_itself_moves(make_offloader: MakeOffloader) -> None:
     """The tensor moves while at most half of the limit is under way."""
-    offloader = make_offloader(engine=GateEngine, pending_bytes=4 * NBYTES)
-    saved = Saved(offloader, activations(2, 6 * NBYTES))
+    offloader, saved = _saved(make_offloader, 2, 6 * NBYTES, engine=GateEngine, pending_bytes=4 * NBYTES)
     assert states_of(offloader) == ["spilling", "resident"]
     only_engine(offloader).open()
     offloader.synchronize()
     assert states_of(offloader) == ["spilled", "resident"]
-    saved.check_rest()
-    assert_empty(offloader)
+    saved.end()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from actoffload import Offloader, Plan
 from actoffload.errors import BudgetError
 from tests import scaled_llama
-from tests.harness import assert_same_bits
+from tests.harness import assert_same_bits, autopilot_of, is_locked
 
 Make = Callable[..., Offloader]
 LAUNCH_S = scaled_llama.LAUNCHES["host ahead"]
@@ -155,11 +155,13 @@ def test_lengths_in_turns_keep_their_plans_without_a_model(make_offloader: Make)
     assert not any(OTHER_SIZES in reason for reason in offloader.plan_history)
 
 
-def test_nothing_is_coded_once_planning_has_failed(make_offloader: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Coded tensors need more room in backward, and no plan keeps it."""
+def test_a_planner_that_fails_ends_the_planning_and_not_the_training(
+    make_offloader: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is coded from then on, as that needs more room in backward, and no plan keeps it."""
     offloader = make_offloader(codec="exact", policy="auto", device_budget=4 * NBYTES)
-    assert offloader.autopilot is not None
-    monkeypatch.setattr(offloader.autopilot.making, "planner", None)
+    monkeypatch.setattr(autopilot_of(offloader).making, "planner", None)
     with pytest.warns(RuntimeWarning, match="could not plan"):
         train(Model(), offloader, 6)
     assert offloader.statistics().halved_bytes == 0
+    assert not is_locked(offloader)

@@ -72,18 +72,11 @@ def test_one_offloader_per_configuration(options: dict[str, Any], tmp_path: Path
 
 def test_closed_inside_its_context(make_offloader: MakeOffloader) -> None:
     """Tensors saved after that stay, and the step goes on."""
-    offloader = make_offloader()
-    model, x = Chain(), batch()
+    offloader, model, x = make_offloader(), Chain(), batch()
     expected = train_step(model, x)
-    with offloader:
-        hidden = model.layers[0](x)
-        offloader.close()
-        hidden = torch.tanh(hidden) * torch.sigmoid(x)
-        for layer in list(model.layers)[1:]:
-            hidden = torch.tanh(layer(hidden)) * torch.sigmoid(hidden)
-        loss = hidden.square().sum()
-    loss.backward()
-    assert_same_gradients(gradients(model), expected)
+    model.layers[0].register_forward_hook(lambda *_: offloader.close())
+    assert_same_gradients(train_step(model, x, offloader), expected)
+    assert offloader.closed
 
 
 def test_attach_and_detach(options: dict[str, Any]) -> None:
@@ -206,16 +199,7 @@ def test_attached_twice_with_other_options_is_an_error_that_names_one(options: d
     other.offloader.abort()
 
 
-def test_an_attachment_holds_no_module_alive(options: dict[str, Any]) -> None:
-    model = Chain()
-    actoffload.attach(model, **options)
-    alive = weakref.ref(model)
-    del model
-    gc.collect()
-    assert alive() is None
-
-
-@pytest.mark.parametrize("field", ["include", "exclude"])
+@pytest.mark.parametrize("field", ["include", "exclude", "fp8"])
 def test_a_pattern_that_matches_no_module_is_an_error_that_names_it_and_one(
     options: dict[str, Any], field: str
 ) -> None:
@@ -332,13 +316,8 @@ def test_an_offloader_is_in_no_cycle(tmp_path: Path) -> None:
         assert dead() is None
 
 
-def _net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3)])
-
-
 def test_a_dropped_offloader_leaves_the_model_as_it_was(tmp_path: Path) -> None:
-    model = _net()
+    model = nn.Sequential(nn.Linear(32, 32))
     offloader = Offloader(OffloadConfig(target="nvme", path=tmp_path, policy="auto", recompute="0")).use(model)
     assert "forward" in vars(model[0])
     del offloader

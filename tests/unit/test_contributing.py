@@ -12,8 +12,6 @@ import torch
 
 from actoffload import Offloader, offload_activations
 from actoffload.errors import ConfigError
-from actoffload.storage.engines.base import SpoolFile, StorageEngine
-from actoffload.testing.engine_suite import StorageEngineTests
 from tests.harness import Chain, assert_same_gradients, batch, train_step
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,12 +45,6 @@ def test_the_tests_of_make_quick_exist() -> None:
     for file, name in chosen:
         text = (ROOT / file).read_text(encoding="utf-8")
         assert not name or re.search(rf"^(def|class) {name}\b", text, re.M), f"{file}::{name}"
-
-
-class TestEngine(StorageEngineTests):
-    def make_engine(self, file: SpoolFile, threads: int | None = None) -> StorageEngine:
-        engine: StorageEngine = example("Add an engine")["PlainEngine"](file, threads=threads)
-        return engine
 
 
 def train(offloader: Offloader) -> None:

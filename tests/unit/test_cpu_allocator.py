@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 _HEAD = """
-import os, random, sys, threading
+import os, random, sys, threading, warnings
 import torch
 from actoffload.memory import cpu_allocator
 MIB = 1 << 20
@@ -30,6 +30,11 @@ assert cpu_allocator.install() == "", cpu_allocator.install()
 assert cpu_allocator.install() == ""
 def blocks(): return cpu_allocator.facts()["blocks"]
 def live(): return cpu_allocator.facts()["live_bytes"]
+def resident(): return cpu_allocator.facts()["resident_bytes"]
+def fork():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
 assert blocks() == 0
 """
 
@@ -126,7 +131,6 @@ assert blocks() == 0 and live() == 0, cpu_allocator.facts()
 
 def test_idle_memory_goes_back_and_used_memory_stays() -> None:
     run("""
-def resident(): return cpu_allocator.facts()["resident_bytes"]
 N = cpu_allocator.IDLE_EPOCHS
 kept = full(16 * MIB, 3)
 large = full(128 * MIB)
@@ -183,11 +187,8 @@ def churn():  # takes the lock most of the time, without the interpreter's
         cpu_allocator.facts()
 busy = threading.Thread(target=churn)
 busy.start()
-import warnings
-for turn in range(10):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
+for turn in range(4):
+    child = fork()
     if child == 0:
         new = full(4 * MIB, turn)
         held.fill_(turn)
@@ -227,7 +228,6 @@ assert found["resident_bytes"] <= found["live_bytes"] + 8 * MIB * (found["blocks
 
 def test_no_memory_is_kept_without_an_offloader() -> None:
     run("""
-def resident(): return cpu_allocator.facts()["resident_bytes"]
 one, other = cpu_allocator.Use(), cpu_allocator.Use()
 kept = full(8 * MIB, 2)
 one.end(); one.end()
@@ -240,10 +240,7 @@ assert resident() <= 12 * MIB
 again = cpu_allocator.Use()
 freed = full(64 * MIB); del freed
 assert resident() >= 64 * MIB
-import warnings
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)
-    child = os.fork()
+child = fork()
 if child == 0:
     freed = torch.empty(32 * MIB, dtype=torch.uint8); freed.zero_(); del freed
     cpu_allocator.give_back()

@@ -16,8 +16,6 @@ from torch import Tensor
 import actoffload
 from actoffload import Offloader
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice, install
-from actoffload.tiers.device_tier import DeviceTier
-from actoffload.tiers.shared import DeviceBudget
 from tests import limited_memory
 from tests.harness import accounts_of, hinder, same_bits, simulated, states_of, wait_until
 from tests.limited_memory import SHAPES, Training, limited, run, virtual_time
@@ -89,31 +87,6 @@ def test_a_storage_that_backward_needs_out_of_order_has_room(device: SimulatedDe
         assert accounts.resident_bytes == BUDGET_BYTES - RECORD_BYTES
         _first = saved[0][0].grad_fn._saved_self
         assert accounts.resident_peak_bytes == BUDGET_BYTES
-
-
-@pytest.mark.parametrize(("target", "settled"), MODES)
-def test_without_the_check_backward_exceeds_the_budget(
-    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, settled: bool
-) -> None:
-    monkeypatch.setattr(DeviceBudget, "has_room_early", lambda *_: True)
-    in_forward, in_backward = _peaks(device, tmp_path, target, settled)
-    assert in_forward <= BUDGET_BYTES
-    assert in_backward > 2 * BUDGET_BYTES
-
-
-def test_a_storage_read_from_disk_needs_the_check_too(
-    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A read takes no device memory: there was room when it began, and there may be none when it has ended."""
-    plain = DeviceTier.poll
-
-    def hasty(self: DeviceTier) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(DeviceBudget, "has_room_early", lambda *_: True)
-            plain(self)
-
-    monkeypatch.setattr(DeviceTier, "poll", hasty)
-    assert _peaks(device, tmp_path, "nvme", settled=True)[1] > 2 * BUDGET_BYTES
 
 
 # -- the peak with checkpoints -----------------------------------------------------------------------------------------

@@ -411,7 +411,7 @@ def test_on_the_cpu_the_number_is_the_process(make_offloader: MakeOffloader) -> 
     optimizer = torch.optim.SGD(model.parameters())
     offloader = make_offloader(policy="auto", device_memory="1TB")
     for _ in range(4):
-        train_step(model, batch(rows=4096, width=256), offloader)
+        train_step(model, batch(rows=512, width=256), offloader)
         _with_gradients(model, optimizer)
     left = budget_of(offloader).limit_bytes or 0
     assert 10**12 - resident_set_bytes() - (1 << 30) < left < 10**12 - (100 << 20)
@@ -443,13 +443,6 @@ def test_a_number_that_cannot_work_is_refused(options: dict[str, Any], problem: 
     with pytest.raises(ConfigError, match=re.escape(problem)) as caught:
         OffloadConfig(**options)
     assert caught.value.field == "device_memory"
-
-
-def test_the_environment_sets_the_number_too() -> None:
-    options = OffloadConfig.options_from_environment({"ACTOFFLOAD_DEVICE_MEMORY": "95%"})
-    assert OffloadConfig(**options).device_memory == "95%"
-    assert OffloadConfig(device_memory="auto").device_memory == "auto"
-    assert OffloadConfig(device_memory="24GB").device_memory == 24 * 10**9
 
 
 @pytest.mark.simulated

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from actoffload import Offloader
 from actoffload.testing.faults import SlowEngine
 from actoffload.testing.simulated_device import NAME, SimulatedDevice
-from tests.harness import MakeOffloader, accounts_of, assert_empty, assert_same_bits, same_bits, simulated
+from tests.harness import MakeOffloader, accounts_of, assert_empty, assert_same_bits, simulated
 from tests.unit.saving import Doubled
 
 KIB = 1 << 10
@@ -109,6 +108,7 @@ def run(
     return found
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize("kind", ["layers", "functions"])
 @pytest.mark.parametrize("name", STEPS)
@@ -178,24 +178,16 @@ def test_memory_falls(make_offloader: MakeOffloader) -> None:
     force.sum().backward()
 
 
-def reentrant(block: nn.Module, x: Tensor) -> Tensor:
-    y: Tensor = checkpoint(block, x, use_reentrant=True)
-    return y
-
-
-def plain(block: nn.Module, x: Tensor) -> Tensor:
-    y: Tensor = checkpoint(block, x, use_reentrant=False)
-    return y
-
-
-def own(block: nn.Module, x: Tensor) -> Tensor:
-    y: Tensor = Again.apply(block, x)
-    return y
+WAYS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "plain": partial(checkpoint, use_reentrant=False),
+    "own": Again.apply,
+}
 
 
 @pytest.mark.parametrize("retain", [False, True])
-@pytest.mark.parametrize("way", [reentrant, plain, own])
-def test_a_recomputation_is_no_forward(way: Any, retain: bool, make_offloader: MakeOffloader) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_recomputation_is_no_forward(way: str, retain: bool, make_offloader: MakeOffloader) -> None:
     """Backward follows a recomputation at once, so none of its tensors moves: only the forward's bytes are on disk."""
     offloader = make_offloader(policy="all", min_bytes=1)
 
@@ -205,7 +197,7 @@ def test_a_recomputation_is_no_forward(way: Any, retain: bool, make_offloader: M
         with context:
             y = (x * 2).sin()
             for block in net:
-                y = way(block, y)
+                y = WAYS[way](block, y)
             y.square().sum().backward(retain_graph=retain)
         return [x.grad, *(p.grad for p in net.parameters())]
 
@@ -213,23 +205,15 @@ def test_a_recomputation_is_no_forward(way: Any, retain: bool, make_offloader: M
     assert_same_bits(found, gradients(contextlib.nullcontext()))
     statistics = offloader.statistics()
     assert statistics.microbatches == 1, "no graph was built in backward"
-    assert (BACKWARD in statistics.kept_bytes) == (way is not plain)
+    assert (BACKWARD in statistics.kept_bytes) == (way != "plain")
 
 
 def test_a_checkpoint_in_a_graph_that_is_built(make_offloader: MakeOffloader) -> None:
     """PyTorch's checkpoint runs its block again in that backward. The graph around it moves."""
 
     def step(net: nn.Module, x: Tensor) -> Tensor:
-        return forces(lambda x: plain(net, (x * 2).sin()), x)  # type: ignore[arg-type]
+        return forces(lambda x: WAYS["plain"](net, (x * 2).sin()), x)  # type: ignore[arg-type]
 
     offloader = make_offloader(policy="all", min_bytes=1)
     assert_same_bits(run(step, "layers", offloader), run(step, "layers", None))
     assert offloader.statistics().microbatches == 2
-
-
-def test_functional_derivatives(make_offloader: MakeOffloader) -> None:
-    x = torch.randn(8, dtype=torch.float64)
-    function = torch.nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-    expected = torch.autograd.functional.hessian(lambda x: function(x).sum(), x)
-    with make_offloader(policy="all", min_bytes=1), warnings.catch_warnings():
-        assert same_bits(torch.autograd.functional.hessian(lambda x: function(x).sum(), x), expected)

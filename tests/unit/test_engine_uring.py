@@ -33,14 +33,12 @@ def engine(file: SpoolFile) -> Iterator[UringEngine]:
     engine.abort()
 
 
-class Results:
-    """Replaces results of transfers as they come out of the ring; ``change`` gets the tag and the real result."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-        real = Ring.results
-        monkeypatch.setattr(
-            Ring, "results", lambda ring: [(tag, change(tag, result) if tag else result) for tag, result in real(ring)]
-        )
+def change_results(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    """Replace results of transfers as they come out of the ring; ``change`` gets the tag and the real result."""
+    real = Ring.results
+    monkeypatch.setattr(
+        Ring, "results", lambda ring: [(tag, change(tag, result) if tag else result) for tag, result in real(ring)]
+    )
 
 
 # -- results that are not simply all bytes ----------------------------------------------------------------------------
@@ -58,7 +56,7 @@ def test_a_short_transfer_goes_on_where_it_stopped_on_a_boundary(
             real(ring, tag, vectors, offset)
 
         monkeypatch.setattr(Ring, name, add)
-    Results(monkeypatch, lambda tag, result: result - 100 if result > BLOCK else result)
+    change_results(monkeypatch, lambda tag, result: result - 100 if result > BLOCK else result)
     source, target = Memory(3 * BLOCK), Memory(3 * BLOCK)
     source.data = random_bytes(source.nbytes, 1)
     assert move(engine, IoKind.WRITE, source, BLOCK).error is None
@@ -77,7 +75,7 @@ def test_a_temporary_error_is_tried_again(engine: UringEngine, monkeypatch: pyte
         seen.add(tag)
         return -number if first else result
 
-    Results(monkeypatch, once)
+    change_results(monkeypatch, once)
     assert move(engine, IoKind.WRITE, Memory(BLOCK)).error is None
     assert len(seen) == 2
 
@@ -87,7 +85,7 @@ def test_an_error_names_place_and_cause_and_only_its_own_request_fails(
     engine: UringEngine, file: SpoolFile, monkeypatch: pytest.MonkeyPatch, kind: IoKind, cls: type[OSError]
 ) -> None:
     with monkeypatch.context() as patch:
-        Results(patch, lambda tag, result: -errno.ENOSPC)
+        change_results(patch, lambda tag, result: -errno.ENOSPC)
         error = move(engine, kind, Memory(BLOCK), 2 * BLOCK).error
     assert isinstance(error, cls)
     assert (error.errno, error.filename) == (errno.ENOSPC, file.path)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from actoffload.tools.environment import commit_of, write_json
-from actoffload.tools.workers import OthersShare, run_worker, stream_worker, take_turns
+from actoffload.tools.workers import OthersShare, run_worker, stream_worker
 
 MIB = 1 << 20
 
@@ -116,14 +116,6 @@ def test_a_stream_with_a_limit_for_each_object_may_take_longer_as_a_whole(
             assert Clock.running == 0
         assert next(stream) == {"error": "stopped after 5 s", "oom": False}
     assert Clock.started == 3
-
-
-def test_all_take_their_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = "print('{\"turn\": 0}', flush=True)\nn = 0\nfor _ in sys.stdin:\n    n += 1\n"
-    script += "    print('{\"turn\": %d}' % n, flush=True)\nprint('{\"taken\": %d}' % n)"
-    name = _worker(tmp_path, monkeypatch, script)
-    found = take_turns(name, {"a": {}, "b": {}}, 3, limit_s=60)
-    assert [result["taken"] for result in found.values()] == [3, 3]
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

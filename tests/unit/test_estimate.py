@@ -46,7 +46,6 @@ def test_bytes_are_as_fast_as_the_slower_of_link_and_drives(changes: dict[str, A
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Parallelism(zero=4), "zero=4: is a stage, 0 to 3"),
         (lambda: Parallelism(data=0), "data=0"),
         (lambda: machine(flops_per_s=math.inf), "flops_per_s=inf"),
         (lambda: machine(drives=0), "drives=0"),

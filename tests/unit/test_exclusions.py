@@ -272,7 +272,7 @@ def test_include_and_exclude_choose_by_module_name(
     assert hook_count(model) == 0
 
 
-@pytest.mark.parametrize("field", ["include", "exclude"])
+@pytest.mark.parametrize("field", ["include", "exclude", "fp8", "recompute"])
 def test_patterns_need_a_model(make_offloader: MakeOffloader, field: str) -> None:
     offloader = make_offloader(**{field: "layers.*"})
     with pytest.raises(ConfigError, match=rf"{field}=\('layers\.\*',\): needs model="):
@@ -289,16 +289,18 @@ def test_a_policy_object_sees_the_facts_and_decides(make_offloader: MakeOffloade
             return Decision.KEEP if facts.index % 2 else Decision.OFFLOAD
 
     offloader = make_offloader(policy=EverySecond())
-    model, x = Chain(depth=2), batch()
+    model, x = Named(), batch()
     offloader.use(model)
     expected = train_step(model, x)
     assert_same_gradients(train_step(model, x, offloader, between=offloader.synchronize), expected)
     assert [facts.index for facts in seen] == list(range(len(seen)))
     assert {facts.nbytes for facts in seen} == {TENSOR_BYTES}
-    assert {facts.shape for facts in seen} == {(128, WIDTH)}
     assert {(facts.dtype, facts.device) for facts in seen} == {("float32", "cpu")}
-    assert {facts.module for facts in seen} <= {None, "layers.0", "layers.1"}
-    assert offloader.statistics().kept_bytes["policy"] == len(seen) // 2 * TENSOR_BYTES
+    assert [(facts.shape, facts.module, facts.name) for facts in seen] == [
+        ((128, WIDTH), "second", "hidden"),
+        ((2, 64, WIDTH), None, None),
+    ]
+    assert offloader.statistics().kept_bytes["policy"] == TENSOR_BYTES
 
 
 def _kept_last(offloader: Offloader, model: nn.Module, x: Tensor, inside: bool = False) -> int:
@@ -341,16 +343,13 @@ def test_min_bytes_is_128_kib_by_default(make_offloader: MakeOffloader) -> None:
     ("include", "exclude", "module", "allowed"),
     [
         ((), (), None, True),
-        ((), (), "layers.0", True),
         (("layers.*",), (), "layers.0", True),
-        (("layers.*",), (), "layers.0.attention.query", True),
         (("layers.0",), (), "layers.0.attention", True),
         (("layers.0",), (), "layers.01", False),
         (("layers.0",), (), "layers", False),
         (("layers.*",), (), "head", False),
         (("layers.*",), (), None, False),
         ((), ("head",), "head", False),
-        ((), ("head",), "head.linear", False),
         ((), ("head",), "header", True),
         ((), ("head",), None, True),
         ((), ("*.attention",), "layers.3.attention.query", False),
@@ -359,7 +358,6 @@ def test_min_bytes_is_128_kib_by_default(make_offloader: MakeOffloader) -> None:
         (("layers.[01]",), (), "layers.1", True),
         (("layers.[01]",), (), "layers.2", False),
         (("a", "b"), (), "b.c", True),
-        (("*",), ("*",), "a", False),
         (("LAYERS.*",), (), "layers.0", False),
     ],
 )
@@ -372,9 +370,7 @@ def test_patterns_match_modules_and_their_submodules(
 # -- targets and devices -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "options", [{"target": t} for t in ("nvme", "tiered", "auto")] + [{"devices": ["cpu"]}], ids=str
-)
+@pytest.mark.parametrize("options", [{"target": "tiered"}, {"target": "auto"}, {"devices": ["cpu"]}], ids=str)
 def test_cpu_tensors_go_to_disk_whatever_the_target(make_offloader: MakeOffloader, options: dict[str, Any]) -> None:
     offloader = make_offloader(**options)
     model, x = Chain(), batch()
@@ -504,20 +500,6 @@ def test_patterns_select_tensors_by_name(make_offloader: MakeOffloader, options:
     assert offloader.statistics().kept_bytes.get("module excluded", 0) == (2 - moved) * TENSOR_BYTES
 
 
-def test_a_policy_receives_the_name(make_offloader: MakeOffloader) -> None:
-    names: list[str | None] = []
-
-    class Notes:
-        def decide(self, facts: TensorFacts) -> Decision:
-            names.append(facts.name)
-            return Decision.KEEP
-
-    with make_offloader(policy=Notes(), min_bytes=1):
-        Named()(torch.randn(128, WIDTH)).sum().backward()
-    assert "hidden" in names
-    assert None in names
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_only_boundaries_move(make_offloader: MakeOffloader, reentrant: bool) -> None:
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid(), nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
@@ -557,7 +539,14 @@ def test_a_later_name_takes_the_place_of_an_earlier_one(make_offloader: MakeOffl
     assert "module excluded" not in offloader.statistics().kept_bytes
 
 
-@pytest.mark.parametrize(("args", "message"), [((3, "a"), "tensor=3: "), ((torch.ones(1), ""), "name='': ")])
-def test_a_bad_name_or_tensor_is_refused(args: Any, message: str) -> None:
+@pytest.mark.parametrize(
+    ("function", "args", "message"),
+    [
+        (actoffload.name, (3, "a"), "tensor=3: "),
+        (actoffload.name, (torch.ones(1), ""), "name='': "),
+        (actoffload.keep, (3,), r"tensor=3: keep\(\) takes a tensor"),
+    ],
+)
+def test_a_bad_name_or_tensor_is_refused(function: Any, args: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        actoffload.name(*args)
+        function(*args)

@@ -17,8 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import actoffload
 from actoffload import Offloader
 from actoffload.autograd import fp8
-from actoffload.errors import ConfigError, SavedTensorModifiedError
-from actoffload.testing.gpt import GPT, GPTConfig
+from actoffload.errors import SavedTensorModifiedError
 from actoffload.testing.simulated_device import NAME, SimulatedDevice
 from tests.harness import (
     ADVERSARIES,
@@ -238,10 +237,6 @@ def test_patterns_that_match_no_tensor_change_no_bit(where: str, make_offloader:
     assert offloader.statistics().fp8_bytes == 0
     excluding = make_offloader(fp8="mlps", exclude="mlps", policy="all").use(model)
     assert_same_bits(model.gradients(excluding), expected)
-    with pytest.raises(ConfigError, match=r"fp8=.*'mpls' matches no module"):
-        make_offloader(fp8="mpls").use(model)
-    with pytest.raises(ConfigError, match=r"fp8=.*needs model="), make_offloader(fp8="mlps"):
-        pass
 
 
 @ON_EACH_DEVICE
@@ -385,19 +380,6 @@ def test_the_first_lines_say_so(make_offloader: Make) -> None:
     exact = make_offloader(policy="all", announce=lines.append)
     model.gradients(exact)
     assert "not exact" not in exact.report() + lines[-1]
-
-
-def test_the_gradients_of_a_gpt_are_near(make_offloader: Make) -> None:
-    torch.manual_seed(0)
-    model, tokens = GPT(GPTConfig(layers=4, width=64, seq=64)), torch.randint(0, 256, (4, 65))
-    gradients = []
-    for context in (nullcontext(), make_offloader(fp8=["*.up", "*.down"], min_bytes=4096).use(model)):
-        model.zero_grad()
-        with context:
-            loss = model(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    assert near(gradients[1], gradients[0])
 
 
 @pytest.mark.simulated

@@ -34,7 +34,6 @@ from tests.harness import (
     records_of,
     resident_set_bytes,
     run_in_threads,
-    same_bits,
     spool_statistics,
     states_of,
     train_step,
@@ -44,8 +43,6 @@ from tests.programs import run_program
 
 KIB = 1 << 10
 MIB = 1 << 20
-WAITED_FOR = 1
-"""Of the steps that drop their graph, every other one waits until all is written."""
 
 
 class _ForwardFailedError(Exception):
@@ -66,7 +63,7 @@ def _fail_in_forward(offloader: Offloader, model: Chain, x: Tensor) -> None:
 def _drop_after_forward(offloader: Offloader, model: Chain, x: Tensor, step: int) -> None:
     with offloader:
         loss = model(x).sum()
-    if step % 2 == WAITED_FOR:
+    if step % 2:  # of the steps that drop their graph, every other one waits until all is written
         offloader.synchronize()
     del loss
 
@@ -81,12 +78,7 @@ def _return_the_branch_that_runs(offloader: Offloader, model: Chain, x: Tensor) 
 def test_three_hundred_steps_of_which_most_never_run_backward_leave_nothing(make_offloader: MakeOffloader) -> None:
     model, x = Chain(depth=2), batch(512)
     expected = train_step(model, x)
-    alone = make_offloader()
-    _drop_after_forward(alone, model, x, WAITED_FOR)
-    written_in_a_step = alone.statistics().nvme_written_bytes
-    assert written_in_a_step > MIB // 2
     offloader = make_offloader()
-    waited_for = 0
     resident: list[int] = []
     open_files: list[int] = []
     with no_garbage_collection():
@@ -100,17 +92,13 @@ def test_three_hundred_steps_of_which_most_never_run_backward_leave_nothing(make
                 model.zero_grad(set_to_none=True)
             else:
                 _drop_after_forward(offloader, model, x, step)
-                waited_for += step % 2 == WAITED_FOR
             if step % 10 == 9:
                 assert_empty(offloader)
                 open_files.append(descriptors())
                 resident.append(resident_set_bytes())
     statistics = offloader.statistics()
     assert statistics.steps == 300
-    # Without a wait, a graph may be dropped before its write begins, so the disk decides how many of these bytes are
-    # written. (Nine tenths: a page more or less of each tensor is written as it lies in memory.)
-    assert statistics.nvme_written_bytes >= 0.9 * waited_for * written_in_a_step
-    assert waited_for == 50
+    assert statistics.nvme_written_bytes > 50 * MIB // 2, "of 50 dropped graphs all was written"
     assert statistics.degraded == {}
     assert len(set(open_files)) == 1
     # A step saves about 1 MiB: a leak of one step in ten would show.
@@ -180,32 +168,10 @@ def test_an_error_in_a_policy_leaves_no_record(make_offloader: MakeOffloader) ->
     x = torch.randn(64, 64, requires_grad=True)
     with no_garbage_collection():
         y = x * 2
-        with pytest.raises(_ForwardFailedError), offloader:
-            y.exp()
-        assert_empty(offloader)
-        with pytest.raises(_ForwardFailedError), offloader:
-            y.exp()
-        assert_empty(offloader)
-
-
-def test_retained_graphs_are_read_again_and_freed_at_the_end(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader()
-    x = torch.randn(200, 200, requires_grad=True)
-    plain = x.detach().clone().requires_grad_()
-    (plain.exp().tanh() * plain.sin()).sum().backward()
-    with offloader:
-        loss = (x.exp().tanh() * x.sin()).sum()
-    offloader.synchronize()
-    reads = []
-    for _ in range(3):
-        loss.backward(retain_graph=True)
-        assert same_bits(x.grad, plain.grad)
-        x.grad = None
-        reads.append(offloader.statistics().nvme_read_bytes)
-        assert accounts_of(offloader).resident_bytes < 200 * 200 * 4  # not held between the passes
-    assert 0 < reads[0] < reads[1] < reads[2]
-    del loss
-    assert_empty(offloader)
+        for _ in range(2):
+            with pytest.raises(_ForwardFailedError), offloader:
+                y.exp()
+            assert_empty(offloader)
 
 
 def test_each_round_of_backward_holds_a_reloaded_storage_until_its_last_unpack(make_offloader: MakeOffloader) -> None:

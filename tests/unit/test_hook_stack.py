@@ -30,7 +30,6 @@ from tests.harness import (
     assert_empty,
     assert_same_bits,
     batch,
-    same_bits,
 )
 
 
@@ -137,6 +136,7 @@ SHAPES: dict[str, list[str]] = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("regions", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("raises", [False, True])
@@ -275,14 +275,6 @@ def test_a_region_in_a_checkpointed_block(reentrant: bool, make_offloader: MakeO
     expected = run(None, False)
     for inside in (False, True):
         assert_same_bits(run(make_offloader(policy="all", min_bytes=1), inside), expected)
-
-
-def test_forward_mode_and_vmap_are_as_ever(make_offloader: MakeOffloader) -> None:
-    net, x = model(), torch.randn(4, 8)
-    expected = torch.func.jacfwd(net)(x)
-    with make_offloader(policy="all", min_bytes=1):
-        assert same_bits(torch.func.jacfwd(net)(x), expected)
-        assert torch.allclose(vmap(net)(x), net(x))
 
 
 @ON_EACH_DEVICE

@@ -177,9 +177,14 @@ class _Pins:
         return True
 
 
-def test_each_slab_is_pinned_once_and_unpinned() -> None:
+def _pinned(slabs: int = 1, **device: Any) -> tuple[_Pins, HostPool]:
+    """A pool, and the memory that it has page-locked."""
     pins = _Pins()
-    pool = _pool(slabs=2, pin=pins.pin, unpin=pins.unpin)
+    return pins, _pool(slabs, pin=pins.pin, unpin=pins.unpin, **device)
+
+
+def test_each_slab_is_pinned_once_and_unpinned() -> None:
+    pins, pool = _pinned(2)
     slots = [_acquire(pool, SLAB // 2) for _ in range(4)]
     assert list(pins.locked.values()) == [SLAB, SLAB]
     assert not pool.pin_failed
@@ -196,8 +201,7 @@ def test_each_slab_is_pinned_once_and_unpinned() -> None:
 
 def test_memory_that_may_be_locked_stays_mapped_after_an_error() -> None:
     """Copies of a later mapping at its address would use the old pages."""
-    pins = _Pins()
-    pool = _pool(slabs=2, pin=pins.pin, unpin=pins.unpin)
+    pins, pool = _pinned(2)
     pins.fails = MemoryError("in this test")
     assert acquire_slot(pool, SLAB) is None
     assert pool.pin_failed
@@ -230,8 +234,7 @@ def test_page_locking_is_done_ahead_in_another_thread() -> None:
 
 
 def test_memory_beyond_the_capacity_is_not_page_locked_and_goes_at_once() -> None:
-    pins = _Pins()
-    pool = _pool(pin=pins.pin, unpin=pins.unpin)
+    pins, pool = _pinned()
     held = _acquire(pool, SLAB)
     beyond = _acquire(pool, SLAB, force=True)
     assert pins.locked == {held.address: SLAB}
@@ -245,8 +248,7 @@ def test_memory_beyond_the_capacity_is_not_page_locked_and_goes_at_once() -> Non
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_has_no_page_locked_memory() -> None:
     """A device's pages would be copied for each child as soon as the parent writes to them."""
-    pins = _Pins()
-    pool, pageable = _pool(pin=pins.pin, unpin=pins.unpin, is_done=lambda event: pytest.fail("asked")), _pool()
+    (pins, pool), pageable = _pinned(is_done=lambda event: pytest.fail("asked")), _pool()
     slots = [_acquire(pool, SLAB), _acquire(pageable, SLAB)]
     slots[0].events.append("copy")
     child = os.fork()
@@ -268,8 +270,7 @@ def test_a_forked_child_has_no_page_locked_memory() -> None:
 
 
 def test_memory_that_cannot_be_unpinned_stays_and_is_used_again() -> None:
-    pins = _Pins()
-    pool = _pool(slabs=2, pin=pins.pin, unpin=pins.unpin)
+    pins, pool = _pinned(2)
     address = _acquire(pool, SLAB // 2).address
     pins.holds = True
     assert acquire_slot(pool, 2 * SLAB) is None
@@ -295,8 +296,7 @@ def _steps(pool: HostPool, slots: int, count: int = 2 * TRIM_STEPS) -> None:
 
 
 def test_page_locked_memory_that_no_step_uses_any_more_is_given_back() -> None:
-    pins = _Pins()
-    pool = _pool(slabs=9, pin=pins.pin, unpin=pins.unpin)
+    pins, pool = _pinned(9)
     _steps(pool, 16, 2)
     assert pool.slabs.mapped_bytes >= 8 * SLAB
     _steps(pool, 4)
@@ -312,8 +312,7 @@ def test_page_locked_memory_that_no_step_uses_any_more_is_given_back() -> None:
 
 
 def test_memory_that_a_step_needs_now_and_then_stays() -> None:
-    pins = _Pins()
-    pool = _pool(slabs=9, pin=pins.pin, unpin=pins.unpin)
+    pins, pool = _pinned(9)
     for _ in range(8):
         _steps(pool, 4, TRIM_STEPS // 2)
         _steps(pool, 16, 1)
@@ -323,9 +322,8 @@ def test_memory_that_a_step_needs_now_and_then_stays() -> None:
 
 def test_memory_that_a_copy_may_use_is_not_given_back() -> None:
     """Rule 12: copies of a later mapping at its address would use the old pages."""
-    pins = _Pins()
     done: set[object] = set()
-    pool = _pool(slabs=4, pin=pins.pin, unpin=pins.unpin, is_done=done.__contains__)
+    pins, pool = _pinned(4, is_done=done.__contains__)
     slot, *others = [_acquire(pool, SLAB) for _ in range(4)]
     address = slot.address
     slot.events.append("copy")
@@ -340,8 +338,7 @@ def test_memory_that_a_copy_may_use_is_not_given_back() -> None:
 
 
 def test_memory_that_trimming_could_not_unpin_is_used_again() -> None:
-    pins = _Pins()
-    pool = _pool(slabs=2, pin=pins.pin, unpin=pins.unpin)
+    pins, pool = _pinned(2)
     addresses = {slot.address for slot in [_acquire(pool, SLAB) for _ in range(2)]}
     pins.holds = True
     _steps(pool, 0)
@@ -374,8 +371,7 @@ def test_a_finalizer_may_run_while_the_pool_is_locked() -> None:
 
 
 def test_closing_works_where_an_interrupt_left_the_lock_held() -> None:
-    pins = _Pins()
-    pool = _pool(pin=pins.pin, unpin=pins.unpin)
+    pins, pool = _pinned()
     assert _acquire(pool, SLAB) is not None
     assert pool._lock.acquire()
     pool.close()
@@ -383,8 +379,7 @@ def test_closing_works_where_an_interrupt_left_the_lock_held() -> None:
 
 
 def test_closing_unlocks_a_slab_that_an_interrupt_left_unlisted(monkeypatch: pytest.MonkeyPatch) -> None:
-    pins = _Pins()
-    pool = _pool(pin=pins.pin, unpin=pins.unpin)
+    pins, pool = _pinned()
     slots = [_acquire(pool, 4096) for _ in range(2)]
     with monkeypatch.context() as patch:
         patch.setattr(ExtentAllocator, "largest_free_bytes", property(interrupted))

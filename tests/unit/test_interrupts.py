@@ -261,7 +261,7 @@ def test_ctrl_c_in_a_long_backward_is_raised(tmp_path: Path) -> None:
     offloader = Offloader(OffloadConfig(target="nvme", path=tmp_path, engine="posix", min_bytes=1 << 16))
     with offloader:
         model(x).sum().backward()
-    for index in range(12):
+    for index in range(0, 12, 2):
         with offloader:
             loss = model(x).sum()
         hook = next(model[index].parameters()).register_hook(lambda _: _send_from_a_thread())

@@ -135,6 +135,7 @@ def run(kind: str, use: Use, retains: tuple[bool, ...], make_offloader: MakeOffl
     return found
 
 
+@pytest.mark.pairs
 @KINDS
 @pytest.mark.parametrize("use", [emptied, replaced, read_once, read_twice])
 @pytest.mark.parametrize("retains", [(False,), (True, True, False)])
@@ -448,6 +449,7 @@ def _step_in_a_compiled_function(forward: Callable[[], Tensor]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # PyTorch's compiler looks at it
+@pytest.mark.pairs
 @pytest.mark.parametrize("way", ["plain", "vmap", "compiled"])
 @BOTH_HOOKS
 @pytest.mark.parametrize("kind", ["below min_bytes", "policy", "moves"])
@@ -477,6 +479,7 @@ def test_a_saved_tensor_that_is_a_leafs_gradient_is_not_shared_with_it(
         assert same_bits(found, expected)
 
 
+@pytest.mark.pairs
 @BOTH_HOOKS
 @KINDS
 @pytest.mark.parametrize("fails", [False, True])

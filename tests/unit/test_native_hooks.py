@@ -167,8 +167,9 @@ def seen(make_offloader: MakeOffloader, what: str, where: str) -> tuple[Any, ...
     return stays, alike, [(during[name], before[name]) for name in COUNTS]
 
 
-@pytest.mark.parametrize("where", ["forward", "region"])
-@pytest.mark.parametrize("what", SAVED)
+@pytest.mark.parametrize(
+    ("what", "where"), [*((what, "forward") for what in SAVED), ("parameter", "region"), ("small", "region")]
+)
 def test_compiled_hooks_and_python_do_the_same(what: str, where: str, make_offloader: MakeOffloader) -> None:
     ours = seen(make_offloader, what, where)
     with in_python():
