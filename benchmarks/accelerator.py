@@ -98,7 +98,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _take(results: harness.Results, rows: dict[str, Rows], host: str, name: str, **spec: Any) -> Row:
-    """One row."""
     launch_s = LAUNCHES.get(host, LAUNCHES["host ahead"])
     spec = {"options": None, "launch_s": launch_s} | spec
     rows[host][name] = row = harness.run_sample("tests.scaled_llama", spec, timeout_s=LIMIT_S)

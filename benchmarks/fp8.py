@@ -85,7 +85,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def options_for(patterns: Sequence[str] | None, folder: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the library's options."""
     given: dict[str, Any] = {"path": folder, "policy": "all", "fp8": patterns, "announce": "none"}
     return given | ({"min_bytes": 0} if options.tiny else {})
 

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
-import actoffload
 from actoffload.tools.environment import peak_rss_bytes, rss_bytes
 from benchmarks import harness
 from benchmarks.harness import Bound, Row, Sample, Samples, mib, middle
 from benchmarks.worker import say
+from tests.integration.evidence import noting_offloaders
 
 Train = Callable[[], object]
 STEPS, BATCH, LENGTH, WIDTH, WORDS, LAYERS = 4, 64, 128, 64, 512, 6
@@ -81,15 +81,20 @@ def trl_sft(path: str | None) -> Train:
     return train
 
 
-def deepspeed(path: str | None) -> Train:
-    import deepspeed as package
+def join_alone() -> None:
+    """Join a group of one process for DeepSpeed."""
+    import deepspeed
 
-    from actoffload.integrations import deepspeed as adapter
-
-    package.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo does; this would be compiled for a minute
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo does; this would be compiled for a minute
     os.environ.update(ALONE)
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+
+def deepspeed(path: str | None) -> Train:
+    from actoffload.integrations import deepspeed as adapter
+
+    join_alone()
     model = llama()
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": BATCH, "zero_optimization": {"stage": 2}}
     config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
@@ -122,15 +127,7 @@ def work(case: str, path: str, offloads: bool) -> None:
     """One program, in a process of its own; prints its peak, and what the library says."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    made: list[actoffload.Offloader] = []
-    build: Any = actoffload.Offloader.__init__
-
-    def noted(self: actoffload.Offloader, *args: Any, **options: Any) -> None:
-        build(self, *args, **options)
-        made.append(self)
-
-    actoffload.Offloader.__init__ = noted  # type: ignore[method-assign]
-    with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr), noting_offloaders() as made:
         train = CASES[case](path=path if offloads else None)
         before = rss_bytes()
         with contextlib.suppress(OSError):  # begin the peak of resident memory anew

@@ -70,7 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options of a run."""
     parser = harness.make_parser(__doc__, tiny=True)
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds for everything together")
     parser.add_argument("--steps", type=int, help="timed steps of each mode; 5, with --tiny 1")
@@ -106,7 +105,6 @@ class Suite:
         return self.deadline - time.monotonic()
 
     def write(self) -> None:
-        """Write what there is."""
         self.results.write(tests=self.tests, points=self.points)
 
     def run_tests(self) -> None:

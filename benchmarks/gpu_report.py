@@ -10,17 +10,10 @@ from benchmarks.modes import MODES
 
 PointRow = dict[str, Any]
 COLUMNS = (
-    "case / mode",
-    "step time / reference",
-    "step, s",
-    "activation peak",
-    "held as backward ends",
-    "peak of AdamW's step",
-    "host RSS",
-    "moved a step",
-    "stalled a step, s",
-    "bit-identical",
+    *("case / mode", "step time / reference", "step, s", "activation peak", "held as backward ends"),
+    *("peak of AdamW's step", "host RSS", "moved a step", "stalled a step, s", "bit-identical"),
 )
+SIZES = tuple(f"{name}_bytes" for name in ("activation_peak", "held", "optimizer_peak", "host_rss"))
 PEAK_GOAL, TIME_GOAL, TRL_GOAL, IDEAL_GOAL = 0.40, 1.02, 1.5, 0.95
 CHECKPOINTED, CHECKPOINTED_GOAL = "checkpointed, ours at equal memory", 0.94
 """Times the step of the same checkpoints alone; the peak must not be above theirs."""
@@ -59,11 +52,7 @@ def _row(point: PointRow) -> tuple[str, ...]:
         _name(point),
         "-" if "ratio" not in result else f"{result['ratio']:.3f}",
         f"{result['median_step_s']:.3f}",
-        _size(result.get("activation_peak_bytes")),
-        _size(result.get("held_bytes")),
-        _size(result.get("optimizer_peak_bytes")),
-        _size(result.get("host_rss_bytes")),
-        _size(result.get("written_bytes_per_step")),
+        *(_size(result.get(name)) for name in (*SIZES, "written_bytes_per_step")),
         "-" if wait_s is None else f"{wait_s:.3f}",
         _identical(result),
     )

@@ -153,7 +153,6 @@ class Series:
         return result
 
     def _make_optimizer(self) -> torch.optim.AdamW:
-        """AdamW with its states."""
         self.run.clear_gradients()
         trained = [parameter for parameter in self.run.model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0)
@@ -216,13 +215,11 @@ class Series:
 
 
 def failure(mode: str, error: Exception) -> dict[str, Any]:
-    """A result: a mode failed."""
     lines = str(error).splitlines() or ["no message"]
     return {"mode": mode, "error": f"{type(error).__name__}: {lines[0]}", "oom": False}
 
 
 def main(argument: str) -> int:
-    """Measure and print."""
     spec = read_spec(argument)
     try:
         series = Series(spec)

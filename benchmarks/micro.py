@@ -56,7 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options of a run."""
     parser = harness.make_parser(__doc__, rounds=3)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--pairs", type=int, default=31, help="bare and ours in turns, in each sample of the hooks")

@@ -148,13 +148,11 @@ class Save(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, saved: Tensor) -> Tensor:
-        """Returns ``x``."""
         ctx.save_for_backward(saved)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Asks for what was saved."""
         ctx.saved_tensors  # noqa: B018 - unpacking is what is measured
         return grads[0], None
 

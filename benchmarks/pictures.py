@@ -47,7 +47,6 @@ class Chart:
     parts: list[str] = field(default_factory=list)
 
     def at(self, x: float, y: float) -> At:
-        """Return the pixel of a value."""
         across = LEFT + x / self.x * (WIDTH - LEFT - RIGHT)
         return round(across, 1), round(HEIGHT - BOTTOM - y / self.y * (HEIGHT - TOP - BOTTOM), 1)
 
@@ -81,7 +80,6 @@ class Chart:
         self.line(values, colour)
 
     def line(self, values: Sequence[At], colour: str, width: float = 2) -> None:
-        """Draw a line through values."""
         points = " ".join(f"{x},{y}" for x, y in (self.at(*value) for value in values))
         stroke = f'stroke="{self.theme[colour]}" stroke-width="{width:g}"'
         self.parts.append(f'<polyline points="{points}" fill="none" {stroke} stroke-linejoin="round"/>')

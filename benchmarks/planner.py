@@ -1,10 +1,9 @@
 """Default options in virtual time: how near plans come to the best one, and a host that only just keeps up.
 
-    python -m benchmarks.planner [--part cases|host|planners]
+    python -m benchmarks.planner [--part cases|host]
 
 ``cases``: those of `tests.planner_cases`, against the best plan that is found for each. ``host``: the steps of
-`tests.host_bound` with and without a look at what hooks take of the host. ``planners``: greedy, auto and SSDTrain's cut
-on recorded steps in the simulator, and on the models of ``cases`` in virtual time. Nothing depends on the machine.
+`tests.host_bound` with and without a look at what hooks take of the host. Nothing depends on the machine.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import pytest
 from actoffload.testing import simulated_device
 from benchmarks import harness
 from benchmarks.harness import Row
-from tests import host_bound, planner_baselines, planner_cases
+from tests import host_bound, planner_cases
 from tests.planner_rig import rigs
 
 
@@ -81,25 +80,7 @@ def host(arguments: Sequence[str] | None) -> int:
     return 0 if all(row["late"] <= 1.02 for name, row in rows.items() if "not watched" not in name) else 1
 
 
-def planners(arguments: Sequence[str] | None) -> int:
-    """Compare the planner with its baselines; 1 where one of them wins by more than 2 %."""
-    about = {"links": planner_baselines.LINKS, "budget": planner_cases.BUDGET}
-    results = harness.Results("planner", arguments, about, variant="planners")
-    rows = planner_baselines.recorded() | planner_baselines.virtual()
-    names = planner_baselines.PLANNERS
-    wins = {name: sum(planner_baselines.wins(row, name) for row in rows.values()) for name in names}
-    beaten = [name for name, row in rows.items() if not planner_baselines.wins(row, "auto", 1.02)]
-    results.write(cases=rows, wins=wins, auto_beaten_by_2_percent=beaten)
-    columns: dict[str, Callable[[Row], object]] = {
-        name: functools.partial(lambda name, row: "{step:.3f}, {peak:.3f}".format(**row[name]), name) for name in names
-    }
-    table = harness.table_of("step and peak as multiples of keep's", rows, columns)
-    counts = ", ".join(f"{name} {count}" for name, count in wins.items())
-    results.finish(f"{table}\n\nWithin 0.5 % of the best of the three in {len(rows)} cases: {counts}.")
-    return 1 if beaten else 0
-
-
-PARTS = {"cases": cases, "host": host, "planners": planners}
+PARTS = {"cases": cases, "host": host}
 
 if __name__ == "__main__":
     raise SystemExit(main())

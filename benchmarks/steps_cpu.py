@@ -112,7 +112,6 @@ GONE_BOUND, GROWTH_BOUND = 0.60, 0.05
 
 
 def models(tiny: bool) -> Specs:
-    """What ``e2e`` trains."""
     layers, width, sequence, batch = (2, 64, 64, 2) if tiny else (8, 512, 512, 8)
     language = {"hidden": 384, "layers": 6, "seq": 256, "vocab": 1024}
     vision = {"hidden": 384, "layers": 8, "image": 224, "patch": 16, "classes": 100}
@@ -276,13 +275,8 @@ def _times(what: str, measured: float | None, bound: float) -> Bound:
     return Bound(what=what, measured=measured, bound=bound, unit=" ×")
 
 
-PARTS: dict[str, Callable[[bool, str], Part]] = {
-    "e2e": e2e,
-    "peers": peers,
-    "trace": trace,
-    "checkpointing": checkpointing,
-    "codec": codec,
-}
+PARTS: dict[str, Callable[[bool, str], Part]]
+PARTS = {"e2e": e2e, "peers": peers, "trace": trace, "checkpointing": checkpointing, "codec": codec}
 
 # -- one run ----------------------------------------------------------------------------------------------------------
 
@@ -301,7 +295,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(part: Part, options: argparse.Namespace, arguments: Sequence[str] | None) -> int:
-    """Measure one part."""
     common = {"threads": THREADS, "device": "cpu", "dtype": "float32", "optimizer": True, "path": options.path}
     common |= {"steps": options.steps or part.steps, "warm_up": part.untimed}
     common |= {"options": {"min_bytes": 0} if options.tiny else {}}

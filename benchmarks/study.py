@@ -28,7 +28,7 @@ from actoffload.analysis.trace_file import PHASES, load
 from actoffload.analysis.traced_run import AWAY, KINDS, Run, look_at
 from actoffload.tools.report import COLOURS
 from benchmarks import harness
-from benchmarks.frameworks_cpu import ALONE
+from benchmarks.frameworks_cpu import join_alone
 from benchmarks.harness import Bound, Row, mib
 from benchmarks.pictures import IMAGES
 from benchmarks.workloads import THREADS
@@ -60,12 +60,9 @@ def train(sizes: dict[str, int], checkpointed: bool, compiled: bool) -> None:
     import deepspeed
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo does; this would be compiled for a minute
     torch.set_num_threads(THREADS)
     torch.manual_seed(0)
-    os.environ.update(ALONE)
-    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    join_alone()
     shape: dict[str, Any] = {"hidden_size": sizes["width"], "intermediate_size": 8 * sizes["width"] // 3}
     shape |= {"num_hidden_layers": sizes["layers"], "vocab_size": sizes["words"], "num_attention_heads": 8}
     model = LlamaForCausalLM(LlamaConfig(**shape, use_cache=False))

@@ -164,7 +164,6 @@ class Run:
             self.static_bytes = rss_bytes()
 
     def clear_gradients(self) -> None:
-        """Zero every gradient in place."""
         for parameter in self.model.parameters():
             if not parameter.requires_grad:
                 continue
@@ -174,13 +173,11 @@ class Run:
                 parameter.grad.zero_()
 
     def synchronize(self) -> None:
-        """Wait for the device."""
         if self.on_device:
             torch.accelerator.synchronize()
 
 
 def say(something: dict[str, Any]) -> None:
-    """One line of output."""
     print(json.dumps(something), flush=True)
 
 

@@ -105,17 +105,10 @@ def _vit(spec: dict[str, Any]) -> Workload:
     from transformers import ViTConfig, ViTForImageClassification
 
     sizes = spec["sizes"]
-    classes: dict[str, Any] = {"num_labels": sizes["classes"]}
-    config = ViTConfig(
-        hidden_size=sizes["hidden"],
-        num_hidden_layers=sizes["layers"],
-        num_attention_heads=max(1, sizes["hidden"] // 64),
-        intermediate_size=4 * sizes["hidden"],
-        image_size=sizes["image"],
-        patch_size=sizes["patch"],
-        **classes,
-    )
-    model: Any = ViTForImageClassification(config).train()
+    shape: dict[str, Any] = {f"{name}_size": sizes[name] for name in ("hidden", "image", "patch")}
+    shape |= {"num_hidden_layers": sizes["layers"], "num_attention_heads": max(1, sizes["hidden"] // 64)}
+    shape |= {"intermediate_size": 4 * sizes["hidden"], "num_labels": sizes["classes"]}
+    model: Any = ViTForImageClassification(ViTConfig(**shape)).train()
     images = torch.randn(spec["batch"], 3, sizes["image"], sizes["image"])
     labels = torch.randint(0, sizes["classes"], (spec["batch"],))
     return Workload(

@@ -20,5 +20,4 @@ def invoke(*arguments: str, status: int = 0, columns: int = 400) -> str:
 
 
 def answer(*arguments: str) -> Any:
-    """Return the parsed output of a command with ``--json``."""
     return json.loads(invoke(*arguments, "--json"))

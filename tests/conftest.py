@@ -191,7 +191,6 @@ def file(tmp_path: Path) -> Iterator[SpoolFile]:
 
 @pytest.fixture
 def device() -> SimulatedDevice:
-    """The simulated device."""
     return install()
 
 

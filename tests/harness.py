@@ -89,7 +89,6 @@ class Chain(nn.Module):
 
 
 def batch(rows: int = 128, width: int = 64, seed: int = 1) -> Tensor:
-    """An input for `Chain`."""
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
 
 
@@ -184,7 +183,6 @@ def tier_of(offloader: Offloader) -> Any:
 
 
 def recorder_of(offloader: Offloader) -> Profiler:
-    """The profiler that records a step for the planner."""
     return offloader.store.profiler
 
 
@@ -309,7 +307,6 @@ def run_in_threads(*works: Callable[[], object]) -> None:
 
 
 def spool_statistics(offloader: Offloader) -> SpoolStatistics:
-    """The counts of an offloader's spool."""
     return spool_of(offloader).statistics()
 
 
@@ -350,7 +347,6 @@ def assert_empty(offloader: Offloader) -> None:
 
 
 def descriptors() -> int:
-    """How many file descriptors this process has open."""
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -361,7 +357,6 @@ def files_in(folder: Path) -> int:
 
 
 def hook_count(model: nn.Module) -> int:
-    """How many forward hooks the modules of a model have."""
     return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
 

@@ -236,7 +236,6 @@ def _predicted(attachment: Any, peak_bytes: int) -> float | None:
 
 @functools.cache
 def _kept_bytes(name: str, to_host: float, to_device: float) -> int:
-    """The peak of keeping everything."""
     return int(max(run(name, (to_host, to_device), 2 * len(SHAPES), range(BLOCKS[name]))["peaks"]))
 
 
@@ -253,7 +252,6 @@ def alone(name: str, link: tuple[float, float], steps: int) -> dict[str, Any]:
 
 
 def mixes(name: str, link: tuple[float, float]) -> dict[str, Any]:
-    """Time and peak of each mix, for each shape, and of all kept."""
     keep = run(name, link, MIX_STEPS * len(SHAPES), range(BLOCKS[name]))
     saved = run(name, link, 2, range(BLOCKS[name]), policy="greedy", target="host")["baseline_bytes"]
     found = []
@@ -289,7 +287,6 @@ def within(name: str, link: tuple[float, float], share: float, by_hand: dict[str
 
 
 def _mix(name: str, link: Any, plain: Any, budget: float, saved: int, **limit: int) -> dict[str, Any] | None:
-    """Time and peak of one mix; None if it fails."""
     moves = {"target": "host", "device_budget": max(NOTHING, int(budget * saved)), "checkpoints": "leave"}
     mix = run(name, link, MIX_STEPS * len(SHAPES), plain, **(moves if budget < 1 else {}), **limit)
     if "failed" in mix:

@@ -46,7 +46,6 @@ class Workload:
 
     @property
     def step_s(self) -> float:
-        """How long a step computes."""
         return 0.3 * len(self.blocks)
 
 

@@ -262,18 +262,12 @@ def rigs(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
     ) -> Rig:
         clock = Clock()
         use_clock(clock.now, monkeypatch)
-        config: dict[str, Any] = {
-            "target": "nvme",
-            "path": str(path),
-            "policy": "auto",
-            "tune_malloc": False,
-            "min_bytes": MIB,
-        }
+        config: dict[str, Any] = {"target": "nvme", "path": str(path), "policy": "auto", "min_bytes": MIB}
 
         def engine(file: SpoolFile, *, threads: int | None = None) -> Disk:
             return Disk(file, clock=clock, bytes_per_s=bytes_per_s)
 
-        offloader = Offloader(OffloadConfig(**(config | {"engine": engine} | options)))
+        offloader = Offloader(OffloadConfig(**(config | {"tune_malloc": False, "engine": engine} | options)))
         monkeypatch.setattr(offloader.store.shared.changed, "wait", clock.wait)
         model = Model(clock, [sizes] * blocks if isinstance(sizes[0], int) else sizes, forward_s)
         made.append(Rig(offloader.use(model), clock, model))

@@ -96,13 +96,8 @@ class _Warm(NamedTuple):
 
 
 FRAMEWORKS = (
-    "transformers.trainer",
-    "transformers.models.llama.modeling_llama",
-    "deepspeed",
-    "peft",
-    "trl.trainer.sft_trainer",
-    "diffusers.models.unets.unet_2d",
-    "lightning.pytorch",
+    *("transformers.trainer", "transformers.models.llama.modeling_llama", "trl.trainer.sft_trainer", "peft"),
+    *("deepspeed", "diffusers.models.unets.unet_2d", "lightning.pytorch"),
 )
 """Modules that take seconds to import; those that are not installed are left out."""
 

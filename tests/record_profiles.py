@@ -45,7 +45,6 @@ def record(case: Case, path: str | None) -> Offloader:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Record all and write one file each."""
     parser = harness.make_parser(__doc__)
     parser.add_argument("--folder", type=Path, default=harness.ROOT / "tests" / "recorded")
     options = parser.parse_args(arguments)

@@ -15,25 +15,13 @@ KEEP_RATIOS = [0.95, 1 / 0.95, 0.9, 1 / 0.9]
 
 
 def sample(series: str, peak: int = 100, step_s: float = 1.0, case: Case = CASE, **more: Any) -> dict[str, Any]:
-    """One sample as a results file has it."""
-    base = {
-        "case": asdict(case),
-        "others_cpu_share": 0.0,
-        "series": series,
-        "level": "",
-        "device_budget": None,
-        "flops": 10**12,
-        "step_s": [step_s, step_s],
-        "ratios": KEEP_RATIOS if series == "keep" else [step_s, step_s],
-        "peak_bytes": [peak, peak],
-        "counted_peak_bytes": peak,
-        "identical": True,
-    }
-    return base | more
+    about = {"case": asdict(case), "series": series, "level": "", "device_budget": None, "flops": 10**12}
+    times = {"step_s": [step_s, step_s], "ratios": KEEP_RATIOS if series == "keep" else [step_s, step_s]}
+    peaks = {"peak_bytes": [peak, peak], "counted_peak_bytes": peak}
+    return about | times | peaks | {"others_cpu_share": 0.0, "identical": True} | more
 
 
 def failed(series: str, error: str, *, oom: bool = False, case: Case = CASE) -> dict[str, Any]:
-    """A sample that ended in an error."""
     return sample(series, case=case) | {"step_s": [], "ratios": [], "peak_bytes": [], "error": error, "oom": oom}
 
 

@@ -201,11 +201,8 @@ class Step:
         made = [_Checkpointed(block) if checkpointed and i not in plain else block for i, block in enumerate(blocks)]
         self.model = nn.Sequential(*made, *([_Head()] if head else ())).to(NAME)
         for parameter in self.model.parameters():
-            parameter.data = parameter.data.to(
-                torch.bfloat16 if bf16 and parameter.requires_grad != lora else torch.float32
-            )
-        for parameter in self.model.parameters():
-            parameter.data.mul_(0.1)
+            dtype = torch.bfloat16 if bf16 and parameter.requires_grad != lora else torch.float32
+            parameter.data = parameter.data.to(dtype).mul_(0.1)
         self._x = torch.randn(TOKENS, WIDTH).to(NAME, torch.bfloat16 if bf16 else torch.float32).requires_grad_(lora)
         self.take(nullcontext())  # makes the gradients, which stay
         device.synchronize()
@@ -242,13 +239,8 @@ class Step:
         peak_bytes = max(peaks) - base_bytes
         self.model.zero_grad(set_to_none=False)
         self._x.grad = None
-        return {
-            "step_s": step_s,
-            "host_s": host_s,
-            "forward_s": forward_s,
-            "peak_bytes": self.scale * peak_bytes,
-            "held_bytes": self.scale * held_bytes,
-        }
+        times_s = {"step_s": step_s, "host_s": host_s, "forward_s": forward_s}
+        return times_s | {"peak_bytes": self.scale * peak_bytes, "held_bytes": self.scale * held_bytes}
 
 
 def scale(patch: pytest.MonkeyPatch, by: int = BYTES) -> None:
@@ -294,18 +286,7 @@ def count_calls(patch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def run(
-    options: dict[str, Any] | None,
-    launch_s: float,
-    *,
-    steps: int = STEPS,
-    layers: int = LAYERS,
-    seam: str = "",
-    checkpointed: bool = False,
-    plain: Sequence[int] = (),
-    head: bool = False,
-    link: tuple[float, float] | None = None,
-    bf16: bool = False,
-    lora: bool = False,
+    options: dict[str, Any] | None, launch_s: float, *, steps: int = STEPS, seam: str = "", **shape: Any
 ) -> dict[str, Any]:
     """Train in one mode and return its last step, as `Step.take` does, with ``saved_bytes`` and the counts.
 
@@ -316,13 +297,11 @@ def run(
             saved bytes. ``device_memory`` excludes the memory used between steps, and has no division by `BYTES`.
         launch_s: see `LAUNCHES`.
         steps: how many are taken. With everything kept one is as any other, and a second one has ``forward_s``.
-        layers, checkpointed, plain, head, link, bf16, lora: see `Step`.
         seam: ``"trl"`` for TRL's context, with the ``options`` None.
+        shape: see `Step`.
     """
     with pytest.MonkeyPatch.context() as patch:
-        shape: dict[str, Any] = {"checkpointed": checkpointed, "plain": plain, "head": head, "link": link}
-        shape |= {"bf16": bf16, "lora": lora}
-        step = Step(install(), launch_s, layers, **shape)
+        step = Step(install(), launch_s, **shape)
         use_virtual_time(step.device, patch)
         scale(patch, step.scale)
         if seam:
@@ -350,15 +329,14 @@ def run(
                 found_calls = dict(calls)
             after = offloader.statistics()  # also waits for the last step
             plan = offloader.autopilot.plan if offloader.autopilot is not None else None
-            predicted = None if plan is None else plan.predicted_peak_bytes
-            once = 0 if plan is None or plan.once is None else len(plan.once)
+            predicted, once = (None, ()) if plan is None else (plan.predicted_peak_bytes, plan.once or ())
         finally:
             offloader.abort()
         return found | {
             "saved_bytes": step.scale * saved_bytes,
             "moved_bytes": step.scale * (after.moved_bytes - before.moved_bytes),
             "waited_s": after.wait_s - before.wait_s,
-            "once": once,
+            "once": len(once),
             "highest_bytes": max(one["peak_bytes"] for one in taken),
             "peaks_bytes": [one["peak_bytes"] for one in taken],
             "steps_s": [one["step_s"] for one in taken],

@@ -18,7 +18,6 @@ MakeSpool = Callable[..., Spool]
 
 
 def put(spool: Spool, data: bytes) -> Extent:
-    """Writes data into a new extent and waits for it."""
     memory = Memory(len(data))
     memory.data = data
     extent = spool.allocate(len(data))
@@ -29,7 +28,6 @@ def put(spool: Spool, data: bytes) -> Extent:
 
 
 def get(spool: Spool, extent: Extent, length: int) -> bytes:
-    """Reads from an extent and waits for it."""
     memory = Memory(length, fill=0xEE)
     transfer = spool.read(extent, memory.address, length, keepalive=memory)
     assert transfer.wait(WAIT_S)
@@ -38,7 +36,6 @@ def get(spool: Spool, extent: Extent, length: int) -> bytes:
 
 
 def move(engine: StorageEngine, kind: IoKind, memory: Memory, offset: int = 0) -> IoRequest:
-    """Moves all of the memory and waits for it."""
     request = IoRequest(kind, memory.address, memory.nbytes, offset)
     engine.submit(request)
     assert request.wait(WAIT_S)

@@ -143,17 +143,8 @@ def _run_suite(folder: Path, interpreter: str, files: list[str]) -> dict[str, An
     report.unlink(missing_ok=True)
     # A native program refuses releases that it does not know: here it is tried on them.
     variables = os.environ | {"ACTOFFLOAD_NATIVE": "1", "OMP_NUM_THREADS": "1"}
-    command = [
-        interpreter,
-        "-m",
-        "pytest",
-        "-q",
-        "--thorough",
-        "-p",
-        "no:cacheprovider",
-        f"--junitxml={report}",
-        *files,
-    ]
+    options = ("-q", "--thorough", "-p", "no:cacheprovider", f"--junitxml={report}")
+    command = [interpreter, "-m", "pytest", *options, *files]
     try:
         done = subprocess.run(command, cwd=harness.ROOT, env=variables, timeout=SUITE_S, check=False)
         cases = list(ElementTree.parse(report).iter("testcase"))

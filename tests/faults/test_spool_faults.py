@@ -52,7 +52,6 @@ def _move(start: Callable[..., Transfer], extent: Extent, memory: Memory) -> Tra
 
 
 def assert_write_error(error: BaseException | None, number: int, path: str) -> None:
-    """Checks that an error names all parts of a failed write."""
     assert isinstance(error, StorageWriteError)
     assert error.errno == number
     assert error.filename == path

@@ -8,6 +8,7 @@ fill holds NaN until then, and freed host memory is poisoned by ``debug=True``.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -88,13 +89,10 @@ def gradient(offloader: actoffload.Offloader | None, *, late_compute: bool = Fal
     """Gradient of the chain at its input; NaN everywhere else in device memory."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(ELEMENTS, generator=generator).to(accelerator()).requires_grad_()
-    if offloader is None:
+    with offloader or nullcontext():
         out = chain(x, late_compute=late_compute)
-    else:
-        with offloader:
-            out = chain(x, late_compute=late_compute)
-        if settled:
-            offloader.synchronize()
+    if settled and offloader is not None:
+        offloader.synchronize()
     litter()
     (grad,) = torch.autograd.grad(out.sum(), [x])
     torch.accelerator.synchronize()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 import actoffload
 from actoffload.testing.gpt import GPT, GPTConfig
-from tests.harness import MakeOffloader
+from tests.harness import MakeOffloader, assert_same_bits, on_stream
 
 pytestmark = pytest.mark.gpu
 
@@ -71,14 +70,9 @@ def gradients(
             loss.backward()
     del losses, loss
     found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    assert found
     torch.accelerator.synchronize()
     return found
-
-
-def assert_identical(mine: list[Tensor], reference: list[Tensor]) -> None:
-    assert len(mine) == len(reference) > 0
-    for index, (one, other) in enumerate(zip(mine, reference, strict=True)):
-        assert torch.equal(one, other), f"gradient {index} differs by up to {(one - other).abs().max().item()}"
 
 
 @pytest.mark.parametrize("target", ["host", "nvme", "tiered"])
@@ -87,11 +81,11 @@ def assert_identical(mine: list[Tensor], reference: list[Tensor]) -> None:
 def test_gradients(target: str, inside: bool, dtype: torch.dtype, make_offloader: MakeOffloader) -> None:
     model = make_model(dtype)
     reference = gradients(model, nullcontext())
-    assert_identical(gradients(model, nullcontext()), reference)  # else the comparison below means nothing
+    assert_same_bits(gradients(model, nullcontext()), reference)  # else the comparison below means nothing
     host_budget = LITTLE_BYTES if target == "tiered" else None
     offloader = make_offloader(target=target, host_budget=host_budget)
     for settled in (False, True, False):
-        assert_identical(gradients(model, offloader, inside=inside, settled=settled), reference)
+        assert_same_bits(gradients(model, offloader, inside=inside, settled=settled), reference)
     statistics = offloader.statistics()
     assert statistics.moved_bytes > 0
     assert statistics.degraded == {}
@@ -118,7 +112,7 @@ def test_gradients_of_other_steps(
     offloader = make_offloader(target=target, **options)
     planned = "policy" in options
     for settled in [False] * 4 if planned else (False, True):
-        assert_identical(gradients(model, offloader, micro_batches=micro_batches, settled=settled), reference)
+        assert_same_bits(gradients(model, offloader, micro_batches=micro_batches, settled=settled), reference)
     assert offloader.statistics().moved_bytes > 0
 
 
@@ -128,7 +122,7 @@ def test_gradients_from_fewer_bytes(recompute: bool, policy: str, make_offloader
     reference = gradients(model, nullcontext())
     offloader = make_offloader(target="host", codec="exact", policy=policy, device_budget=2 * LITTLE_BYTES)
     for _ in range(4):
-        assert_identical(gradients(model, offloader), reference)
+        assert_same_bits(gradients(model, offloader), reference)
     assert recompute or offloader.statistics().derived_bytes > 0
 
 
@@ -139,13 +133,9 @@ def test_gradients_when_forward_runs_on_a_stream_of_the_users(make_offloader: Ma
     stream = torch.Stream(accelerator())
     for _ in range(3):
         torch.accelerator.synchronize()
-        previous = torch.accelerator.current_stream()
-        torch.accelerator.set_stream(stream)
-        try:
+        with on_stream(stream, ordered=False):
             mine = gradients(model, offloader)
-        finally:
-            torch.accelerator.set_stream(previous)
-        assert_identical(mine, reference)
+        assert_same_bits(mine, reference)
 
 
 def test_retain_graph_and_a_dropped_graph(make_offloader: MakeOffloader) -> None:
@@ -159,7 +149,7 @@ def test_retain_graph_and_a_dropped_graph(make_offloader: MakeOffloader) -> None
     parameters = list(model.parameters())
     first = torch.autograd.grad(loss, parameters, retain_graph=True)
     second = torch.autograd.grad(loss, parameters)
-    assert_identical(list(first), list(second))
+    assert_same_bits(list(first), list(second))
     del loss
     assert offloader.statistics().live_records == 0
 
@@ -173,12 +163,20 @@ def test_cpu_tensors_are_left_alone(make_offloader: MakeOffloader) -> None:
     assert offloader.statistics().moved_bytes == 0
 
 
-def test_tensors_saved_during_graph_capture_stay(make_offloader: MakeOffloader) -> None:
+@pytest.fixture
+def small() -> tuple[nn.Module, Tensor]:
+    """A model and its input, for CUDA graphs."""
     if accelerator().type != "cuda":
         pytest.skip("needs CUDA graphs")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)).to(accelerator())
-    x = torch.randn(64, 256, device=accelerator())
+    return model, torch.randn(64, 256, device=accelerator())
+
+
+def test_tensors_saved_during_graph_capture_stay(
+    small: tuple[nn.Module, Tensor], make_offloader: MakeOffloader
+) -> None:
+    model, x = small
     warm_up = torch.cuda.Stream()
     warm_up.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(warm_up):
@@ -203,21 +201,19 @@ def test_tensors_saved_during_graph_capture_stay(make_offloader: MakeOffloader) 
         loss.backward()
     graph.replay()
     torch.cuda.synchronize()
-    assert_identical([p.grad for p in model.parameters() if p.grad is not None], reference)
+    assert_same_bits([p.grad for p in model.parameters() if p.grad is not None], reference)
     assert offloader.statistics().moved_bytes == moved_bytes
 
 
-def test_a_copy_that_is_waited_for_ends_no_capture(make_offloader: MakeOffloader, tmp_path: Path) -> None:
+def test_a_copy_that_is_waited_for_ends_no_capture(
+    small: tuple[nn.Module, Tensor], make_offloader: MakeOffloader
+) -> None:
     """CUDA's default mode forbids other threads most calls while one thread captures."""
-    if accelerator().type != "cuda":
-        pytest.skip("needs CUDA graphs")
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)).to(accelerator())
-    x = torch.randn(64, 256, device=accelerator())
+    model, x = small
     model(x).square().mean().backward()
     reference = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
-    offloader = make_offloader(target="nvme", path=tmp_path)
+    offloader = make_offloader(target="nvme")
     graph, captured, doubled = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.zeros(8, device=accelerator())
     torch.cuda.synchronize()
     torch.cuda._sleep(1_000_000_000)  # holds the copies to the host back for half a second or so
@@ -233,7 +229,7 @@ def test_a_copy_that_is_waited_for_ends_no_capture(make_offloader: MakeOffloader
     loss.backward()
     torch.cuda.synchronize()
     assert doubled.tolist() == [1.0] * 8
-    assert_identical([p.grad for p in model.parameters() if p.grad is not None], reference)
+    assert_same_bits([p.grad for p in model.parameters() if p.grad is not None], reference)
     assert offloader.statistics().nvme_written_bytes > 0
 
 
@@ -257,11 +253,8 @@ def peak_over(context: Any, steps: int) -> int:
     torch.accelerator.reset_peak_memory_stats()
     before = torch.accelerator.memory_allocated()
     for _ in range(steps):
-        if context is None:
+        with context or nullcontext():
             out = chain(x)
-        else:
-            with context:
-                out = chain(x)
         out.sum().backward()
         x.grad = None
         del out

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from actoffload import Offloader, Statistics
 from actoffload.runtime.store import ActivationStore
-from tests.harness import same_bits
+from tests.harness import assert_same_bits, assert_same_gradients
 
 
 @dataclass
@@ -35,19 +35,20 @@ class Run:
     moved_parameter_bytes: int = 0
 
 
-def assert_evidence(offloaded: Run, plain: Run, *, peak_falls: bool | None = True) -> None:
+def assert_same_run(found: Run, expected: Run) -> None:
+    """Fail unless both runs have the same losses and tensors."""
+    assert found.losses, "no loss was recorded"
+    assert_same_bits(found.losses, expected.losses, "loss")
+    assert found.tensors, "no gradient was recorded"
+    assert_same_gradients(found.tensors, expected.tensors)
+
+
+def assert_evidence(offloaded: Run, plain: Run, *, peak_falls: bool | None = True) -> Statistics:
     """Fail unless the offloaded run has the plain run's bits, moved bytes, and kept its parameters.
 
     ``peak_falls`` is False for a model in one compiled graph, and None where the peak may fall or not.
     """
-    assert offloaded.losses, "no loss was recorded"
-    assert len(offloaded.losses) == len(plain.losses)
-    for step, (one, other) in enumerate(zip(offloaded.losses, plain.losses, strict=True)):
-        assert same_bits(one, other), f"loss {step} differs: {one} and {other}"
-    assert offloaded.tensors, "no gradient was recorded"
-    assert offloaded.tensors.keys() == plain.tensors.keys()
-    for name, tensor in plain.tensors.items():
-        assert same_bits(offloaded.tensors[name], tensor), f"{name} differs"
+    assert_same_run(offloaded, plain)
     statistics = offloaded.statistics
     assert statistics is not None
     assert statistics.nvme_written_bytes > 0
@@ -56,6 +57,7 @@ def assert_evidence(offloaded: Run, plain: Run, *, peak_falls: bool | None = Tru
     assert statistics.live_records == 0
     assert offloaded.moved_parameter_bytes == 0
     assert not statistics.degraded
+    return statistics
 
 
 class OwnerMeter:

@@ -61,20 +61,10 @@ def sentence(seed: int, words: int = LENGTH) -> str:
 def llama(*, tied: bool = False, dropout: float = 0.0) -> LlamaForCausalLM:
     """A decoder of two layers."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=tied,
-        attention_dropout=dropout,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=2,
-    )
+    sizes: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    special: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+    config = LlamaConfig(**sizes, **heads, **special, tie_word_embeddings=tied, attention_dropout=dropout)
     return LlamaForCausalLM(config)
 
 
@@ -93,41 +83,28 @@ def t5() -> T5ForConditionalGeneration:
 
 
 def vit() -> ViTForImageClassification:
-    """A classifier of images."""
     torch.manual_seed(0)
     config = ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=32)
     return ViTForImageClassification(config)
 
 
 def texts(count: int = 16) -> list[dict[str, Tensor]]:
-    """Examples for a language model."""
     ids = torch.randint(4, WORDS, (count, LENGTH), generator=torch.Generator().manual_seed(1))
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
 def images(count: int = 16) -> list[dict[str, Any]]:
-    """Examples for `vit`."""
     pixels = torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     return [{"pixel_values": image, "labels": number % 2} for number, image in enumerate(pixels)]
 
 
-QUIET: dict[str, Any] = {
-    "use_cpu": True,
-    "report_to": [],
-    "save_strategy": "no",
-    "disable_tqdm": True,
-    "max_steps": 3,
-    "per_device_train_batch_size": 4,
-    "learning_rate": 1e-2,
-    "logging_steps": 1,
-    "seed": 7,
-    "dataloader_pin_memory": False,
-}
+QUIET: dict[str, Any] = {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "seed": 7}
+QUIET |= {"max_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 1}
+QUIET |= {"dataloader_pin_memory": False}
 """Arguments of every trainer here."""
 
 
 def arguments(directory: Path, **options: Any) -> TrainingArguments:
-    """Training arguments for this machine."""
     return TrainingArguments(output_dir=str(directory), **{**QUIET, **options})
 
 
@@ -194,7 +171,6 @@ def checkpointing(*, reentrant: bool) -> dict[str, Any]:
 
 
 def make_trainer(directory: Path, kind: type[Trainer] = Trainer, **options: Any) -> Any:
-    """A trainer of `llama`."""
     examples: Any = texts()
     return kind(llama(), arguments(directory / "out", **options), train_dataset=examples, eval_dataset=examples[:4])
 

@@ -13,10 +13,11 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -29,6 +30,12 @@ GIVE_UP_S = 240.0
 
 Chosen = Callable[[str], set[Any]]
 """The fixture ``chosen``."""
+
+
+def cases(rows: Iterable[str], thorough: Collection[str], marks: Mapping[str, Any] | None = None) -> list[Any]:
+    """Cases for these rows, of which those in ``thorough`` run with ``--thorough`` alone; ``marks`` are other marks."""
+    known = dict(marks or {}) | dict.fromkeys(thorough, pytest.mark.thorough)
+    return [pytest.param(row, marks=known.get(row, ())) for row in rows]
 
 
 def launch(
@@ -54,19 +61,10 @@ def launch(
         env: more environment variables.
         modules: what has been imported beside PyTorch, before these variables are set.
     """
-    base = {
-        **os.environ,
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        "OMP_NUM_THREADS": "1",
-        "RANKS_DIRECTORY": str(directory),
-        "TMPDIR": str(directory),
-        "PYTHONPATH": PYTHONPATH,
-        # Some frameworks require them; the group itself meets through a file.
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-        **(env or {}),
-    }
+    base = os.environ | {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
+    base |= {"RANKS_DIRECTORY": str(directory), "TMPDIR": str(directory), "PYTHONPATH": PYTHONPATH}
+    # Some frameworks require them; the group itself meets through a file.
+    base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", **(env or {})}
     command = [warm_python(*modules), "-m", __name__, module, *arguments]
     with open(directory / "log.txt", "wb") as log:
         parent = subprocess.Popen(command, env=base, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
@@ -77,10 +75,8 @@ def launch(
                 os.killpg(parent.pid, signal.SIGKILL)
             parent.wait()
     if status != 0:
-        logs = (
-            f"--- {file.name}\n{file.read_text(errors='replace')[-8000:]}"
-            for file in sorted(directory.glob("log*.txt"))
-        )
+        files = sorted(directory.glob("log*.txt"))
+        logs = (f"--- {file.name}\n{file.read_text(errors='replace')[-8000:]}" for file in files)
         raise AssertionError("\n".join([f"{module} failed:", *logs]))
     return [torch.load(directory / f"rank{rank}.pt", weights_only=False) for rank in range(world)]
 

@@ -144,7 +144,6 @@ def entering_functions(model: Tower, options: dict[str, Any]) -> dict[str, Call]
 
 @cache
 def compiled_alone() -> list[dict[str, Tensor]]:
-    """The gradients of each step without offloading."""
     model = tower("eager", layers=1)
     call = torch.compile(lambda x: model(x), backend="aot_eager")
     found = [gradients_of(model, call, tokens(step)) for step in range(STEPS)]

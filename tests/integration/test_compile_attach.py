@@ -51,7 +51,6 @@ def attach_and_compile(model: Tower, order: str, options: dict[str, Any]) -> tup
 
 @pytest.fixture(scope="module")
 def plain() -> Run:
-    """The run of a compiled model without offloading."""
     return train(tower("whole", layers=1))
 
 
@@ -103,7 +102,6 @@ def _losses_and_gradients(model: nn.Module, context: Any = None) -> dict[str, Te
 
 @cache
 def compiled_blocks_alone(layers: int) -> dict[str, Tensor]:
-    """The losses and gradients without offloading."""
     found = _losses_and_gradients(tower("blocks", layers=layers))
     torch._dynamo.reset()
     counters.clear()

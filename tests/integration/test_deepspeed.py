@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import re
 import sys
@@ -18,7 +17,7 @@ from actoffload.analysis.trace_file import load
 from actoffload.analysis.traced_run import look_at
 from actoffload.errors import ConfigError
 from tests.integration.evidence import assert_evidence
-from tests.integration.processes import Chosen, launch
+from tests.integration.processes import Chosen, cases, launch
 
 pytest.importorskip("deepspeed")
 
@@ -29,11 +28,12 @@ from tests.integration.workers.deepspeed_rows import STEPS
 
 WORKER = "tests.integration.workers.deepspeed_rows"
 
-ZERO = ["zero0", "zero1", "zero2", "zero3", "zero3_frozen", "zero3_bf16", "accumulate3", "accumulate3_zero3"]
-OFFLOADED = ["optimizer_cpu", "param_cpu"]
-CHECKPOINT = ["checkpoint", "checkpoint_zero3", "checkpoint_non_reentrant", "checkpoint_partitioned"]
-ONCE = ["once_zero1", "once_zero2", "once_zero3"]
-PIPELINE = ["pipeline", "pipeline_checkpoint", "pipeline_dual"]
+ROWS = [
+    *("zero0", "zero1", "zero2", "zero3", "zero3_frozen", "zero3_bf16", "accumulate3", "accumulate3_zero3"),
+    *("optimizer_cpu", "param_cpu", "once_zero1", "once_zero2", "once_zero3"),
+    *("checkpoint", "checkpoint_zero3", "checkpoint_non_reentrant", "checkpoint_partitioned"),
+    *("pipeline", "pipeline_checkpoint", "pipeline_dual"),
+]
 THOROUGH = {"zero1", "once_zero1"}
 """The adapter asks only whether the stage is 3."""
 
@@ -47,30 +47,15 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(chosen: Chosen, directory: Path) -> Found:
-    trained = [*ZERO, *OFFLOADED, *CHECKPOINT, *ONCE, *PIPELINE]
-    rows = ["announced", "forms", *(row for row in trained if row in chosen("row") or row not in THOROUGH)]
+    rows = ["announced", "forms", *(row for row in ROWS if row in chosen("row") or row not in THOROUGH)]
     return launch(WORKER, 2, directory, *rows)
 
 
-def marked(rows: list[str]) -> list[Any]:
-    return [pytest.param(row, marks=[pytest.mark.thorough] if row in THOROUGH else []) for row in rows]
-
-
-def assert_row(ranks: Found, row: str) -> None:
-    for rank in ranks:
-        offloaded, plain, lines = rank[row]
+@pytest.mark.parametrize("row", cases(ROWS, THOROUGH))
+def test_same_bits(two: Found, row: str) -> None:
+    for offloaded, plain, lines in (rank[row] for rank in two):
         assert_evidence(offloaded, plain)
         assert lines[0].startswith("actoffload: target nvme")
-
-
-@pytest.mark.parametrize("row", marked([*ZERO, *OFFLOADED]))
-def test_zero(two: Found, row: str) -> None:
-    assert_row(two, row)
-
-
-@pytest.mark.parametrize("row", marked([*CHECKPOINT, *ONCE, *PIPELINE]))
-def test_checkpoints_and_pipelines(two: Found, row: str) -> None:
-    assert_row(two, row)
 
 
 def test_the_inputs_of_deepspeeds_own_checkpoints_leave(two: Found) -> None:
@@ -113,7 +98,6 @@ class Engine(nn.Linear):
         self.module = nn.Identity()
 
     def zero_optimization_stage(self) -> int:
-        """ZeRO is off."""
         return 0
 
 
@@ -162,9 +146,8 @@ def test_a_trace_shows_the_offloaded_optimizer(two: Found, directory: Path) -> N
         memory = trace.counters["memory"].series
         assert memory["optimizer state"][-1] >= parameters  # each rank's half of weights and two moments
         statistics = trace.metadata["statistics"]
-        assert (
-            sum(one.nbytes for one in trace.transfers if one.link == "disk write") == (statistics["nvme_written_bytes"])
-        )
+        to_disk = sum(one.nbytes for one in trace.transfers if one.link == "disk write")
+        assert to_disk == statistics["nvme_written_bytes"]
 
 
 # -- refused before DeepSpeed builds anything --
@@ -193,15 +176,9 @@ def never_built(monkeypatch: pytest.MonkeyPatch) -> None:
         (True, "actoffload=True: give an object"),
     ],
 )
-@pytest.mark.parametrize("form", ["dict", "file"])
-@pytest.mark.filterwarnings("ignore:.*config.json:pytest.PytestUnraisableExceptionWarning")  # DeepSpeed leaves it open
-def test_a_bad_section_is_refused(section: Any, message: str, form: str, tmp_path: Path) -> None:
-    config: Any = {"train_batch_size": 1, "actoffload": section}
-    if form == "file":
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        config = str(tmp_path / "config.json")
+def test_a_bad_section_is_refused(section: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        adapter.initialize(config=config)
+        adapter.initialize(config={"train_batch_size": 1, "actoffload": section})
 
 
 @pytest.mark.usefixtures("never_built")

@@ -15,39 +15,17 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from actoffload import OffloadConfig, Offloader
 from tests.harness import same_bits
-from tests.integration.evidence import Run, assert_evidence
-from tests.integration.processes import Chosen, launch
+from tests.integration.evidence import assert_evidence
+from tests.integration.processes import Chosen, cases, launch
 
 ROWS = [
-    "ddp/outer",
-    "ddp/context",
-    "ddp_unused/inner",
-    "ddp_accumulate/outer",
-    "ddp_static/outer",
-    "fsdp/outer",
-    "fsdp/context",
-    "fsdp_keep/outer",
-    "fsdp_mixed/context",
-    "fsdp_cpu_offload/outer",
-    "fsdp_accumulate/inner",
-    "fsdp_checkpoint/outer",
-    "fsdp_blocks/outer",
-    "fsdp_prefetch/outer",
-    "fsdp_tensor/outer",
-    "fsdp_detached/outer",
-    "fsdp_compiled/outer",
-    "fsdp1/outer",
-    "tensor/outer",
-    "sequence/outer",
-    "context_parallel/outer",
-    "pp_gpipe/outer",
-    "pp_1f1b/outer",
-    "pp_1f1b/inner",
-    "pp_interleaved/outer",
-    "pp_looped_bfs/context",
-    "pp_zero_bubble/outer",
-    "pp_zbv/context",
-    "pp_dual_v/outer",
+    *("ddp/outer", "ddp/context", "ddp_unused/inner", "ddp_accumulate/outer", "ddp_static/outer"),
+    *("fsdp/outer", "fsdp/context", "fsdp_keep/outer", "fsdp_mixed/context", "fsdp_cpu_offload/outer"),
+    *("fsdp_accumulate/inner", "fsdp_checkpoint/outer", "fsdp_blocks/outer", "fsdp_prefetch/outer"),
+    *("fsdp_tensor/outer", "fsdp_detached/outer", "fsdp_compiled/outer", "fsdp1/outer"),
+    *("tensor/outer", "sequence/outer", "context_parallel/outer"),
+    *("pp_gpipe/outer", "pp_1f1b/outer", "pp_1f1b/inner", "pp_interleaved/outer", "pp_looped_bfs/context"),
+    *("pp_zero_bubble/outer", "pp_zbv/context", "pp_dual_v/outer"),
 ]
 ONCE = ["ddp_once/outer", "fsdp_once/outer", "fsdp_once/context", "fsdp1_once/outer", "pp_1f1b_once/outer"]
 """Rows with checkpoints, some of which run once: with collectives in the blocks, or several forwards in flight."""
@@ -65,16 +43,12 @@ def rows(chosen: Chosen, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return launch("tests.integration.workers.distributed_rows", 2, tmp_path_factory.mktemp("rows"), *names, *ONCE)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=[pytest.mark.thorough] if row in THOROUGH else []) for row in [*ROWS, *ONCE]]
-)
-def test_a_row_passes_all_checks(rows: Runs, row: str, rank: int) -> None:
-    found = rows[rank][row]
-    assert not isinstance(found, str), found
-    plain, offloaded = found
-    assert isinstance(plain, Run)
-    assert_evidence(offloaded, plain)
+@pytest.mark.parametrize("row", cases([*ROWS, *ONCE], THOROUGH))
+def test_a_row_passes_all_checks(rows: Runs, row: str) -> None:
+    for found in (rank[row] for rank in rows):
+        assert not isinstance(found, str), found
+        plain, offloaded = found
+        assert_evidence(offloaded, plain)
 
 
 def test_parameters_that_were_gathered_are_kept_as_parameters(rows: Runs) -> None:
@@ -99,39 +73,28 @@ def test_a_block_that_runs_once_moves_its_saved_tensors(rows: Runs) -> None:
 KINDS = ["sharded", "transposed", "replicated", "partial", "from a local activation", "collective", "collective inside"]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("kind", KINDS)
-def test_dtensors_and_collectives_come_back_as_they_were(rows: Runs, kind: str, rank: int) -> None:
-    before, after, right, back, resident_bytes, written_bytes = rows[rank]["round trips"][kind]
-    assert after == before
-    assert same_bits(back, right)
-    assert resident_bytes == 0
-    assert written_bytes > 0
+def test_dtensors_and_collectives_come_back_as_they_were(rows: Runs, kind: str) -> None:
+    for before, after, right, back, resident_bytes, written_bytes in (rank["round trips"][kind] for rank in rows):
+        assert after == before
+        assert same_bits(back, right)
+        assert resident_bytes == 0
+        assert written_bytes > 0
 
 
-@pytest.mark.parametrize(
-    ("program", "raises"),
-    [
-        ("changed_in_place", True),
-        ("stale_twin", False),
-        ("stale_view", False),
-        ("stale_view_of_data", False),
-        ("stale_local", False),
-        ("twice_differentiated", False),
-        ("changed_after_unpack", True),
-        ("gathered_weight_changed", True),
-    ],
-)
-def test_changes_in_place_end_as_without_offloading(rows: Runs, program: str, raises: bool) -> None:
-    for rank in range(2):
-        plain, offloaded = rows[rank]["programs"][program]
+RAISE = ["changed_in_place", "changed_after_unpack", "gathered_weight_changed"]
+GO_ON = ["stale_twin", "stale_view", "stale_view_of_data", "stale_local", "twice_differentiated"]
+
+
+@pytest.mark.parametrize("program", [*RAISE, *GO_ON])
+def test_changes_in_place_end_as_without_offloading(rows: Runs, program: str) -> None:
+    for plain, offloaded in (rank["programs"][program] for rank in rows):
         assert plain == offloaded
-        assert plain.startswith("error: one of the variables needed for gradient") == raises
+        assert plain.startswith("error: one of the variables needed for gradient") == (program in RAISE)
 
 
 def test_no_lock_is_held_while_a_collective_is_awaited(rows: Runs) -> None:
-    for rank in range(2):
-        assert rows[rank]["unlocked"] == [True, True]
+    assert [rank["unlocked"] for rank in rows] == [[True, True]] * 2
 
 
 class Sealed(TwoTensor):
@@ -153,8 +116,7 @@ def test_a_wrapper_that_cannot_be_taken_apart_stays(tmp_path: Path) -> None:
             loss = x.exp().sum()
         loss.backward()
         gradients.append(x.grad)
-    assert same_bits(gradients[0].a, gradients[1].a)
-    assert same_bits(gradients[0].b, gradients[1].b)
+    assert same_bits(*gradients)
     assert offloader.statistics().nvme_written_bytes == 0
     assert "unknown tensor subclass" in offloader.statistics().kept_bytes
     offloader.close()

@@ -26,7 +26,8 @@ from actoffload import OffloadConfig, Plan
 from actoffload.errors import ConfigError
 from tests import pages
 from tests.blocks import MLP
-from tests.harness import same_bits
+from tests.harness import assert_same_gradients
+from tests.integration.evidence import assert_same_run
 from tests.programs import run_program
 
 for _package in ("accelerate", "diffusers", "lightning", "peft", "transformers"):
@@ -279,8 +280,7 @@ def test_whichever_regions_run_once_the_training_is_that_of_the_checkpoints(name
         assert attachment.offloader.statistics().live_records == 0
         attachment.detach()
     assert parts(case.model) == before
-    assert ours.keys() == alone.keys()
-    assert [part for part, tensor in alone.items() if not same_bits(tensor, ours[part])] == []
+    assert_same_gradients(ours, alone)
 
 
 NEWER = """
@@ -368,15 +368,10 @@ def test_whichever_regions_run_once_a_trainer_trains_alike(make: Callable[[Path]
     ours = hf_models.train(trainer, policy=plan, target="nvme", path=tmp_path, min_bytes=0, announce="none")
     assert ours.statistics is not None
     assert ours.statistics.regions == 2
-    assert list(map(same_bits, ours.losses, alone.losses)) == [True] * len(alone.losses)
-    assert ours.tensors.keys() == alone.tensors.keys()
-    assert [name for name, tensor in alone.tensors.items() if not same_bits(tensor, ours.tensors[name])] == []
-    functions = {module._gradient_checkpointing_func.func for module in checkpointed(trainer.model)}
+    assert_same_run(ours, alone)
+    checkpointed = [module for module in trainer.model.modules() if getattr(module, "gradient_checkpointing", False)]
+    functions = {module._gradient_checkpointing_func.func for module in checkpointed}
     assert functions == {torch.utils.checkpoint.checkpoint}
-
-
-def checkpointed(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
 
 
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -429,22 +424,20 @@ WAYS = {"Transformers": by_transformers, "Megatron": by_megatron, "torchtitan": 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    ("passed", "name", "value"),
+    ("passed", "expected"),
     [
-        ("leave", "checkpoints", "leave"),
-        ("24GB", "device_memory", 24 * 10**9),
-        ("auto", "device_memory", "auto"),
-        ("model.layers.*,lm_head", "recompute", ("model.layers.*", "lm_head")),
-        ("1", "recompute", True),
-        ("0", "recompute", False),
+        (("leave", "24GB", "model.layers.*,lm_head"), ("leave", 24 * 10**9, ("model.layers.*", "lm_head"))),
+        (("plan", "auto", "1"), ("plan", "auto", True)),
+        (("plan", "auto", "0"), ("plan", "auto", False)),
     ],
+    ids=["numbers and names", "1", "0"],
 )
-def test_every_way_takes_the_options_for_checkpoints(way: str, passed: str, name: str, value: object) -> None:
-    options = WAYS[way]({name: passed})
+def test_every_way_takes_the_options_for_checkpoints(way: str, passed: Any, expected: Any) -> None:
+    options = WAYS[way](dict(zip(("checkpoints", "device_memory", "recompute"), passed, strict=True)))
     assert options is not None
     config = OffloadConfig(**options)
     assert config.target == "nvme"
-    assert getattr(config, name) == value
+    assert (config.checkpoints, config.device_memory, config.recompute) == expected
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "device_memory"])

@@ -20,7 +20,8 @@ from transformers import Trainer, TrainerCallback
 
 from actoffload.errors import ConfigError
 from actoffload.integrations import switch
-from tests.integration.evidence import Run, assert_evidence
+from tests.harness import assert_same_gradients
+from tests.integration.evidence import assert_evidence, assert_same_run
 from tests.integration.hf_models import (
     accelerate_loop,
     arguments,
@@ -48,7 +49,6 @@ from peft import LoraConfig, get_peft_model  # noqa: E402
 
 
 def lora() -> Any:
-    """A frozen llama with adapters."""
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
     return get_peft_model(llama(), config)
 
@@ -86,11 +86,10 @@ def test_a_trainer_computes_the_same_bits(row: Row, tmp_path: Path) -> None:
         return Trainer(row.model(), options, train_dataset=examples, eval_dataset=examples[:4])
 
     offloaded, plain = compare(make, tmp_path, device_budget=row.budget)
-    assert_evidence(offloaded, plain)
-    assert offloaded.statistics is not None
-    assert offloaded.statistics.steps == len(plain.losses)  # evaluation enters no context
-    assert bool(offloaded.statistics.regions) == ("non-reentrant" in row.name), "only these checkpoints leave a choice"
-    assert "saved during backward" not in offloaded.statistics.kept_bytes
+    statistics = assert_evidence(offloaded, plain)
+    assert statistics.steps == len(plain.losses)  # evaluation enters no context
+    assert bool(statistics.regions) == ("non-reentrant" in row.name), "only these checkpoints leave a choice"
+    assert "saved during backward" not in statistics.kept_bytes
 
 
 def test_a_resumed_run_computes_the_same_bits(tmp_path: Path) -> None:
@@ -104,8 +103,7 @@ def test_a_resumed_run_computes_the_same_bits(tmp_path: Path) -> None:
     offloaded, plain = train(make(), resume=checkpoint, **options), train(make(), resume=checkpoint)
     assert len(plain.losses) == 2
     assert_evidence(offloaded, plain)
-    for name, tensor in plain.tensors.items():
-        assert torch.equal(tensor, whole.tensors[name])
+    assert_same_gradients(plain.tensors, {name: whole.tensors[name] for name in plain.tensors})
 
 
 def test_two_trainers_have_plans_and_counts_of_their_own(tmp_path: Path) -> None:
@@ -122,14 +120,6 @@ def test_two_trainers_have_plans_and_counts_of_their_own(tmp_path: Path) -> None
         assert statistics.live_records == 0
         trainer.actoffload.detach()
         attachment.offloader.close()
-
-
-def assert_same_run(found: Run, expected: Run) -> None:
-    assert len(found.losses) == len(expected.losses) > 0
-    assert found.tensors.keys() == expected.tensors.keys()
-    pairs = [*zip(found.losses, expected.losses, strict=True)]
-    pairs += [(found.tensors[name], tensor) for name, tensor in expected.tensors.items()]
-    assert all(torch.equal(one, other) for one, other in pairs)
 
 
 def hooks(model: nn.Module) -> list[Any]:
@@ -217,10 +207,7 @@ def test_a_subclass_computes_the_same_bits(kind: type[Trainer], name: str, reent
     def make() -> Any:
         return make_trainer(tmp_path, kind, eval_strategy="steps", eval_steps=1, **checkpointing(reentrant=reentrant))
 
-    offloaded, plain = compare(make, tmp_path, device_budget="48KiB")
-    assert_evidence(offloaded, plain)
-    assert offloaded.statistics is not None
-    assert offloaded.statistics.steps == 3
+    assert assert_evidence(*compare(make, tmp_path, device_budget="48KiB")).steps == 3
     with attached(trainer := make(), target="nvme", path=tmp_path):
         assert {"training_step", "compute_loss"} & vars(trainer).keys() == {name}
 

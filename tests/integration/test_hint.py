@@ -121,13 +121,10 @@ def test_no_module_in_the_place_of_the_trainers_breaks_an_import(found: Any, mon
 
 
 class Trainer:
-    """Trains nothing."""
-
     def __init__(self, **args: object) -> None:
         self.args = SimpleNamespace(**args)
 
     def train(self, result: int) -> int:
-        """Return the argument."""
         return result
 
 

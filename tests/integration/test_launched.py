@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -24,15 +25,7 @@ from accelerate.commands.config.config_args import ClusterConfig  # noqa: E402
 
 FRAMEWORKS = {"Trained": "Transformers", "Looped": "Accelerate"}
 SETUPS = ("FSDP2", "ZeRO-1", "ZeRO-2", "ZeRO-3")
-ROWS = [
-    *(
-        (program, setup, checkpointed, "env")
-        for program in FRAMEWORKS
-        for setup in SETUPS
-        for checkpointed in (False, True)
-    ),
-    ("Trained", "ZeRO-3", True, "code"),
-]
+ROWS = [*itertools.product(FRAMEWORKS, SETUPS, (False, True), ("env",)), ("Trained", "ZeRO-3", True, "code")]
 CASES = [
     pytest.param(
         *row,
@@ -99,36 +92,19 @@ def write(folder: Path, setup: str, *, checkpointed: bool) -> Path:
     """A file as ``accelerate config`` writes it. With DeepSpeed the program switches checkpoints on, not the file."""
     sections: dict[str, Any] = {}
     if setup == "FSDP2":
-        sections["fsdp_config"] = {
-            "fsdp_version": 2,
-            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
-            "fsdp_reshard_after_forward": True,
-            "fsdp_offload_params": False,
-            "fsdp_state_dict_type": "FULL_STATE_DICT",
-            "fsdp_cpu_ram_efficient_loading": False,
-            "fsdp_activation_checkpointing": checkpointed,
-        }
+        blocks = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
+        memory = {"reshard_after_forward": True, "offload_params": False, "cpu_ram_efficient_loading": False}
+        chosen = {"version": 2, "state_dict_type": "FULL_STATE_DICT", "activation_checkpointing": checkpointed}
+        sections["fsdp_config"] = {f"fsdp_{name}": value for name, value in (blocks | memory | chosen).items()}
     else:
         stage = int(setup[-1])
-        sections["deepspeed_config"] = {
-            "zero_stage": stage,
-            "gradient_accumulation_steps": 1,
-            "offload_optimizer_device": "none",
-            "offload_param_device": "none",
-            "zero3_init_flag": False,
-            "zero3_save_16bit_model": stage == 3,
-        }
-    config: Any = ClusterConfig(
-        compute_environment="LOCAL_MACHINE",
-        distributed_type="FSDP" if setup == "FSDP2" else "DEEPSPEED",
-        mixed_precision="no",
-        use_cpu=False,
-        debug=False,
-        num_processes=2,
-        main_process_port=0,
-        **sections,
-    )
+        zero = {"zero_stage": stage, "zero3_init_flag": False, "zero3_save_16bit_model": stage == 3}
+        near = {"offload_optimizer_device": "none", "offload_param_device": "none"}
+        sections["deepspeed_config"] = {"gradient_accumulation_steps": 1, **zero, **near}
+    machine: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "num_processes": 2, "main_process_port": 0}
+    machine |= {"mixed_precision": "no", "use_cpu": False, "debug": False}
+    kind: Any = "FSDP" if setup == "FSDP2" else "DEEPSPEED"
+    config: Any = ClusterConfig(distributed_type=kind, **machine, **sections)
     file = folder / (f"{setup}-{checkpointed}.yaml" if setup == "FSDP2" else f"{setup}.yaml")
     config.to_yaml_file(file)
     return file

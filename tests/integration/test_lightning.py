@@ -100,19 +100,9 @@ def data() -> DataLoader[Any]:
 def fit(task: Task, directory: Path, module: nn.Module | None = None, **options: Any) -> Run:
     """Train for an epoch with two validations in between."""
     torch.manual_seed(5)  # dropout
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        val_check_interval=3,
-        limit_val_batches=1,
-        num_sanity_val_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=directory,
-        **options,
-    )
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    often = {"max_epochs": 1, "val_check_interval": 3, "limit_val_batches": 1, "num_sanity_val_steps": 1}
+    trainer = pl.Trainer(accelerator="cpu", default_root_dir=directory, **quiet, **often, **options)
     with counting_owners(task.parameters) as meter:
         trainer.fit(task if module is None else module, data(), data())
     task.run.tensors |= {name: parameter.detach().clone() for name, parameter in task.named_parameters()}
@@ -122,13 +112,8 @@ def fit(task: Task, directory: Path, module: nn.Module | None = None, **options:
 
 
 def options(tmp_path: Path) -> dict[str, Any]:
-    return {
-        "target": "nvme",
-        "path": str(tmp_path),
-        "min_bytes": 0,
-        "device_budget": "64KiB",
-        "policy": "greedy",
-    }
+    usual = {"target": "nvme", "min_bytes": 0, "device_budget": "64KiB", "policy": "greedy"}
+    return {"path": str(tmp_path), **usual}
 
 
 ACCUMULATE = {"accumulate_grad_batches": 2}
@@ -154,8 +139,8 @@ def test_same_bits(by: str, manual: bool, extra: dict[str, Any], tmp_path: Path)
     task = Task(by, manual)
     attachment = actoffload.attach(task, **options(tmp_path))
     offloaded = fit(task, tmp_path, **extra)
-    offloaded.statistics = statistics = attachment.offloader.statistics()
-    assert_evidence(offloaded, plain)
+    offloaded.statistics = attachment.offloader.statistics()
+    statistics = assert_evidence(offloaded, plain)
     assert len(plain.losses) == STEPS
     assert len(task.validated) == 3  # the sanity check and two in between
     # Including the tensors that the loss saves: `exp` its result, the square its base.
@@ -191,8 +176,6 @@ def test_a_step_that_was_wrapped_before_runs_inside_too(tmp_path: Path) -> None:
 
 
 class Counted(Task):
-    """Counts its training steps."""
-
     steps = 0
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
@@ -232,7 +215,6 @@ def compiled(task: Task) -> nn.Module:
 
 @pytest.fixture(scope="module")
 def compiled_alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The run of a compiled module without offloading."""
     torch._dynamo.reset()
     task = Task()
     return fit(task, tmp_path_factory.mktemp("compiled"), compiled(task))

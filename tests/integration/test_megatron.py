@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ pytest.importorskip("megatron.core.package_info")
 from actoffload.integrations.megatron import microbatches, phases
 
 from tests.integration.evidence import assert_evidence
-from tests.integration.megatron_found import Found, Hint
-from tests.integration.processes import Chosen, launch
+from tests.integration.megatron_found import Found
+from tests.integration.processes import Chosen, cases, launch
 from tests.integration.workers.twice import SECOND
 
 pytestmark = [
@@ -28,21 +27,10 @@ pytestmark = [
 
 WORLD = 2
 ROWS = [
-    "no pipeline",
-    "1f1b",
-    "1f1b, no calculator",
-    "1f1b, bf16",
-    "interleaved",
-    "interleaved, groups",
-    "sequence parallel",
-    "selective recompute",
-    "selective recompute, discarded outputs",
-    "full recompute",
-    "full recompute, distributed",
-    "partial checkpoints",
-    "distributed optimizer",
-    "modules",
-    "experts",
+    *("no pipeline", "1f1b", "1f1b, no calculator", "1f1b, bf16", "interleaved", "interleaved, groups"),
+    *("sequence parallel", "selective recompute", "selective recompute, discarded outputs"),
+    *("full recompute", "full recompute, distributed", "partial checkpoints"),
+    *("distributed optimizer", "modules", "experts"),
 ]
 THOROUGH = {"1f1b, bf16", "interleaved, groups", "sequence parallel", "selective recompute", "distributed optimizer"}
 """To the adapter these are as other rows; `test_phases_of_deeper_pipelines` has groups."""
@@ -61,12 +49,6 @@ PIPELINES = {
 }
 
 
-def marked(rows: Iterable[str]) -> list[Any]:
-    """Cases for these rows."""
-    marks = {row: pytest.mark.thorough for row in THOROUGH} | SHOWN
-    return [pytest.param(row, marks=marks.get(row, ())) for row in rows]
-
-
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
@@ -83,17 +65,15 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(rows: list[str], directory: Path) -> list[dict[str, Found]]:
-    """The results of these rows, by rank."""
     return launch("tests.integration.workers.megatron", WORLD, directory, *rows)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", range(WORLD))
-@pytest.mark.parametrize("row", marked(ROWS))
-def test_same_bits(found: list[dict[str, Found]], row: str, rank: int) -> None:
-    it = found[rank][row]
-    assert_evidence(it.offloaded, it.plain)
-    assert it.evaluated_packed == 0
+@pytest.mark.parametrize("row", cases(ROWS, THOROUGH, SHOWN))
+def test_same_bits(found: list[dict[str, Found]], row: str) -> None:
+    for it in (rank[row] for rank in found):
+        assert_evidence(it.offloaded, it.plain)
+        assert it.evaluated_packed == 0
 
 
 @pytest.mark.slow
@@ -103,7 +83,7 @@ def test_every_row_ran(rows: list[str], found: list[dict[str, Found]]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", range(WORLD))
-@pytest.mark.parametrize("row", marked(PIPELINES))
+@pytest.mark.parametrize("row", cases(PIPELINES, THOROUGH, SHOWN))
 def test_hints_follow_the_schedule(found: list[dict[str, Found]], row: str, rank: int) -> None:
     shape: Any = PIPELINES[row]
     order = phases(rank if shape["size"] > 1 else 0, **shape)
@@ -111,14 +91,9 @@ def test_hints_follow_the_schedule(found: list[dict[str, Found]], row: str, rank
     steps = [hints[first : first + len(order)] for first in range(0, len(hints), len(order))]
     if row == "1f1b, no calculator":  # the number of micro-batches is known after one step
         assert steps.pop(0) == [(key, direction, None) for key, direction in order]
-    assert len(steps) >= 1
-    for step in steps:
-        assert step == expected_hints(order)
-
-
-def expected_hints(order: list[Any]) -> list[Hint]:
-    """A hint for each phase, with the phase after it."""
-    return [(key, direction, after) for (key, direction), after in zip(order, [*order[1:], None], strict=True)]
+    expected = [(key, direction, after) for (key, direction), after in zip(order, [*order[1:], None], strict=True)]
+    assert steps
+    assert steps == [expected] * len(steps)
 
 
 @pytest.mark.slow
@@ -181,13 +156,8 @@ def test_only_the_first_rank_announces(rows: list[str], found: list[dict[str, Fo
 
 SCHEDULES = {
     (1, 4, 6, 1, None): "F0.0 F0.1 F0.2 B0.0 F0.3 B0.1 F0.4 B0.2 F0.5 B0.3 B0.4 B0.5",
-    (
-        0,
-        2,
-        5,
-        2,
-        3,
-    ): "F0.0 F0.1 F0.2 F1.0 F1.1 F1.2 B1.0 F0.3 B1.1 F0.4 B1.2 F1.3 B0.0 F1.4 B0.1 B0.2 B1.3 B1.4 B0.3 B0.4",
+    (0, 2, 5, 2, 3): "F0.0 F0.1 F0.2 F1.0 F1.1 F1.2 B1.0 F0.3 B1.1 F0.4 B1.2 F1.3 B0.0 F1.4 B0.1 "
+    "B0.2 B1.3 B1.4 B0.3 B0.4",
     (2, 3, 3, 3, None): "F0.0 F0.1 F0.2 F1.0 F1.1 F1.2 F2.0 B2.0 F2.1 B2.1 F2.2 B2.2 B1.0 B1.1 B1.2 B0.0 B0.1 B0.2",
 }
 """Orders of Megatron 0.16 in pipelines that no row has, by (rank, size, micro-batches, chunks, group)."""

@@ -7,7 +7,7 @@ import inspect
 import json
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,38 @@ pytestmark = [
 
 
 def no_step(data_iterator: Any, model: Any) -> Any:
-    """A forward step that is never called."""
     raise AssertionError
 
 
 def parse(text: str) -> argparse.Namespace:
-    """Arguments from a command line."""
     found: argparse.Namespace = add_actoffload_args(argparse.ArgumentParser()).parse_args(text.split())
+    return found
+
+
+Wrap = Callable[..., Any]
+
+
+@pytest.fixture
+def wrap(tmp_path: Path) -> Iterator[Wrap]:
+    """Wrap `no_step` for target nvme, with more flags, and switches of Megatron's; the offloaders end with the test."""
+    made: list[Any] = []
+
+    def wrapped(flags: str = "", **switches: Any) -> Any:
+        args = parse(f"--actoffload-target nvme --actoffload-path {tmp_path} {flags}")
+        vars(args).update(switches)
+        made.append(wrap_forward_step(no_step, args))
+        assert made[-1].offloader is not None
+        return made[-1]
+
+    yield wrapped
+    for step in made:
+        step.offloader.close()
+
+
+def options_of(flags: str) -> dict[str, Any]:
+    """The options of a command line for target nvme."""
+    found: dict[str, Any] | None = arguments.options_of(parse(f"--actoffload-target nvme {flags}"))
+    assert found is not None
     return found
 
 
@@ -98,21 +123,16 @@ def test_the_documented_lines_fit_megatrons_signatures(monkeypatch: pytest.Monke
 # -- the command line -------------------------------------------------------------------------------------------------
 
 
-def test_every_flag_reaches_the_offloader(tmp_path: Path) -> None:
+def test_every_flag_reaches_the_offloader(wrap: Wrap, tmp_path: Path) -> None:
     (tmp_path / "second").mkdir()
     (tmp_path / "plan.json").write_text(Plan(()).to_json(), encoding="utf-8")
-    step = wrap_forward_step(
-        no_step,
-        parse(
-            f"--actoffload-target tiered --actoffload-path {tmp_path} {tmp_path}/second "
-            "--actoffload-device-budget 3MiB --actoffload-host-budget 64MiB --actoffload-nvme-budget 1GiB "
-            "--actoffload-min-bytes 5 --actoffload-modules a.* b.c --actoffload-exclude-modules c "
-            f"--actoffload-policy {tmp_path}/plan.json --actoffload-engine posix "
-            f"--actoffload-verify --actoffload-trace {tmp_path}/trace.json --actoffload-announce all"
-        ),
-    )
-    assert step.offloader is not None
-    config = step.offloader.config
+    config = wrap(
+        f"--actoffload-target tiered --actoffload-path {tmp_path}/second --actoffload-io-threads 3 "
+        "--actoffload-device-budget 3MiB --actoffload-host-budget 64MiB --actoffload-nvme-budget 1GiB "
+        "--actoffload-min-bytes 5 --actoffload-modules a.* b.c --actoffload-exclude-modules c "
+        f"--actoffload-policy {tmp_path}/plan.json --actoffload-engine posix "
+        f"--actoffload-verify --actoffload-trace {tmp_path}/trace.json --actoffload-announce all"
+    ).offloader.config
     assert config == OffloadConfig(
         target="tiered",
         path=(tmp_path, tmp_path / "second"),
@@ -124,26 +144,20 @@ def test_every_flag_reaches_the_offloader(tmp_path: Path) -> None:
         exclude="c",
         policy=config.policy,
         engine="posix",
+        io_threads=3,
         verify=True,
         trace=str(tmp_path / "trace.json"),
         announce="all",
     )
     assert not isinstance(config.policy, str)
-    step.offloader.close()
-    threads = arguments.options_of(parse("--actoffload-target nvme --actoffload-io-threads 3"))
-    assert threads is not None
-    assert threads["io_threads"] == 3
 
 
 @pytest.mark.parametrize(
     ("flag", "value"),
     [
         ("--actoffload-target", "ssd"),
-        ("--actoffload-device-budget", "0"),
         ("--actoffload-device-budget", "much"),
-        ("--actoffload-host-budget", "-1"),
         ("--actoffload-nvme-budget", "0"),
-        ("--actoffload-min-bytes", "1XB"),
         ("--actoffload-policy", "none"),
         ("--actoffload-engine", "tape"),
         ("--actoffload-announce", "loudly"),
@@ -177,10 +191,7 @@ def test_a_bad_value_that_no_parser_saw_names_its_flag(values: dict[str, Any], f
 
 
 def test_names_of_modules_are_globs_in_the_end() -> None:
-    options = arguments.options_of(
-        parse("--actoffload-target nvme --actoffload-modules mlp_act a.* expert_fc1 moe_act")
-    )
-    assert options is not None
+    options = options_of("--actoffload-modules mlp_act a.* expert_fc1 moe_act")
     assert options["include"] == ["a.*", "*.mlp", "*.experts*.linear_fc1", "*.experts"]
     assert options["exclude"] == ["*.mlp.linear_fc1", "*.mlp.linear_fc2", "*.experts*.linear_fc2"]
 
@@ -189,31 +200,22 @@ def test_all_names_of_megatrons_offload_modules_are_taken() -> None:
     """The names are from Megatron-LM at d98e8a64ddf3, in megatron/core/transformer/transformer_config.py."""
     theirs = "core_attn attn_proj expert_fc1 fused_group_mlp moe_act attn_norm mlp_norm qkv_linear gdp_qkv"
     assert arguments.MODULES.keys() == {*theirs.split(), "layer_input", "mlp_act"}
-    options = arguments.options_of(parse("--actoffload-target nvme --actoffload-modules gdp_qkv fused_group_mlp"))
-    assert options is not None
+    options = options_of("--actoffload-modules gdp_qkv fused_group_mlp")
     assert options["include"] == ["*.mixer", "*.experts"]
     assert options["exclude"] == ["*.mixer.in_proj", "*.mixer.norm", "*.mixer.out_proj"]
 
 
-def test_a_switch_that_is_none_is_off(tmp_path: Path) -> None:
-    args = parse(f"--actoffload-target nvme --actoffload-path {tmp_path}")
-    args.cuda_graph_impl = "none"
-    step = wrap_forward_step(no_step, args)
-    assert step.offloader is not None
-    step.offloader.close()
+def test_a_switch_that_is_none_is_off(wrap: Wrap) -> None:
+    wrap(cuda_graph_impl="none")
 
 
-def test_names_of_modules_that_the_model_has_not_are_refused(tmp_path: Path) -> None:
-    flags = f"--actoffload-target nvme --actoffload-path {tmp_path} --actoffload-modules"
+def test_names_of_modules_that_the_model_has_not_are_refused(wrap: Wrap) -> None:
     for name, chunk, message in (
         ("mlp_act", chunk_with(num_moe_experts=2), "--actoffload-modules='mlp_act': the model has experts"),
         ("core_attn", chunk_with(), r"--actoffload-modules=.*'\*.core_attention' matches no module of the model"),
     ):
-        step = wrap_forward_step(no_step, parse(f"{flags} {name}"))
         with pytest.raises(ConfigError, match=message):
-            step(None, chunk)
-        assert step.offloader is not None
-        step.offloader.close()
+            wrap(f"--actoffload-modules {name}")(None, chunk)
 
 
 def test_a_plan_that_is_none_names_its_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,21 +225,17 @@ def test_a_plan_that_is_none_names_its_flag(tmp_path: Path, capsys: pytest.Captu
     assert "argument --actoffload-policy: " in capsys.readouterr().err
 
 
-def test_each_rank_traces_into_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_traces_into_its_own_file(wrap: Wrap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
-    args = parse(f"--actoffload-target nvme --actoffload-path {tmp_path} --actoffload-trace {tmp_path}/t.json")
-    step = wrap_forward_step(no_step, args)
-    assert step.offloader is not None
-    step.offloader.close()
+    wrap(f"--actoffload-trace {tmp_path}/t.json").offloader.close()
     assert [file.name for file in tmp_path.glob("*.json")] == ["t.rank1.json"]
 
 
 def test_a_flag_that_takes_several_values_may_be_given_again(tmp_path: Path) -> None:
     paths = f"--actoffload-path {tmp_path}/a --actoffload-path {tmp_path}/b {tmp_path}/c"
     modules = "--actoffload-modules core_attn --actoffload-modules decoder.layers.0.*"
-    options = arguments.options_of(parse(f"--actoffload-target nvme {paths} {modules}"))
-    assert options is not None
+    options = options_of(f"{paths} {modules}")
     assert options["path"] == [f"{tmp_path}/{name}" for name in "abc"]
     assert sorted(options["include"]) == ["*.core_attention", "decoder.layers.0.*"]
 
@@ -265,7 +263,6 @@ def test_without_megatron_training_the_arguments_are_needed() -> None:
 
 
 def chunk_with(**more: Any) -> torch.nn.Module:
-    """A model chunk with more switches in its configuration."""
     settings: dict[str, Any] = {
         "pipeline_model_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": None,
@@ -286,35 +283,28 @@ SWITCHES = [
 
 
 @pytest.mark.parametrize(("switch", "flag"), [*SWITCHES, ("cpu_offloading_num_layers", "--cpu-offloading-num-layers")])
-def test_megatrons_own_offloading_in_the_arguments_is_refused(switch: str, flag: str, tmp_path: Path) -> None:
-    args = parse(f"--actoffload-target nvme --actoffload-path {tmp_path}")
-    setattr(args, switch, 1)
+def test_megatrons_own_offloading_in_the_arguments_is_refused(switch: str, flag: str, wrap: Wrap) -> None:
     with pytest.raises(ConfigError, match=f"--actoffload-target='nvme': cannot be used with {flag}:"):
-        wrap_forward_step(no_step, args)
-    args.actoffload_target = "none"
+        wrap(**{switch: 1})
+    args = parse("--actoffload-target none")
+    setattr(args, switch, 1)
     assert wrap_forward_step(no_step, args).offloader is None
 
 
 @pytest.mark.parametrize(("switch", "flag"), SWITCHES)
-def test_megatrons_own_offloading_in_the_model_is_refused(switch: str, flag: str, tmp_path: Path) -> None:
-    step = wrap_forward_step(no_step, parse(f"--actoffload-target nvme --actoffload-path {tmp_path}"))
+def test_megatrons_own_offloading_in_the_model_is_refused(switch: str, flag: str, wrap: Wrap) -> None:
     with pytest.raises(ConfigError, match=f"--actoffload-target='nvme': cannot be used with {flag}:"):
-        step(None, chunk_with(**{switch: True}))
-    assert step.offloader is not None
-    step.offloader.close()
+        wrap()(None, chunk_with(**{switch: True}))
 
 
-def test_a_call_without_a_megatron_model_is_an_error(tmp_path: Path) -> None:
-    step = wrap_forward_step(no_step, parse(f"--actoffload-target nvme --actoffload-path {tmp_path}"))
-    for nothing in (None, torch.nn.Linear(1, 1)):
-        with pytest.raises(ConfigError, match="without a Megatron model"):
-            step(None, nothing)
-    assert step.offloader is not None
-    step.offloader.close()
+@pytest.mark.parametrize("nothing", [None, torch.nn.Linear(1, 1)])
+def test_a_call_without_a_megatron_model_is_an_error(nothing: Any, wrap: Wrap) -> None:
+    with pytest.raises(ConfigError, match="without a Megatron model"):
+        wrap()(None, nothing)
 
 
-def test_a_megatron_core_that_lacks_something_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_megatron_core_that_lacks_something_is_named(monkeypatch: pytest.MonkeyPatch, wrap: Wrap) -> None:
     monkeypatch.setitem(sys.modules, "megatron.core.num_microbatches_calculator", None)
     microbatches.core.cache_clear()  # forget an import that succeeded
     with pytest.raises(ConfigError, match=r"megatron-core='[0-9.]+': lacks .*num_microbatches_calculator"):
-        wrap_forward_step(no_step, parse(f"--actoffload-target nvme --actoffload-path {tmp_path}"))
+        wrap()

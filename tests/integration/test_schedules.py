@@ -80,7 +80,6 @@ def test_inputs_may_need_no_gradient(found: Found) -> None:
 
 @pytest.fixture
 def zero(found: Found) -> Found:
-    """The results of each rank with ZeRO-3."""
     if "zero" not in found[0]:
         pytest.skip("deepspeed is not installed")
     return [rank["zero"] for rank in found]

@@ -113,12 +113,10 @@ def test_tensorboard_and_trackio_show_the_metrics(runs: Found, place: Path) -> N
 
 
 def start(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run a program."""
     return subprocess.run(words, capture_output=True, text=True, check=False, env={**os.environ, **env}, timeout=100)
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    """``actoffload run`` with these words."""
     return start(sys.executable, "-m", "actoffload", "run", *words)
 
 
@@ -225,18 +223,18 @@ def test_bad_options_are_refused_before_the_program_starts(
     assert message in " ".join(done.stderr.replace("│", " ").split())
 
 
-def test_a_variable_that_is_no_option_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACTOFFLOAD", "nvme")
-    monkeypatch.setenv("ACTOFFLOAD_PATH", "/tmp:/var/tmp")
-    monkeypatch.setenv("ACTOFFLOAD_INCLUDE", "layers.*,head")
-    monkeypatch.setenv("ACTOFFLOAD_IO_THREADS", "3")
-    expected = {"target": "nvme", "path": ["/tmp", "/var/tmp"], "include": ["layers.*", "head"], "io_threads": 3}
-    assert OffloadConfig.options_from_environment() == expected
-    monkeypatch.setenv("ACTOFFLOAD_MIN_BYTE", "3")
+def test_variables_are_options_and_one_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = OffloadConfig.options_from_environment
+    variables = {"": "nvme", "_PATH": "/tmp:/var/tmp", "_INCLUDE": "layers.*,head", "_IO_THREADS": "3"}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"ACTOFFLOAD{name}", value)
+    paths = ["/tmp", "/var/tmp"]
+    assert read() == {"target": "nvme", "path": paths, "include": ["layers.*", "head"], "io_threads": 3}
+    assert read({"ACTOFFLOAD": "auto"}) == {}, "the flags of a framework name the target"
     with pytest.raises(ConfigError, match="ACTOFFLOAD_MIN_BYTE='3': no such option; did you mean min_bytes"):
-        OffloadConfig.options_from_environment()
+        read({"ACTOFFLOAD": "nvme", "ACTOFFLOAD_MIN_BYTE": "3"})
     with pytest.raises(ConfigError, match="ACTOFFLOAD_TARGET='host': the target is the value of ACTOFFLOAD"):
-        OffloadConfig.options_from_environment({"ACTOFFLOAD": "nvme", "ACTOFFLOAD_TARGET": "host"})
+        read({"ACTOFFLOAD": "nvme", "ACTOFFLOAD_TARGET": "host"})
 
 
 def test_a_package_that_python_does_not_load_at_its_start_is_refused(tmp_path: Path) -> None:
@@ -296,10 +294,6 @@ def test_the_target_of_the_environment_holds_unless_one_is_given(monkeypatch: py
     monkeypatch.setattr(os, "execve", pytest.fail)
     done = CliRunner().invoke(app, ["run", "--", "-c", "pass"], env={"ACTOFFLOAD": "floppy"})
     assert "ACTOFFLOAD='floppy': choose one of" in " ".join(done.stderr.replace("│", " ").split())
-
-
-def test_auto_leaves_the_target_to_the_flags_of_a_framework() -> None:
-    assert OffloadConfig.options_from_environment({"ACTOFFLOAD": "auto"}) == {}
 
 
 def patched(name: str, kind: type) -> Any:

@@ -63,18 +63,13 @@ def sft(model: str, out: Path, kind: str, **options: Any) -> Any:
 
 
 def prompts() -> Dataset:
-    """Prompts for which completions are generated."""
     return Dataset.from_dict({"prompt": [sentence(seed, 6) for seed in range(16)]})
 
 
 def preferences() -> Dataset:
-    """Prompts, each with a chosen and a rejected answer."""
+    columns = {"prompt": (0, 8), "chosen": (100, 12), "rejected": (200, 10)}
     return Dataset.from_dict(
-        {
-            "prompt": [sentence(seed, 8) for seed in range(16)],
-            "chosen": [sentence(100 + seed, 12) for seed in range(16)],
-            "rejected": [sentence(200 + seed, 10) for seed in range(16)],
-        }
+        {name: [sentence(first + seed, words) for seed in range(16)] for name, (first, words) in columns.items()}
     )
 
 

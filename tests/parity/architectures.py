@@ -11,74 +11,27 @@ from torch import Tensor, nn
 
 VOCABULARY = 96
 
-COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "use_cache": False,
-}
-DROPOUT: dict[str, Any] = dict.fromkeys(
-    (
-        "attention_dropout",
-        "hidden_dropout",
-        "hidden_dropout_prob",
-        "attention_probs_dropout_prob",
-        "resid_pdrop",
-        "embd_pdrop",
-        "attn_pdrop",
-        "dropout",
-        "dropout_rate",
-    ),
-    0.1,
-)
-ENCODER_DECODER: dict[str, Any] = {
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "num_layers": 2,
-    "num_heads": 4,
-    "d_kv": 8,
-    "d_ff": 48,
-    "decoder_start_token_id": 0,
-}
-EXPERTS: dict[str, Any] = {
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
-LATENT: dict[str, Any] = {
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "num_key_value_heads": 4,
-}
-LINEAR: dict[str, Any] = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention"],
-}
+
+def sized(size: Any, names: str) -> dict[str, Any]:
+    """This size for each of the names."""
+    return dict.fromkeys(names.split(), size)
+
+
+COMMON = {"vocab_size": VOCABULARY, "hidden_size": 32, "head_dim": 8, "intermediate_size": 48, "use_cache": False}
+COMMON |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+COMMON |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+DROPOUT = sized(0.1, "attention_dropout hidden_dropout hidden_dropout_prob attention_probs_dropout_prob")
+DROPOUT |= sized(0.1, "resid_pdrop embd_pdrop attn_pdrop dropout dropout_rate")
+ENCODER_DECODER = {"d_model": 32, "d_kv": 8, "decoder_start_token_id": 0}
+ENCODER_DECODER |= sized(2, "encoder_layers decoder_layers num_layers")
+ENCODER_DECODER |= sized(4, "encoder_attention_heads decoder_attention_heads num_heads")
+ENCODER_DECODER |= sized(48, "encoder_ffn_dim decoder_ffn_dim d_ff")
+EXPERTS = sized(4, "num_experts num_local_experts") | {"num_experts_per_tok": 2}
+EXPERTS |= sized(16, "moe_intermediate_size shared_expert_intermediate_size")
+LATENT = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4}
+LATENT |= sized(8, "q_lora_rank kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim")
+LINEAR = sized(2, "linear_num_key_heads linear_num_value_heads") | sized(8, "linear_key_head_dim linear_value_head_dim")
+LINEAR |= {"layer_types": ["linear_attention", "full_attention"]}
 
 
 @dataclass(frozen=True)
@@ -100,7 +53,6 @@ class Architecture:
         return model.train()
 
     def batch(self) -> dict[str, Tensor]:
-        """The same batch each time."""
         torch.manual_seed(1)
         if self.kind == "image":
             return {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.tensor([0, 1])}
@@ -116,23 +68,18 @@ HEADS: dict[str, Any] = {
 }
 
 
-def _plain(kind: str, names: str) -> list[Architecture]:
-    return [Architecture(name, kind) for name in names.split()]
+def _named(kind: str, names: str, sizes: dict[str, Any] | None = None) -> list[Architecture]:
+    return [Architecture(name, kind, sizes or {}) for name in names.split()]
 
 
 ARCHITECTURES = [
-    *_plain("causal", "llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi phi3 gpt2 gpt_neox opt bloom mpt"),
-    *_plain("causal", "stablelm starcoder2 olmo olmo2 cohere granite persimmon xglm biogpt glm nemotron openai-gpt"),
-    *_plain("causal", "mamba falcon_mamba recurrent_gemma rwkv xlstm lfm2"),
-    *_plain("masked", "bert roberta albert distilbert electra deberta deberta-v2 mpnet fnet roformer modernbert"),
-    *_plain("seq2seq", "t5 bart mbart pegasus marian m2m_100 umt5 plbart longt5 switch_transformers nllb-moe"),
+    *_named("causal", "llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi phi3 gpt2 gpt_neox opt bloom mpt"),
+    *_named("causal", "stablelm starcoder2 olmo olmo2 cohere granite persimmon xglm biogpt glm nemotron openai-gpt"),
+    *_named("causal", "mamba falcon_mamba recurrent_gemma rwkv xlstm lfm2"),
+    *_named("masked", "bert roberta albert distilbert electra deberta deberta-v2 mpnet fnet roformer modernbert"),
+    *_named("seq2seq", "t5 bart mbart pegasus marian m2m_100 umt5 plbart longt5 switch_transformers nllb-moe"),
     Architecture("falcon", "causal", {"head_dim": None}),
-    Architecture("mixtral", "causal", EXPERTS),
-    Architecture("qwen2_moe", "causal", EXPERTS),
-    Architecture("qwen3_moe", "causal", EXPERTS),
-    Architecture("olmoe", "causal", EXPERTS),
-    Architecture("granitemoe", "causal", EXPERTS),
-    Architecture("gpt_oss", "causal", EXPERTS),
+    *_named("causal", "mixtral qwen2_moe qwen3_moe olmoe granitemoe gpt_oss", EXPERTS),
     Architecture("deepseek_v3", "causal", EXPERTS | LATENT | {"head_dim": None}),
     Architecture("qwen3_next", "causal", EXPERTS | LINEAR),
     Architecture("jamba", "causal", EXPERTS | {"attn_layer_period": 2, "attn_layer_offset": 1}),

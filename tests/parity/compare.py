@@ -14,17 +14,27 @@ from tests.harness import assert_same_bits
 from .places import Maker
 
 
+def settle(offloader: Offloader | None) -> None:
+    """Wait until every tensor that moves has left; nothing to do without offloading."""
+    if offloader is not None:
+        offloader.synchronize()
+
+
 def gradients(
     forward: Callable[[], Tensor],
     leaves: list[Tensor],
     offloader: Offloader | None = None,
-    settle: Callable[[Offloader], None] | None = None,
+    *,
+    settled: bool = False,
 ) -> list[Tensor | None]:
-    """The loss and the gradients of the leaves, with the same random numbers each time."""
+    """The loss and the gradients of the leaves, with the same random numbers each time.
+
+    ``settled``: all that moves has left before backward begins, so that backward has to bring it back.
+    """
     torch.manual_seed(7)
     with offloader or nullcontext():
         loss = forward()
-    if offloader is not None and settle is not None:
+    if settled:
         settle(offloader)
     return [loss.detach(), *torch.autograd.grad(loss, leaves, allow_unused=True)]
 
@@ -38,7 +48,7 @@ def assert_parity(
     before = offloader.statistics()
     reference = gradients(forward, wanted)
     assert any(gradient is not None for gradient in reference[1:])
-    assert_same_bits(gradients(forward, wanted, offloader, maker.settle), reference)
+    assert_same_bits(gradients(forward, wanted, offloader, settled=True), reference)
     maker.assert_moved(offloader, before)
     assert_same_bits(gradients(forward, wanted, offloader), reference)
     assert offloader.statistics().live_records == 0

@@ -6,7 +6,6 @@ tensors. The matrix runs on the simulated device too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,28 +22,23 @@ class Place:
         name: the test's id.
         options: fields of the configuration.
         device: where the models live.
-        settle: waits until every tensor that moves has left the device, so that backward has to bring it back.
         medium: ``"nvme"`` or ``"host"``: its counters have to show bytes.
     """
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     device: str = "cpu"
-    settle: Callable[[Offloader], None] = Offloader.synchronize
     medium: str = "nvme"
 
     def make(self, path: Path, options: dict[str, Any]) -> Offloader:
-        """An offloader that moves everything that may move."""
         fields: dict[str, Any] = {"path": path, "min_bytes": 0, "keep_last_bytes": 0, "allow_any_filesystem": True}
         fields["policy"] = "greedy"  # a plan would let small models stay
         return Offloader(OffloadConfig(**(fields | self.options | options)))
 
     def written(self, statistics: Statistics) -> int:
-        """Bytes that really went there."""
         return statistics.nvme_written_bytes if self.medium == "nvme" else statistics.host_written_bytes
 
     def read(self, statistics: Statistics) -> int:
-        """Bytes that really came back."""
         return statistics.nvme_read_bytes if self.medium == "nvme" else statistics.host_read_bytes
 
 
@@ -80,9 +74,6 @@ class Maker:
     def close(self) -> None:
         for offloader in self.made:
             offloader.close()
-
-    def settle(self, offloader: Offloader) -> None:
-        self.place.settle(offloader)
 
     def assert_moved(self, offloader: Offloader, before: Statistics | None = None) -> None:
         """Bytes left and came back (since ``before``), nothing failed, and nothing is left over."""

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from actoffload import Offloader, no_offload
 from tests.harness import assert_same_bits, run_in_threads, same_bits
 
-from .compare import gradients
+from .compare import gradients, settle
 from .places import Maker
 from .test_tensors import leaf, score
 
@@ -33,12 +33,10 @@ def test_create_graph(make_offloader: Maker) -> None:
     def run(offloader: Offloader | None) -> list[Tensor]:
         with offloader or nullcontext():
             loss = network(x).sum()
-            if offloader is not None:
-                make_offloader.settle(offloader)
+            settle(offloader)
             (first,) = torch.autograd.grad(loss, x, create_graph=True)
             penalty = first.square().sum()
-        if offloader is not None:
-            make_offloader.settle(offloader)
+        settle(offloader)
         (second,) = torch.autograd.grad(penalty, x)
         return [first.detach(), second]
 
@@ -54,7 +52,7 @@ def test_gradcheck_and_gradgradcheck(make_offloader: Maker) -> None:
     def function(value: Tensor) -> Tensor:
         with offloader:
             out = network(value)
-        make_offloader.settle(offloader)
+        offloader.synchronize()
         return out
 
     assert gradcheck(function, (x,))
@@ -91,8 +89,8 @@ def test_a_saved_tensor_that_backward_returns_as_a_gradient(count: int, make_off
             loss = score(y.sin()) + HandsOn.apply(y, weight.detach() * 1)  # the last one's backward runs first
         found: list[Tensor] = []
         for time in range(3):
-            if offloader is not None and settled:
-                make_offloader.settle(offloader)
+            if settled:
+                settle(offloader)
             (gradient,) = torch.autograd.grad(loss, y, retain_graph=time < 2)
             found.append(gradient.clone())
             found.append(gradient.mul_(5))  # the user may change a gradient, too
@@ -109,12 +107,12 @@ def test_a_gradient_outlives_the_graph_and_the_offloader(make_offloader: Maker) 
     x, weight = leaf(5000), leaf(5000, seed=1)
     with offloader:
         loss = HandsOn.apply(x * 1, weight.detach() * 1)
-    make_offloader.settle(offloader)
+    offloader.synchronize()
     loss.backward()
     del loss
     with offloader:  # uses the released memory and extents again
         other = (leaf(5000) * 1).sin().sum()
-    make_offloader.settle(offloader)
+    offloader.synchronize()
     other.backward()
     offloader.close()
     assert x.grad is not None
@@ -128,7 +126,7 @@ def test_saved_tensors_can_be_looked_at(make_offloader: Maker) -> None:
         product = x * 1
         out = product.exp()
         loss = score(out)
-    make_offloader.settle(offloader)
+    offloader.synchronize()
     node: Any = out.grad_fn
     for _ in range(3):
         assert same_bits(node._saved_result, out)
@@ -148,8 +146,8 @@ def test_changing_a_restored_tensor_raises(settled: bool, count: int, make_offlo
     def run(offloader: Offloader | None) -> None:
         with offloader or nullcontext():
             out = (x * 1).exp()
-        if offloader is not None and settled:
-            make_offloader.settle(offloader)
+        if settled:
+            settle(offloader)
         node: Any = out.grad_fn
         held = node._saved_result
         held.zero_()
@@ -170,8 +168,7 @@ def test_parts_of_a_graph(make_offloader: Maker) -> None:
             one, two, three = score(trunk.cos()), score(trunk.tanh().t()), score(trunk.sigmoid())
         found: list[Tensor] = []
         for branch, keep in ((two, True), (one, True), (two, True), (one, False)):
-            if offloader is not None:
-                make_offloader.settle(offloader)
+            settle(offloader)
             found.extend(torch.autograd.grad(branch, x, retain_graph=keep))
         return [*found, three.detach()]
 
@@ -239,8 +236,8 @@ def test_nested_contexts(make_offloader: Maker) -> None:
                 y = y.sqrt()
             y = y.atan()
         if offload:
-            make_offloader.settle(outer)
-            make_offloader.settle(inner)
+            outer.synchronize()
+            inner.synchronize()
         return [y.detach(), *torch.autograd.grad(score(y), x)]
 
     reference = run(False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,14 +14,13 @@ from torch import Tensor
 from actoffload import Offloader
 from tests.harness import assert_same_bits
 
+from .compare import settle
 from .places import PLACES, SIMULATED, Maker
 from .tower import CHECKPOINTS, LAYERS, Tower, tokens, tower
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")  # warnings of the compiler
 
 SHAPES = ("one", "many", "retained", "unused")
-
-Settle = Callable[[], None]
 
 
 @pytest.fixture
@@ -41,13 +40,15 @@ def _release_the_models() -> Iterator[None]:
 
 
 class Step:
-    """One training step: a shape, with backward inside or outside the context."""
+    """One training step: a shape, with backward inside or outside the context; see `gradients` for ``settled``."""
 
-    def __init__(self, model: Tower, context: AbstractContextManager[Any], settle: Settle, *, inside: bool) -> None:
+    def __init__(
+        self, model: Tower, offloader: Offloader | None = None, *, inside: bool, settled: bool = False
+    ) -> None:
         self.model = model
-        self.context = context
-        self.settle = settle
+        self.offloader = offloader
         self.inside = inside
+        self.settled = settled
         self.device = next(model.parameters()).device.type
 
     def run(self, shape: str) -> list[Tensor | None]:
@@ -74,7 +75,7 @@ class Step:
     def _each(self, seeds: list[int], total: Callable[[Tensor, Tensor], Tensor], times: int = 1) -> list[Tensor]:
         losses, sides = [], []
         for seed in seeds:
-            with self.context:
+            with self.offloader or nullcontext():
                 loss, side = self.model(tokens(seed, self.device))
                 losses.append(total(loss, side))
                 sides.append(side)
@@ -86,22 +87,20 @@ class Step:
         return [loss.detach() for loss in losses]
 
     def _backward(self, loss: Tensor, times: int) -> None:
-        self.settle()
         for remaining in reversed(range(times)):
+            if self.settled:
+                settle(self.offloader)
             loss.backward(retain_graph=remaining > 0)
-            if remaining:
-                self.settle()
 
 
 def check(model: Tower, shape: str, offloader: Offloader, maker: Maker, *, inside: bool) -> None:
-    reference = Step(model, nullcontext(), lambda: None, inside=inside).run(shape)
+    reference = Step(model, inside=inside).run(shape)
     assert sum(gradient is not None for gradient in reference) > 20
     before = offloader.statistics()
-    settled = Step(model, offloader, lambda: maker.settle(offloader), inside=inside)
-    assert_same_bits(settled.run(shape), reference)
+    assert_same_bits(Step(model, offloader, inside=inside, settled=True).run(shape), reference)
     maker.assert_moved(offloader, before)
     for _ in range(2):  # the learned order; copies still under way when backward begins
-        assert_same_bits(Step(model, offloader, lambda: None, inside=inside).run(shape), reference)
+        assert_same_bits(Step(model, offloader, inside=inside).run(shape), reference)
     assert offloader.statistics().live_records == 0
 
 

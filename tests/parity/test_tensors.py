@@ -139,9 +139,7 @@ def test_wrapper_subclass(make_offloader: Maker) -> None:
     offloader = make_offloader(debug=True)
 
     def run(offloader: Offloader | None) -> list[Tensor | None]:
-        loss, gradient = gradients(
-            lambda: ((x * 1).sin() * (x * 2).t().cos()).sum(), [x], offloader, make_offloader.settle
-        )
+        loss, gradient = gradients(lambda: ((x * 1).sin() * (x * 2).t().cos()).sum(), [x], offloader, settled=True)
         assert isinstance(gradient, TwoTensor)
         return [loss, gradient]
 

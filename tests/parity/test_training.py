@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
+from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,41 +19,34 @@ from actoffload.storage.engines.base import SpoolFile, StorageEngine
 from actoffload.testing.faults import ShortEngine
 from tests.harness import assert_same_bits
 
-from .compare import assert_parity
+from .compare import assert_parity, settle
 from .places import Maker
 from .tower import Tower, tokens
 
 STEPS = 4
 
 
-def train(
-    context: AbstractContextManager[Any],
-    *,
-    kind: str = "none",
-    inside: bool = False,
-    device: str = "cpu",
-    settle: Callable[[], object] | None = None,
-) -> list[Tensor | None]:
+def train(offloader: Offloader | None, *, kind: str = "none", inside: bool = False) -> list[Tensor | None]:
     """Losses and weights after some steps, the batches of different lengths.
 
-    ``settle`` is called between forward and backward of every second step, so that tensors that move have left even if
-    the disk is slow. The other steps overlap with their writes.
+    In every second step tensors that move have left before backward, even if the disk is slow. The other steps overlap
+    with their writes.
     """
     torch.manual_seed(0)
-    model = Tower(kind).to(device)
+    model = Tower(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses: list[Tensor | None] = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        batch = tokens(step, device)[:, : 9 if step == 2 else None]
-        with context:
+        batch = tokens(step)[:, : 9 if step == 2 else None]
+        with offloader or nullcontext():
             loss, side = model(batch)
             total = loss + side.square().mean()
             if inside:
-                _settle(step, settle)
+                _settle(step, offloader)
                 total.backward()
         if not inside:
-            _settle(step, settle)
+            _settle(step, offloader)
             total.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
@@ -62,9 +54,9 @@ def train(
     return [*losses, *(parameter.detach() for parameter in model.parameters())]
 
 
-def _settle(step: int, settle: Callable[[], object] | None) -> None:
-    if settle is not None and step % 2:
-        settle()
+def _settle(step: int, offloader: Offloader | None) -> None:
+    if step % 2:
+        settle(offloader)
 
 
 class Odd(Policy):
@@ -81,8 +73,6 @@ def short(file: SpoolFile) -> StorageEngine:
 OPTIONS: dict[str, dict[str, Any]] = {
     "defaults but for the size": {"keep_last_bytes": None},
     "everything": {"policy": "all"},
-    "verify": {"verify": True},
-    "debug": {"debug": True},
     "verify and debug": {"verify": True, "debug": True},
     "narrow prefetch": {"prefetch_bytes": 1},
     "wide prefetch": {"prefetch_bytes": "1GiB"},
@@ -103,7 +93,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @cache
 def reference(kind: str = "none") -> list[Tensor | None]:
     """The losses and weights without offloading."""
-    return train(nullcontext(), kind=kind)
+    return train(None, kind=kind)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -111,9 +101,8 @@ def test_options(name: str, make_offloader: Maker) -> None:
     if name == "aiofiles":
         pytest.importorskip("aiofiles")
     offloader = make_offloader(**OPTIONS[name])
-    settle = partial(make_offloader.settle, offloader)
-    assert_same_bits(train(offloader, device=make_offloader.place.device, settle=settle), reference())
-    settle()
+    assert_same_bits(train(offloader), reference())
+    offloader.synchronize()
     statistics = offloader.statistics()
     assert statistics.steps == STEPS
     assert statistics.moved_bytes > 0
@@ -137,9 +126,7 @@ def check_effect_of_option(name: str, statistics: Statistics) -> None:
 @pytest.mark.parametrize("kind", ["none", "reentrant", "nonreentrant", "selective"])
 def test_loop(kind: str, inside: bool, make_offloader: Maker) -> None:
     offloader = make_offloader(verify=True)
-    device, settle = make_offloader.place.device, partial(make_offloader.settle, offloader)
-    mine = train(offloader, kind=kind, inside=inside, device=device, settle=settle)
-    assert_same_bits(mine, reference(kind))
+    assert_same_bits(train(offloader, kind=kind, inside=inside), reference(kind))
     assert offloader.statistics().moved_bytes > 0
     assert offloader.statistics().live_records == 0
 
@@ -192,8 +179,7 @@ def test_a_step_in_a_step(make_offloader: Maker) -> None:
             first, _ = one(tokens(0))
         with offloader or nullcontext():
             second, _ = other(tokens(1))
-            if offloader is not None:
-                make_offloader.settle(offloader)
+            settle(offloader)
             second.backward()
         first.backward()
         return [parameter.grad for parameter in [*one.parameters(), *other.parameters()]]
@@ -202,6 +188,6 @@ def test_a_step_in_a_step(make_offloader: Maker) -> None:
     reference = run(None)
     for _ in range(2):
         assert_same_bits(run(offloader), reference)
-    make_offloader.settle(offloader)
+    offloader.synchronize()
     assert offloader.statistics().live_records == 0
     assert offloader.statistics().moved_bytes > 0

@@ -15,6 +15,7 @@ from actoffload import Offloader
 from tests.harness import assert_same_bits
 
 from .architectures import ARCHITECTURES, Architecture
+from .compare import settle
 from .places import PLACES
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # warnings of models
@@ -26,7 +27,7 @@ STATIC = {"parameter", "buffer", "other device"}
 
 
 def step(
-    model: nn.Module, batch: dict[str, Tensor], offloader: Offloader | None, *, inside: bool, settled: bool
+    model: nn.Module, batch: dict[str, Tensor], offloader: Offloader | None, *, inside: bool, settled: bool = False
 ) -> list[Tensor | None]:
     """The loss and every gradient of one step; ``settled``: all that moves is on disk before backward begins."""
     model.zero_grad()
@@ -34,20 +35,16 @@ def step(
     with offloader or nullcontext():
         loss: Tensor = model(**batch).loss
         if inside:
-            backward(loss, offloader if settled else None)
+            settle(offloader if settled else None)
+            loss.backward()
     if not inside:
-        backward(loss, offloader if settled else None)
+        settle(offloader if settled else None)
+        loss.backward()
     return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
 
 
-def backward(loss: Tensor, offloader: Offloader | None) -> None:
-    if offloader is not None:
-        offloader.synchronize()
-    loss.backward()
-
-
 def check(model: nn.Module, batch: dict[str, Tensor], offloader: Offloader, *, inside: bool) -> None:
-    reference = step(model, batch, None, inside=False, settled=False)
+    reference = step(model, batch, None, inside=False)
     assert sum(gradient is not None for gradient in reference) > 3
     before = offloader.statistics()
     mine = step(model, batch, offloader, inside=inside, settled=True)
@@ -57,7 +54,7 @@ def check(model: nn.Module, batch: dict[str, Tensor], offloader: Offloader, *, i
     assert after.nvme_read_bytes > before.nvme_read_bytes
     assert after.forwarded_bytes == before.forwarded_bytes
     assert after.live_records == 0
-    again = step(model, batch, offloader, inside=inside, settled=False)  # while writes are under way
+    again = step(model, batch, offloader, inside=inside)  # while writes are under way
     assert_same_bits(again, reference)
     after = offloader.statistics()
     assert after.live_records == 0

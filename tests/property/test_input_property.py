@@ -108,19 +108,15 @@ def mutated(draw: st.DrawFn, source: Callable[[], str]) -> str:
         elif kind == "take out":
             del owner[last]
         elif isinstance(owner, dict):
-            owner[draw(st.sampled_from(["odd", "args", "ts", "version", ESCAPES]))] = copy.deepcopy(
-                draw(st.sampled_from(ODD))
-            )
+            key = draw(st.sampled_from(["odd", "args", "ts", "version", ESCAPES]))
+            owner[key] = copy.deepcopy(draw(st.sampled_from(ODD)))
         else:
             owner.insert(0, copy.deepcopy(draw(st.sampled_from(ODD))))
     text = json.dumps(data)
     if draw(st.integers(0, 9)) == 0:
         place = draw(st.integers(0, len(text) - 1))
-        text = (
-            text[:place]
-            + draw(st.sampled_from(["", "[" * 3000, '{"a":' * 3000, "\0", "\ud800", "NaN", "é"]))
-            + text[place + 1 :]
-        )
+        piece = draw(st.sampled_from(["", "[" * 3000, '{"a":' * 3000, "\0", "\ud800", "NaN", "é"]))
+        text = text[:place] + piece + text[place + 1 :]
     return text
 
 
@@ -232,15 +228,10 @@ VALUES: dict[str, Any] = {
 def test_each_option_takes_a_value_or_names_itself(value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # some values are names of files
     os.mkfifo(tmp_path / "pipe")
+    usual: dict[str, Any] = {"target": "nvme", "path": tmp_path, "engine": "posix", "announce": "none"}
     for name in OffloadConfig.__dataclass_fields__:
-        for passed_value in (value, str(tmp_path / "pipe")):
-            options: dict[str, Any] = {
-                "target": "nvme",
-                "path": tmp_path,
-                "engine": "posix",
-                "announce": "none",
-                name: passed_value,
-            }
+        for passed in (value, str(tmp_path / "pipe")):
+            options = usual | {name: passed}
             made = _made(lambda: Offloader(OffloadConfig(**options)), ActOffloadError, name)  # noqa: B023 - called now
             if made is not None:
                 made.close()

@@ -131,9 +131,8 @@ class OffloaderMachine(RuleBasedStateMachine):
         self.seed += 1
         generator = torch.Generator().manual_seed(self.seed)
         raw = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
-        tensor = (
-            raw[..., 0] > 127 if dtype is torch.bool else raw.view(dtype).reshape(shape)
-        )  # NaN of all kinds as well
+        # NaN of all kinds as well
+        tensor = raw[..., 0] > 127 if dtype is torch.bool else raw.view(dtype).reshape(shape)
         return _Known(tensor.clone(), _Base())
 
     @rule(target=tensors, known=tensors, kind=st.sampled_from(VIEWS))
@@ -142,15 +141,9 @@ class OffloaderMachine(RuleBasedStateMachine):
 
     @rule(target=handles, known=tensors)
     def pack(self, known: _Known) -> _Saved:
-        tensor = known.tensor
-        saved = _Saved(
-            self.offloader.packer.pack(tensor),
-            bits(tensor),
-            tensor.shape,
-            tensor.stride(),
-            known.base,
-            known.base.changes,
-        )
+        tensor, base = known.tensor, known.base
+        handle = self.offloader.packer.pack(tensor)
+        saved = _Saved(handle, bits(tensor), tensor.shape, tensor.stride(), base, base.changes)
         self.saved.append(saved)
         return saved
 

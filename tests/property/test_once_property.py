@@ -31,14 +31,8 @@ def twice(base: Profile) -> Profile:
         replace(r, tape=1, **moved(r, "begin_s", "end_s", "again_s", "backward_end_s"))  # type: ignore[arg-type]
         for r in base.regions
     ]
-    return replace(
-        base,
-        storages=(*base.storages, *storages),
-        regions=(*base.regions, *regions),
-        forward_s=2 * base.forward_s,
-        backward_s=2 * base.backward_s,
-        other_s=2 * base.other_s,
-    )
+    longer = {name: 2 * getattr(base, name) for name in ("forward_s", "backward_s", "other_s")}
+    return replace(base, storages=(*base.storages, *storages), regions=(*base.regions, *regions), **longer)
 
 
 @st.composite

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from actoffload import Offloader, Plan
 from actoffload.integrations import deepspeed as adapter
+from tests.blocks import MLP
 from tests.integration.evidence import Run, counting_owners
 from tests.integration.processes import main, scratch
 
@@ -29,29 +30,8 @@ STEPS = 2
 """The second step prefetches in the order of the first."""
 LINES: list[str] = []
 
-ZERO3 = {
-    "stage": 3,
-    "stage3_param_persistence_threshold": 0,
-    "stage3_max_live_parameters": 0,
-    "stage3_max_reuse_distance": 0,
-    "stage3_prefetch_bucket_size": 1000,
-}
-
-
-class Block(nn.Module):
-    """A residual MLP with a norm and dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.nn.functional.gelu(self.up(self.norm(x)))
-        changed: Tensor = self.drop(self.down(hidden))
-        return x + changed * torch.sigmoid(x)
+ZERO3 = {"stage": 3, "stage3_prefetch_bucket_size": 1000}
+ZERO3 |= {f"stage3_{name}": 0 for name in ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance")}
 
 
 class DetachedWeight(torch.autograd.Function):
@@ -89,7 +69,7 @@ class Model(nn.Module):
     def __init__(self, *, checkpoint: Callable[..., Tensor] | None = None, frozen: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(96, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(MLP(WIDTH) for _ in range(4))
         self.detached = Detached()
         self.head = None if frozen else nn.Linear(WIDTH, 96, bias=False)
         if self.head is not None:
@@ -140,6 +120,7 @@ ONCE: dict[str, Any] = {
 }
 """PyTorch's checkpoints; two of the four blocks run once."""
 
+CHECKPOINTED: dict[str, Any] = {"checkpoint": deepspeed.checkpointing.checkpoint, "budget": "96KiB"}
 ROWS = {
     "zero0": Row(),
     "zero1": Row(zero={"stage": 1}),
@@ -149,17 +130,12 @@ ROWS = {
     "zero3_bf16": Row(zero=ZERO3, more={"bf16": {"enabled": True}}, budget="512KiB"),
     "accumulate3": Row(zero={"stage": 2}, accumulate=3),
     "accumulate3_zero3": Row(zero=ZERO3, accumulate=3),
-    "checkpoint": Row(zero={"stage": 1}, checkpoint=deepspeed.checkpointing.checkpoint, budget="96KiB"),
-    "checkpoint_zero3": Row(zero=ZERO3, checkpoint=deepspeed.checkpointing.checkpoint, budget="96KiB"),
+    "checkpoint": Row(zero={"stage": 1}, **CHECKPOINTED),
+    "checkpoint_zero3": Row(zero=ZERO3, **CHECKPOINTED),
     "checkpoint_non_reentrant": Row(
-        zero={"stage": 1}, checkpoint=deepspeed.checkpointing.non_reentrant_checkpoint, budget="96KiB"
+        zero={"stage": 1}, **CHECKPOINTED | {"checkpoint": deepspeed.checkpointing.non_reentrant_checkpoint}
     ),
-    "checkpoint_partitioned": Row(
-        zero={"stage": 1},
-        checkpoint=deepspeed.checkpointing.checkpoint,
-        checkpointing={"partition_activations": True},
-        budget="96KiB",
-    ),
+    "checkpoint_partitioned": Row(zero={"stage": 1}, checkpointing={"partition_activations": True}, **CHECKPOINTED),
     "once_zero1": Row(zero={"stage": 1}, **ONCE),
     "once_zero2": Row(zero={"stage": 2}, **ONCE),
     "once_zero3": Row(zero=ZERO3, **ONCE),
@@ -207,7 +183,6 @@ def final_weights(module: nn.Module, run: Run) -> None:
 
 
 def train(row: Row, offloaded: bool) -> Run:
-    """Train a few steps from fixed seeds."""
     run = Run()
     torch.manual_seed(3)
     deepspeed.checkpointing.configure(None, **row.checkpointing)
@@ -252,12 +227,12 @@ def train_pipeline(kind: type[nn.Module], checkpoint: int, offloaded: bool) -> R
     torch.manual_seed(3)
     deepspeed.checkpointing.configure(None)
     module = kind(
-        layers=[nn.Embedding(96, WIDTH), *(Block() for _ in range(4)), nn.Linear(WIDTH, 96)],
+        layers=[nn.Embedding(96, WIDTH), *(MLP(WIDTH) for _ in range(4)), nn.Linear(WIDTH, 96)],
         num_stages=2,
         loss_fn=pipeline_loss,
         partition_method="uniform",
         activation_checkpoint_interval=checkpoint,
-        checkpointable_layers=["Block"],
+        checkpointable_layers=["MLP"],
     )
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     recorded(optimizer, run)

@@ -60,14 +60,11 @@ class Net(nn.Module):
 
 
 def batch(step: int, rank: int, microbatch: int = 0) -> Tensor:
-    """An input of one rank."""
     generator = torch.Generator().manual_seed(1 + 1000 * step + 10 * microbatch + rank)
     return torch.randn(ROWS_OF_BATCH, WIDTH, generator=generator)
 
 
 def data_parallel_step(model: nn.Module) -> Callable[[int], list[Tensor]]:
-    """Forward and backward of this rank's batch."""
-
     def step(index: int) -> list[Tensor]:
         loss = model(batch(index, dist.get_rank())).float().square().mean()
         loss.backward()
@@ -80,7 +77,6 @@ def data_parallel_step(model: nn.Module) -> Callable[[int], list[Tensor]]:
 
 
 def ddp(*, recompute: bool = False, **options: Any) -> Setting:
-    """Plain data parallel."""
     net = Net(recompute=recompute, unused="find_unused_parameters" in options)
     model = DistributedDataParallel(net, **options)
     return Setting(model, data_parallel_step(model))
@@ -102,7 +98,6 @@ def ddp_accumulate() -> Setting:
 
 
 def ddp_static() -> Setting:
-    """DDP with a static graph and checkpoints."""
     model = DistributedDataParallel(Net(recompute=True), static_graph=True)
     return Setting(model, data_parallel_step(model), options=CHECKPOINTS)
 
@@ -111,7 +106,6 @@ def ddp_static() -> Setting:
 
 
 def shard(model: Net, **options: Any) -> Net:
-    """Shard each block, and then the model."""
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
@@ -119,7 +113,6 @@ def shard(model: Net, **options: Any) -> Net:
 
 
 def fsdp(*, recompute: bool = False, **options: Any) -> Setting:
-    """Sharded by block."""
     model = shard(Net(recompute=recompute), **options)
     return Setting(model, data_parallel_step(model), options=CHECKPOINTS if recompute else {})
 
@@ -212,7 +205,6 @@ def fsdp_compiled() -> Setting:
 
 
 def fsdp_one(**options: Any) -> Setting:
-    """The older ``FullyShardedDataParallel``."""
     from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 

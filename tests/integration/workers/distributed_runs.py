@@ -45,7 +45,6 @@ class Setting:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
     found: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     plain: Tensor = getattr(found, "elem", found)
     return plain.detach()

@@ -12,7 +12,6 @@ from tests.integration.processes import main, scratch
 
 
 def work() -> dict[str, Any]:
-    """Every row with and without offloading, and the printed lines."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         found: dict[str, Any] = {"trainer": trained()}
     lines = printed.getvalue().splitlines()
@@ -23,8 +22,6 @@ def work() -> dict[str, Any]:
 
 
 def trained(**options: Any) -> tuple[Run, Run]:
-    """One row: a trainer for two steps."""
-
     return compare(lambda: make_trainer(scratch(), max_steps=2, **options), scratch(), device_budget="48KiB")
 
 

@@ -9,7 +9,6 @@ from accelerate.commands import launch
 
 
 def main() -> None:
-    """Launch each file."""
     for file in map(Path, sys.argv[1:]):
         rank = ["-m", "tests.integration.workers.launched_rank", file.stem]
         sys.argv[1:] = ["--config_file", str(file), *rank]

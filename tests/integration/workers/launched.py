@@ -78,7 +78,6 @@ class Trained(Program):
     """A Trainer that saves a checkpoint, another that resumes from it, and ``save_model``."""
 
     def run(self) -> None:
-        """Train, with an evaluation after each step."""
         reported = {**QUIET, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
         reported |= {"gradient_checkpointing": self.by_hand, "use_cpu": False}
         data: Any = texts(16)
@@ -99,7 +98,6 @@ class Looped(Program):
     """A loop as Accelerate's guide writes it. It saves its state after one step, and loads it again after two."""
 
     def run(self) -> None:
-        """Train."""
         accelerator = accelerate.Accelerator()
         model: Any = llama()
         if self.by_hand:
@@ -124,7 +122,6 @@ class Looped(Program):
 
 
 def run(kind: Callable[..., Any], setup: str, checkpointed: bool, way: str) -> Run:
-    """The run of one program, with the statistics of its offloader."""
     program = kind(setup, checkpointed, way)
     with contextlib.ExitStack() as stack:
         stack.enter_context(as_launched())

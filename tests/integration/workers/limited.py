@@ -36,7 +36,6 @@ class _Net(nn.Module):
 
 
 def main(memory: str, keeps: str) -> None:
-    """Train and print."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model, digest = _Net(keeps == "1"), hashlib.sha256()

@@ -157,7 +157,6 @@ class NoStream:
         """Wait for nothing."""
 
     def record_event(self) -> NoStream:
-        """Return an event that has happened."""
         return self
 
     def synchronize(self) -> None:
@@ -189,7 +188,6 @@ def as_moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
 
 
 def plain_adam(parameters: list[Any]) -> Callable[[], None]:
-    """A step of plain AdamW on Megatron's own gradients."""
     optimizer = torch.optim.AdamW(parameters, lr=0.01)
 
     def step() -> None:
@@ -201,7 +199,6 @@ def plain_adam(parameters: list[Any]) -> Callable[[], None]:
 
 
 def distributed_adam(chunks: list[Any]) -> Callable[[], None]:
-    """A step of Megatron's distributed optimizer."""
     config = OptimizerConfig(optimizer="adam", lr=0.01, use_distributed_optimizer=True, clip_grad=1.0)
     with CudaTypes():
         optimizer = get_megatron_optimizer(config, chunks)
@@ -215,7 +212,6 @@ def distributed_adam(chunks: list[Any]) -> Callable[[], None]:
 
 
 def build(row: Row, args: Any) -> tuple[Any, list[Any]]:
-    """Megatron's configuration and this rank's model chunks."""
     config = make_config(args, **row.config)
     config.finalize_model_grads_func = finalize_model_grads
     chunks = make_chunks(config, args.seq, distributed_optimizer=row.distributed_optimizer)
@@ -260,7 +256,6 @@ def train(row: Row, arguments: list[str], hints: list[Hint]) -> tuple[Run, Any, 
 
 
 def watch_hints(step: Any, hints: list[Hint]) -> None:
-    """Record every hint of the adapter."""
     if step.offloader is None:
         return
     stage = step.offloader.stage
@@ -273,7 +268,6 @@ def watch_hints(step: Any, hints: list[Hint]) -> None:
 
 
 def run(args: Any, step: Any, data: list[Any], chunks: list[Any], *, forward_only: bool = False) -> list[Tensor]:
-    """Megatron's schedule, once."""
     several = len(chunks) > 1
     losses: list[Tensor] = get_forward_backward_func()(
         forward_step_func=step,
@@ -300,7 +294,6 @@ def evaluate(args: Any, step: Any, data: list[Any], chunks: list[Any]) -> int:
 
 
 def remember(found: Run, prefix: str, chunks: list[Any], *, gradients: bool) -> None:
-    """Copy the gradients, or the weights, into a run."""
     for index, chunk in enumerate(chunks):
         for name, parameter in chunk.named_parameters():
             tensor = parameter.main_grad if gradients else parameter
@@ -308,7 +301,6 @@ def remember(found: Run, prefix: str, chunks: list[Any], *, gradients: bool) -> 
 
 
 def compare(name: str, row: Row) -> Found:
-    """Both runs of a row."""
     directory = scratch() / name.replace(" ", "_").replace(",", "")
     directory.mkdir(exist_ok=True)
     arguments = [*SIZES.split(), *row.flags.split()]

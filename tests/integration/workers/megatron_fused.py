@@ -25,7 +25,6 @@ def _with(config: Any, **options: Any) -> Any:
 
 
 def main() -> None:
-    """Run the example."""
     fused = types.ModuleType("fused_weight_gradient_mlp_cuda")
     fused.wgrad_gemm_accum_fp32 = _accumulate  # type: ignore[attr-defined]
     sys.modules[fused.__name__] = fused

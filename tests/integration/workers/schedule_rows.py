@@ -88,8 +88,6 @@ def batches(count: int) -> list[Tensor]:
 
 
 class _Collectives(TorchDispatchMode):
-    """Counts collectives by name."""
-
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
@@ -172,13 +170,8 @@ def failing(in_backward: bool) -> dict[str, Any]:
     model.blocks[0].set_requires_gradient_sync(True)
     model.zero_grad()
     model.step(inputs)
-    return {
-        "error": error,
-        "settings": before,
-        "settings after": after,
-        "gradients": model.gradients(),
-        "expected": loop.gradients(),
-    }
+    found: dict[str, Any] = {"error": error, "settings": before, "settings after": after}
+    return found | {"gradients": model.gradients(), "expected": loop.gradients()}
 
 
 def chosen() -> tuple[tuple[int, int], tuple[int, int]]:

@@ -80,7 +80,6 @@ def step(count: int, how: str, offloader: Offloader | None = None) -> tuple[tupl
 
 
 def zero() -> dict[str, Any]:
-    """The results with ZeRO-3."""
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo suffices; this op takes a minute to compile
     deepspeed.init_distributed(dist_backend="gloo")
     found: dict[str, Any] = {}

@@ -33,13 +33,7 @@ from tests.integration.evidence import noting_offloaders, unpatched
 from tests.integration.hf_models import QUIET, llama, sentence, texts, tokenizer
 from tests.integration.processes import main, scratch
 
-STEPS: dict[str, Any] = {
-    **QUIET,
-    "gradient_accumulation_steps": 2,
-    "max_steps": 4,
-    "eval_strategy": "steps",
-    "eval_steps": 2,
-}
+STEPS = QUIET | {"gradient_accumulation_steps": 2, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
 Found = dict[str, Any]
 _sizes = count(1024)
 """A ``min_bytes`` for each program, so that each has an offloader of its own, which announces itself."""
@@ -57,12 +51,10 @@ class Collector(transformers.TrainerCallback):
         self.logs: list[dict[str, Any]] = []
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Record the log."""
         self.logs.append(dict(logs))
 
 
 def digest(model: nn.Module) -> str:
-    """A hash of all weights."""
     found = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
         found.update(name.encode() + value.detach().cpu().contiguous().numpy().tobytes())
@@ -70,7 +62,6 @@ def digest(model: nn.Module) -> str:
 
 
 def train(trainer: Any, way: str) -> Found:
-    """Train, attached in one of the ways."""
     collector = Collector()
     trainer.add_callback(collector)
     if way == "code":
@@ -119,12 +110,10 @@ def sft(checkpointed: bool, way: str) -> Found:
 
 
 def batches(number: int) -> list[dict[str, Any]]:
-    """Micro-batches of four rows."""
     return [{name: value[None].expand(4, -1) for name, value in row.items()} for row in texts(number)]
 
 
 def evaluated(model: Any) -> float:
-    """The loss of an evaluation."""
     model.eval()
     with torch.no_grad():
         loss: float = model(**batches(1)[0]).loss.item()
@@ -133,7 +122,6 @@ def evaluated(model: Any) -> float:
 
 
 def loop(checkpointed: bool, way: str) -> Found:
-    """A loop of Accelerate's."""
     model: Any = llama()
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -155,7 +143,6 @@ def loop(checkpointed: bool, way: str) -> Found:
 
 
 def engine(checkpointed: bool, way: str) -> Found:
-    """A loop of DeepSpeed's."""
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo suffices; this op takes a minute to compile
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
@@ -216,7 +203,6 @@ def run(program: Callable[[bool, str], Found], checkpointed: bool, way: str) -> 
 
 
 def work() -> dict[tuple[str, bool, str], Found]:
-    """The results of each (program, with checkpoints, way)."""
     found = {}
     for way in ("none", "env", "code", "flag"):
         for name, program in PROGRAMS.items():

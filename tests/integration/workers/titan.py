@@ -124,7 +124,6 @@ def command(arguments: str) -> None:
 
 
 def train(arguments: str, variable: str) -> dict[str, Any]:
-    """Losses, a hash of the weights, and statistics."""
     found: dict[str, Any] = {"losses": []}
     close = Trainer.close
 
@@ -160,7 +159,6 @@ def train(arguments: str, variable: str) -> dict[str, Any]:
 
 
 def refuse(name: str, arguments: str) -> str:
-    """The error of a command line."""
     flags = FLAGS
     if name in ("its own offloading", "one graph"):
         flags = FLAGS.replace("--module llama3 --config ", "--module graph_trainer.llama3 --config graph_trainer_")
@@ -176,7 +174,6 @@ def refuse(name: str, arguments: str) -> str:
 
 
 def work() -> dict[str, Any]:
-    """All rows."""
     stand_in()
     write_assets()
     rows = {name: train(*row) for name, row in ROWS.items()}

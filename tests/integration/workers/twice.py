@@ -44,7 +44,6 @@ def keep_group() -> Callable[[], None]:
 
 
 def main() -> None:
-    """Run both."""
     end = keep_group()
     name, *flags = sys.argv[1:]
     both, more = flags[: flags.index("--")], flags[flags.index("--") + 1 :]

@@ -33,13 +33,11 @@ def names_of(note: str) -> dict[str, Any]:
 
 
 def losses_of(trainer: Any) -> list[float]:
-    """The logged losses of a training."""
     trainer.train()
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
 def transformers(shim: dict[str, Any] | None) -> Result:
-    """A Trainer."""
     from transformers import Trainer, TrainingArguments
 
     from tests.integration.hf_models import QUIET, llama, texts
@@ -50,7 +48,6 @@ def transformers(shim: dict[str, Any] | None) -> Result:
 
 
 def trl(shim: dict[str, Any] | None) -> Result:
-    """TRL's trainer for supervised fine-tuning."""
     from datasets import Dataset
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer
@@ -65,7 +62,6 @@ def trl(shim: dict[str, Any] | None) -> Result:
 
 
 def deepspeed(shim: dict[str, Any] | None) -> Result:
-    """An engine."""
     import deepspeed
 
     from tests.integration.hf_models import llama, texts
@@ -91,12 +87,10 @@ PROGRAMS: dict[str, Callable[[dict[str, Any] | None], Result]] = {
 
 
 def layers() -> Any:
-    """A model of two layers."""
     return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2)))
 
 
 def step(model: Any) -> None:
-    """A forward and a backward."""
     getattr(model, "backward", Tensor.backward)(model(randn(4, 16)).square().mean())
 
 
@@ -130,7 +124,6 @@ def passed() -> dict[str, dict[str, Any]]:
 
 
 def saved_bytes() -> int:
-    """The packed bytes of all offloaders."""
     return sum(each.statistics().packed_bytes for each in gc.get_objects() if type(each) is actoffload.Offloader)
 
 
