@@ -83,15 +83,13 @@ def stream_worker(
             for line in process.stdout or ():
                 if not line.startswith("{"):
                     continue
-                if prompts is None:
-                    yield json.loads(line)
-                    continue
-                # The limit is for the worker's own time, and this worker waits while the caller has others run.
-                timer.cancel()
+                if prompts is not None:  # the limit is for the worker's own time, not for that of others meanwhile
+                    timer.cancel()
                 yield json.loads(line)
-                timer = threading.Timer(limit_s, stop)
-                timer.start()
-                _prompt(process, prompts())
+                if prompts is not None:
+                    timer = threading.Timer(limit_s, stop)
+                    timer.start()
+                    _prompt(process, prompts())
             status = process.wait()
         finally:
             # The caller may close this generator while the worker runs; without a kill the exit below would wait.
