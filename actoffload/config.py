@@ -85,7 +85,9 @@ def _choice(*choices: str, takes: str = "", objects: str = "") -> Kind:
         if takes and callable(value):
             _check_takes_one(name, value, takes)
         elif not isinstance(value, str) or value not in choices:
-            more = f", or a callable that takes {takes}" if takes else objects
+            more = f", or a callable that takes {takes}" if takes else ""
+            if not isinstance(value, str):  # the text of a flag is never meant to be an object
+                more += objects
             raise ConfigError(name, value, f"choose one of {', '.join(map(repr, choices))}{more}")
         return value
 
