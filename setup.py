@@ -22,9 +22,6 @@ class BuildWithPth(build_py):
         if not self.editable_mode:
             (Path(self.build_lib) / NAME).write_text(LINE)
 
-    def get_outputs(self, include_bytecode=1):
-        return [*super().get_outputs(include_bytecode), str(Path(self.build_lib) / NAME)]
-
 
 class EditableWithPth(editable_wheel):
     """Adds the file to the wheel of an editable installation."""

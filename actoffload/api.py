@@ -158,9 +158,14 @@ class Attachment(Hooking):
 
     def detach(self) -> None:
         """Restore the module from its next call on. Tensors saved before stay usable. Idempotent."""
-        if not _detach(self.module, self):
+        module = self.module
+        if module.__dict__.get(ATTACHMENT) is not self:
             return
-        self.offloader.forget(self.module)
+        del module.__dict__[ATTACHMENT]
+        # `fully_shard` may have made a subclass of the attached class since. Setting the old class would undo that.
+        if BEFORE in type(module).__dict__:
+            object.__setattr__(module, "__class__", getattr(type(module), BEFORE))
+        self.offloader.forget(module)
         if self._step is not None:
             self._step.remove()
             self._step = None
@@ -266,17 +271,6 @@ def _attach(module: nn.Module, attachment: Attachment) -> None:
         # Past the `__setattr__` of the module's class, which may do anything.
         object.__setattr__(module, "__class__", _attached_class(kind))
     module.__dict__[ATTACHMENT] = attachment
-
-
-def _detach(module: nn.Module, attachment: Attachment) -> bool:
-    """Remove an attachment from a module; return whether it was there."""
-    if module.__dict__.get(ATTACHMENT) is not attachment:
-        return False
-    del module.__dict__[ATTACHMENT]
-    # `fully_shard` may have made a subclass of the attached class since. Setting the old class would undo that.
-    if BEFORE in type(module).__dict__:
-        object.__setattr__(module, "__class__", getattr(type(module), BEFORE))
-    return True
 
 
 STEP = "training_step"

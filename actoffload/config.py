@@ -73,14 +73,21 @@ def _size(*, share: bool = False, whole: bool = False, zero: bool = False) -> Ki
     return Kind("SIZE", check)
 
 
-def _choice(*choices: str, takes: str = "") -> Kind:
-    """Return the kind of a choice of names, or with ``takes`` also a callable with this argument."""
+def _choice(*choices: str, takes: str = "", objects: str = "") -> Kind:
+    """Return the kind of a choice of names.
+
+    ``takes``: or a callable with this argument. ``objects``: or an object that decides; the words for it in the error.
+    """
 
     def check(name: str, value: Any) -> Any:
+        if objects and callable(getattr(value, "decide", None)):
+            return value
         if takes and callable(value):
             _check_takes_one(name, value, takes)
         elif not isinstance(value, str) or value not in choices:
             more = f", or a callable that takes {takes}" if takes else ""
+            if not isinstance(value, str):  # the text of a flag is never meant to be an object
+                more += objects
             raise ConfigError(name, value, f"choose one of {', '.join(map(repr, choices))}{more}")
         return value
 
@@ -96,10 +103,7 @@ def _check_threads(name: str, value: Any) -> Any:
 
 
 def _read_threads(text: str) -> Any:
-    try:
-        return int(text)
-    except ValueError:
-        return text
+    return int(text) if text.strip().isdecimal() else text
 
 
 def _check_switch(name: str, value: Any) -> Any:
@@ -108,36 +112,34 @@ def _check_switch(name: str, value: Any) -> Any:
     return value
 
 
-def _check_policy(name: str, value: Any) -> Any:
-    if callable(getattr(value, "decide", None)):
-        return value
-    if isinstance(value, str):
-        return _POLICY_NAME.check(name, value)
-    remedy = f"give {', '.join(map(repr, POLICIES))}, a Plan, or an object with decide(facts)"
-    raise ConfigError(name, value, remedy)
-
-
 def _check_trace(name: str, value: Any) -> Any:
-    if not (value is None or callable(value) or isinstance(value, (str, os.PathLike))):
+    if callable(value):
+        _check_takes_one(name, value, "a TraceEvent")
+    elif isinstance(value, (str, os.PathLike)):
+        check_file(name, value)
+    elif value is not None:
         raise ConfigError(name, value, "give a file or a callable that takes a TraceEvent")
-    _check_takes_one(name, value, "a TraceEvent")
-    check_file(name, value)
     return value
+
+
+def _read_policy(text: str) -> Any:
+    """Return the plan in a file; any other text as it is."""
+    if text in POLICIES or not os.path.isfile(text):
+        return text
+    with open(text, encoding="utf-8") as file:
+        return Plan.from_json(file.read())
 
 
 def _read_switch(text: str, otherwise: Any = None) -> Any:
     return _TRUE_OR_FALSE.get(text.lower(), otherwise or text)
 
 
-def _check_takes_one(field: str, value: object, argument: str) -> None:
-    """Raise if a callable cannot be called with one argument. A callable without a signature passes."""
+def _check_takes_one(field: str, value: Callable[..., Any], argument: str) -> None:
+    """Raise if a callable cannot be called with one argument: a failure in the first step would cost the user more."""
     try:
-        signature = inspect.signature(value) if callable(value) else None
-    except (TypeError, ValueError):  # some builtins have no signature
+        inspect.signature(value).bind(argument)
+    except ValueError:  # some builtins have no signature
         return
-    try:
-        if signature is not None:  # checked now, because a failure in the first step would cost the user more
-            signature.bind(argument)
     except TypeError:
         raise ConfigError(field, value, f"a callable is called with one argument, {argument}") from None
 
@@ -146,25 +148,28 @@ LONGEST_NAME = 240
 """The most bytes in the name of a file. File systems take 255, and a trace adds the rank to the name."""
 
 
-def check_file(field: str, value: object) -> None:
+def check_file(field: str, value: PathLike) -> None:
     """Raise if no file can be written at a path."""
-    if value is None or callable(value):
-        return
-    path = os.fspath(value)  # type: ignore[call-overload]
+    path = os.fspath(value)
     if not _names_a_file(path):
-        raise ConfigError(field, value, "give the path of a file as text")
-    if os.path.isdir(path):
-        raise ConfigError(field, value, "is a directory: give the path of a file in it")
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise ConfigError(field, value, "is a device or a pipe: give the path of a file")
-    if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
-        raise ConfigError(field, value, "its directory does not exist: create it first")
-    if len(os.fsencode(os.path.basename(path))) > LONGEST_NAME:
-        raise ConfigError(field, value, "the name of the file is too long")
+        problem = "give the path of a file as text"
+    elif os.path.isdir(path):
+        problem = "is a directory: give the path of a file in it"
+    elif os.path.exists(path) and not os.path.isfile(path):
+        problem = "is a device or a pipe: give the path of a file"
+    elif not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+        problem = "its directory does not exist: create it first"
+    elif len(os.fsencode(os.path.basename(path))) > LONGEST_NAME:
+        problem = "the name of the file is too long"
+    else:
+        return
+    raise ConfigError(field, value, problem)
 
 
 def _names_a_file(path: object) -> bool:
     """Return whether the system accepts a path: a text without a zero byte and without lone surrogates."""
+    if isinstance(path, os.PathLike):
+        path = os.fspath(path)
     try:
         return isinstance(path, str) and bool(path) and b"\0" not in os.fsencode(path)
     except UnicodeEncodeError:
@@ -180,47 +185,39 @@ def _texts(field: str, value: object) -> tuple[str, ...] | None:
     return tuple(items)
 
 
+def _check_recompute(name: str, value: Any) -> Any:
+    return value if isinstance(value, bool) else _texts(name, value) or False
+
+
+def _read_recompute(text: str) -> Any:
+    return _read_switch(text, text.split(","))
+
+
 def _paths(field: str, value: object) -> tuple[str, ...] | None:
     if value is None:
         return None
     items = (value,) if isinstance(value, (str, os.PathLike)) else value
-    if not isinstance(items, Sequence) or not items:
+    if not isinstance(items, Sequence) or not items or not all(_names_a_file(item) for item in items):
         raise ConfigError(field, value, "give a directory or a sequence of directories")
-    texts = []
-    for item in items:
-        if not isinstance(item, (str, os.PathLike)) or not _names_a_file(os.fspath(item)):
-            raise ConfigError(field, value, "give a directory or a sequence of directories")
-        # Absolute, so that the same directory has one name, and a later change of the working directory moves nothing.
-        texts.append(os.path.abspath(os.path.expanduser(os.fspath(item))))
+    # Absolute, so that the same directory has one name, and a later change of the working directory moves nothing.
+    texts = tuple(os.path.abspath(os.path.expanduser(os.fspath(item))) for item in items)
     if len(set(texts)) != len(texts):
         raise ConfigError(field, value, "the same directory is named twice")
-    return tuple(texts)
+    return texts
 
 
-_TARGET = _choice(*get_args(Target))
-_POLICY_NAME = _choice(*POLICIES)
-_POLICY = _POLICY_NAME._replace(check=_check_policy)
-_ENGINE = _choice(*get_args(EngineName), takes="a SpoolFile")
-_ANNOUNCE = _choice("none", "first", "all", takes="the line")
-_CHECKPOINTS = _choice("plan", "leave")
-_BOUNDARIES = _choice("all", "only")
-_CODEC = _choice("auto", "none", "exact")
-_SIZE = _size()
-_SIZE_OR_ZERO = _size(zero=True)
-_SIZE_OR_SHARE = _size(share=True)
-_SIZE_OR_WHOLE = _size(share=True, whole=True)
 _TRUE_OR_FALSE = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+_SIZE, _SIZE_OR_ZERO = _size(), _size(zero=True)
 _SWITCH = Kind("", _check_switch, bool, _read_switch)
 _GLOBS = Kind("GLOB", _texts, list[str], lambda text: text.split(","))
-_DEVICES = _GLOBS._replace(unit="TYPE")
 _PATHS = Kind("DIR", _paths, list[str], lambda text: text.split(os.pathsep))
-_FILE = Kind("FILE", _check_trace)
-_RECOMPUTE = Kind(
-    "GLOBS",
-    lambda name, value: value if isinstance(value, bool) else _texts(name, value) or False,
-    read=lambda text: _read_switch(text, text.split(",")),
-)
-_THREADS = Kind("N", _check_threads, int, _read_threads)
+_POLICY = _choice(*POLICIES, objects=", a Plan, or an object with decide(facts)")._replace(read=_read_policy)
+_ENGINE = _choice(*get_args(EngineName), takes="a SpoolFile")
+
+
+def _option(default: Any, kind: Kind) -> Any:
+    """Return the field of an option."""
+    return field(default=default, metadata={"kind": kind})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,98 +228,98 @@ class OffloadConfig:
     page repeat it: run ``make options`` after a change.
     """
 
-    target: Target = field(default="auto", metadata={"kind": _TARGET})
+    target: Target = _option("auto", _choice(*get_args(Target)))
     """Where saved tensors go. ``"host"`` is pinned host memory, ``"nvme"`` is disk, ``"tiered"`` is host memory up to
     ``host_budget`` and disk beyond it. ``"auto"`` is tiered if a path is usable, else host. CPU tensors move only to
     disk: ``"auto"`` and ``"tiered"`` are ``"nvme"`` for them, and with ``"host"`` they stay. If the default path cannot
     hold a spool, ``"auto"`` moves no CPU tensor, with a warning. A path that you gave must be usable."""
-    path: PathLike | Sequence[PathLike] | None = field(default=None, metadata={"kind": _PATHS})
+    path: PathLike | Sequence[PathLike] | None = _option(None, _PATHS)
     """Directory of the spool, or several. Each tensor goes to the directory with the shortest queue. The default is
     ``$ACTOFFLOAD_PATH``, else the system's temporary directory. Give a directory on a local NVMe drive."""
-    devices: str | Sequence[str] | None = field(default=None, metadata={"kind": _DEVICES})
+    devices: str | Sequence[str] | None = _option(None, _GLOBS._replace(unit="TYPE"))
     """Device types whose tensors move. The default is the accelerator if there is one, else ``"cpu"``."""
-    allow_any_filesystem: bool = field(default=False, metadata={"kind": _SWITCH})
+    allow_any_filesystem: bool = _option(False, _SWITCH)
     """Let the spool live on tmpfs or a network file system, for tests: memory is no disk."""
-    device_budget: Size | None = field(default=None, metadata={"kind": _SIZE_OR_SHARE})
+    device_budget: Size | None = _option(None, _size(share=True))
     """Most bytes of saved activations on the device: 8GiB, or 40%. When it is set, the forward waits for room. By
     default nothing waits, and tensors that cannot be moved in time are kept. Set it where the model does not fit.
     ``"40%"`` is that share of the most that saved activations have needed so far with nothing moved
     (``Statistics.baseline_peak_bytes``). The first step measures it, so there is no limit before the second step, and a
     larger step raises it. If no plan keeps a share, the smallest share that a plan keeps applies, with one warning.
     Bytes that no plan keeps raise ``BudgetError`` after the first step that exceeded them; it names the least."""
-    device_memory: Size | None = field(default=None, metadata={"kind": _SIZE_OR_WHOLE})
+    device_memory: Size | None = _option(None, _size(share=True, whole=True))
     """Most bytes of everything on the device: 24GB, 95%, or auto. It replaces ``device_budget`` and counts the bytes
     of PyTorch's allocator, or on the CPU the process's resident memory. ``"95%"`` is a share of the device, machine or
     cgroup; ``"auto"`` is all of it less a margin. Each shape begins with the least memory and takes more as measured
     steps leave room; they reset the allocator's peak. ``BudgetError``: parameters and states alone exceed it. Needs
     ``policy="auto"``."""
-    host_budget: Size | None = field(default=None, metadata={"kind": _SIZE_OR_ZERO})
+    host_budget: Size | None = _option(None, _SIZE_OR_ZERO)
     """Most bytes of (pinned) host memory. The default is half of the memory that is available to this process's share
     of the machine. With ``target="nvme"`` it bounds the bytes that wait for the disk."""
-    nvme_budget: Size | None = field(default=None, metadata={"kind": _SIZE})
+    nvme_budget: Size | None = _option(None, _SIZE)
     """Most bytes on disk over all paths. The default is the free space when the spool is opened, less 256 MiB, divided
     by the processes of the machine. Give it if each rank has a disk of its own."""
-    min_bytes: Size | None = field(default=None, metadata={"kind": _SIZE_OR_ZERO})
+    min_bytes: Size | None = _option(None, _SIZE_OR_ZERO)
     """Tensors smaller than this stay. The default is 128 KiB on the CPU and 1 MiB on an accelerator."""
-    policy: str | Policy | Plan = field(default="auto", metadata={"kind": _POLICY})
+    policy: str | Policy | Plan = _option("auto", _POLICY)
     """Which tensors move. From the third step on ``"auto"`` follows a planner, which decides from the steps before it.
     ``"greedy"`` has no planner: on the CPU it moves tensors that can leave in time; on an accelerator it moves all, and
     compute waits once a quarter of a step's bytes is on its way, so it takes less memory and more time.
     ``"all"`` moves all above ``min_bytes`` with the least memory, ``"keep"`` nothing. A ``Policy`` object
-    decides itself, and a ``Plan`` is followed."""
-    checkpoints: str = field(default="plan", metadata={"kind": _CHECKPOINTS})
+    decides itself, and a ``Plan`` is followed; ``ACTOFFLOAD_POLICY`` takes the file of one."""
+    checkpoints: str = _option("plan", _choice("plan", "leave"))
     """Whether a plan lets the program's checkpointed blocks run once. ``"plan"``: ``policy="auto"`` and a given
     ``Plan`` choose which of them run again ([checkpointing.md](checkpointing.md)). ``"leave"``: all run again, and the
     bytes that they hold are not counted."""
-    recompute: bool | str | Sequence[str] = field(default=False, metadata={"kind": _RECOMPUTE})
+    recompute: bool | str | Sequence[str] = _option(False, Kind("GLOBS", _check_recompute, str, _read_recompute))
     """Modules to checkpoint: patterns of names, or ``True`` for the repeated blocks. They run as
     ``actoffload.checkpoint``, and must compute the same again. Needs ``model=``. A flag takes ``1``, or patterns with
     ``,`` between."""
-    include: str | Sequence[str] | None = field(default=None, metadata={"kind": _GLOBS})
+    include: str | Sequence[str] | None = _option(None, _GLOBS)
     """Glob patterns of the modules whose saved tensors move. All others stay. Needs ``model=``."""
-    exclude: str | Sequence[str] | None = field(default=None, metadata={"kind": _GLOBS})
+    exclude: str | Sequence[str] | None = _option(None, _GLOBS)
     """Glob patterns of the modules whose saved tensors stay. Needs ``model=``."""
-    boundaries: str = field(default="all", metadata={"kind": _BOUNDARIES})
+    boundaries: str = _option("all", _choice("all", "only"))
     """Whether only the inputs of checkpointed blocks move. ``"only"`` moves these (PyTorch's checkpoint, DeepSpeed's,
     Megatron's) and nothing else; a checkpointed model saves nothing else of its blocks."""
-    codec: str = field(default="auto", metadata={"kind": _CODEC})
+    codec: str = _option("auto", _choice("auto", "none", "exact"))
     """Which saved tensors take fewer bytes, with every bit back in backward ([tuning.md](tuning.md)). ``"auto"``: those
     of checkpointed blocks that run once, on an accelerator. ``"exact"``: all, where a limit makes steps longer."""
-    fp8: str | Sequence[str] | None = field(default=None, metadata={"kind": _GLOBS})
+    fp8: str | Sequence[str] | None = _option(None, _GLOBS)
     """Glob patterns of the modules whose saved tensors are rounded to FP8: gradients are not exact then
     ([tuning.md](tuning.md)). Needs ``model=``."""
-    announce: str | Callable[[str], None] = field(default="first", metadata={"kind": _ANNOUNCE})
+    announce: str | Callable[[str], None] = _option("first", _choice("none", "first", "all", takes="the line"))
     """Which ranks print, after the first forward, what is active, what moves, what stays and why. ``"first"`` prints
     the line to stderr on rank 0, ``"all"`` on every rank, ``"none"`` nowhere; a callable takes the line."""
-    verify: bool = field(default=False, metadata={"kind": _SWITCH})
+    verify: bool = _option(False, _SWITCH)
     """Checksum the bytes that are written, and check them when they are read back."""
-    trace: PathLike | Callable[[TraceEvent], None] | None = field(default=None, metadata={"kind": _FILE})
+    trace: PathLike | Callable[[TraceEvent], None] | None = _option(None, Kind("FILE", _check_trace))
     """File for a trace of the run. [commands.md](commands.md) shows how to read it. With several ranks each has a file
     of its own: ``run.rank0.json``. ``ACTOFFLOAD_TRACE`` names it too. A callable takes each ``TraceEvent``."""
-    drive_tbw: Size | None = field(default=None, metadata={"kind": _SIZE})
+    drive_tbw: Size | None = _option(None, _SIZE)
     """Bytes of writes that a drive under ``path`` is rated for (its TBW), such as 600TB. The report then projects how
     long the drive lasts. Several paths count as several drives."""
-    debug: bool = field(default=False, metadata={"kind": _SWITCH})
+    debug: bool = _option(False, _SWITCH)
     """Poison every freed host slot and extent, so that a use after release shows as NaN. Slow."""
-    engine: EngineName | Callable[[SpoolFile], StorageEngine] = field(default="auto", metadata={"kind": _ENGINE})
+    engine: EngineName | Callable[[SpoolFile], StorageEngine] = _option("auto", _ENGINE)
     """Storage engine. ``"auto"`` takes the first of ``"posix"``, ``"uring"`` and ``"aiofiles"`` that works, behind an
     accelerator ``"uring"`` first. ``"gds"`` is GPUDirect Storage by ``kvikio``: with ``target="nvme"`` it moves bytes
     between device memory and disk, past host memory; ``actoffload doctor`` says whether the driver offers that.
     ``"memory"`` is for tests. A callable that takes a ``SpoolFile`` makes your own (see ``CONTRIBUTING.md``)."""
-    io_threads: int | None = field(default=None, metadata={"kind": _THREADS})
+    io_threads: int | None = _option(None, Kind("N", _check_threads, int, _read_threads))
     """Threads of the storage engine, or requests of ``"uring"`` under way at once. The engine has a default."""
-    prefetch_bytes: Size | None = field(default=None, metadata={"kind": _SIZE})
+    prefetch_bytes: Size | None = _option(None, _SIZE)
     """Bytes that backward reads ahead. The default follows the bytes that backward needs, and is at most a quarter of
     the bytes that the forward saved, or twice its largest tensor, unless a plan sets it."""
-    pending_bytes: Size | None = field(default=None, metadata={"kind": _SIZE})
+    pending_bytes: Size | None = _option(None, _SIZE)
     """Most bytes on their way out at once. Beyond it CPU tensors stay, or are waited for with ``device_budget``, and an
     accelerator's compute stream waits for the oldest copies. A tensor that is larger goes while at most half of it is
     on its way. The default is 256 MiB on the CPU. On an accelerator a plan sets it; without a plan it is twice the
     largest tensor, at least 64 MiB, or a larger backlog (``policy``)."""
-    keep_last_bytes: Size | None = field(default=None, metadata={"kind": _SIZE_OR_ZERO})
+    keep_last_bytes: Size | None = _option(None, _SIZE_OR_ZERO)
     """Last bytes saved in a forward that stay, from the second step on. Their backward follows at once. The default is
     a sixteenth of the bytes that the forward saves, at most the prefetch window."""
-    tune_malloc: bool = field(default=True, metadata={"kind": _SWITCH})
+    tune_malloc: bool = _option(True, _SWITCH)
     """On the CPU, let an allocator of this library keep the memory of large tensors and use it again. It is compiled
     once and is process-wide until the process ends. Without a C++ compiler, glibc's mmap threshold is fixed instead, so
     that freed activations leave the process."""
@@ -364,11 +361,11 @@ class OffloadConfig:
             ConfigError: an option does not exist, or its value cannot work; names the flag.
         """
         options = {name: value for name, value in given.items() if value is not None}
-        for name, value in options.items():
-            kind = _KINDS.get(name)
-            if kind is not None and isinstance(value, str) and (splits or kind.flag != list[str]):
-                options[name] = kind.read(value)
         try:
+            for name, value in options.items():
+                kind = _KINDS.get(name)
+                if kind is not None and isinstance(value, str) and (splits or kind.flag != list[str]):
+                    options[name] = kind.read(value)
             make_config(options)
         except ConfigError as error:  # the user has set a flag or variable, so the error names that
             raise ConfigError(flag(error.field), given.get(error.field, error.value), error.remedy) from None
@@ -473,16 +470,14 @@ _KINDS: dict[str, Kind] = {each.name: each.metadata["kind"] for each in fields(O
 def help_of_options() -> dict[str, str]:
     """Return the text below each field of `OffloadConfig`, from the source; nothing if the source is not available."""
     try:
-        tree = ast.parse(inspect.getsource(OffloadConfig))
+        definition: Any = ast.parse(inspect.getsource(OffloadConfig)).body[0]
     except (OSError, TypeError):
         return {}
+    fields_and_texts = pairwise(definition.body)
     return {
-        name.target.id: " ".join(text.value.value.split())
-        for definition in tree.body
-        if isinstance(definition, ast.ClassDef)
-        for name, text in pairwise(definition.body)
-        if isinstance(name, ast.AnnAssign) and isinstance(name.target, ast.Name)
-        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+        each.target.id: " ".join(text.value.value.split())
+        for each, text in fields_and_texts
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
     }
 
 

@@ -172,7 +172,7 @@ class Results:
         self.payload: dict[str, Any] = {
             "benchmark": benchmark,
             "command": command_line(f"benchmarks.{benchmark}", arguments),
-            "environment": describe_environment(ROOT),
+            "environment": describe_environment(),
             "configuration": {name: value for name, value in configuration.items() if name != "path"},
         }
 
@@ -197,7 +197,7 @@ class Results:
 def command_line(module: str, arguments: Sequence[str] | None) -> str:
     """The command that repeats this run, with ``DIR`` for folders outside the repository."""
     given = sys.argv[1:] if arguments is None else arguments
-    named = [without_paths(argument, ROOT) for argument in given]
+    named = [without_paths(argument) for argument in given]
     return " ".join(["python", "-m", module, *("DIR" if name.startswith("/") else name for name in named)])
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from actoffload.testing.gpt import GPTConfig
 from actoffload.tools import models
-from actoffload.tools.rok_points import Case
+from actoffload.tools.on_paper import Case
 
 Start = tuple[Tensor, Tensor | None]
 CAUSAL_MODELS = {"llama": "LlamaDecoderLayer", "qwen2": "Qwen2DecoderLayer", "qwen3_moe": "Qwen3MoeDecoderLayer"}

@@ -16,7 +16,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, make_dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -130,8 +130,8 @@ class TrainerAttachment(TrainerCallback):
     def _take_over(self) -> None:
         # `_undo` runs in reverse order: the value that a flag had first is the one that remains.
         for flag in _flags(self.trainer):
-            self._undo.callback(flag.write, flag.value)
-            flag.write(flag.off)
+            self._undo.callback(setattr, flag.owner, flag.name, getattr(flag.owner, flag.name, None))
+            setattr(flag.owner, flag.name, flag.off)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Add the counts since the last log, for every logger (W&B, TensorBoard, ...) and to ``state.log_history``."""
@@ -153,15 +153,10 @@ class TrainerAttachment(TrainerCallback):
         _refuse_conflicts(self.trainer)
         self._began_at, self._runs = state.global_step, 0
         if self.offloader.statistics().packed_tensors:  # its first line came in an earlier training
-            headline, _, _ = self.report().partition("\n")
-            self._announce(f"{headline} so far; training begins again")
-
-    def _announce(self, line: str) -> None:
-        announce = self.offloader.config.announce
-        if callable(announce):
-            announce(line)
-        elif announce != "none":
-            _print_once(line)
+            headline, announce = self.report().partition("\n")[0], self.offloader.config.announce
+            if announce != "none":
+                show = announce if callable(announce) else _print_once
+                show(f"{headline} so far; training begins again")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         _logger.info(self.offloader.report())
@@ -202,34 +197,30 @@ def _refuse_conflicts(trainer: Any) -> None:
             raise ConfigError("activation_checkpointing_enable(offload=...)", True, remedy)
 
 
-@dataclass
-class _Switch:
-    """A flag by which a trainer would move activations itself."""
+class _Switch(NamedTuple):
+    """A flag by which a trainer would move activations itself: an attribute, and its value that switches it off."""
 
-    value: Any
+    owner: Any
+    name: str
     off: Any
-    write: Callable[[Any], None]
-    target: Any = None
+    target: str | None = None
     """The target that the flag names; None if its value is just True."""
 
 
 def _flags(trainer: Any) -> Iterator[_Switch]:
     """The flags that are on."""
     args, plugin = trainer.args, getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    context = getattr(trainer, "maybe_activation_offload_context", None)
-    value = getattr(args, "activation_offloading", False)
-    if value or not isinstance(context, contextlib.nullcontext | None):
-        write = functools.partial(setattr, trainer, "maybe_activation_offload_context")
-        yield _Switch(context, contextlib.nullcontext(), write, _target("activation_offloading", value))
+    context, value = "maybe_activation_offload_context", getattr(args, "activation_offloading", False)
+    if value or not isinstance(getattr(trainer, context, None), contextlib.nullcontext | None):
+        yield _Switch(trainer, context, contextlib.nullcontext(), _target("activation_offloading", value))
     for name in ("activation_checkpointing", "gradient_checkpointing"):  # the second is the older name
-        name_of_options = f"{name}_kwargs"
-        options = getattr(args, name_of_options, None) or {}
+        options = getattr(args, f"{name}_kwargs", None) or {}
         if getattr(args, name, False) and options.get("offload"):
             others = {key: value for key, value in options.items() if key != "offload"}
-            write = functools.partial(setattr, args, name_of_options)
-            yield _Switch(options, others, write, _target(f"{name_of_options}['offload']", options["offload"]))
+            target = _target(f"{name}_kwargs['offload']", options["offload"])
+            yield _Switch(args, f"{name}_kwargs", others, target)
     if getattr(plugin, "activation_checkpointing_offload", False):
-        yield _Switch(True, False, functools.partial(setattr, plugin, "activation_checkpointing_offload"))
+        yield _Switch(plugin, "activation_checkpointing_offload", False)
 
 
 def _target(name: str, value: object) -> str | None:

@@ -51,10 +51,9 @@ class _RematAttachment(Attachment):
         # Before our hooks are installed: torch_remat's checkpoint captured the hooks around it, and ours inside would
         # be the innermost ones, so it would never see the tensors that it has to keep.
         if _state.get() is not None:
-            remedy = (
-                "it runs in a remat.checkpoint, whose hooks ours would hide: attach a module around that, and choose"
-            )
-            raise ConfigError("module", type(self.module).__name__, f"{remedy} with include=")
+            remedy = "it runs in a remat.checkpoint, whose hooks ours would hide: "
+            remedy += "attach a module around that, and choose with include="
+            raise ConfigError("module", type(self.module).__name__, remedy)
         token = _inside.set(True)
         try:
             return super().run(function, *args, **kwargs)
@@ -73,9 +72,7 @@ def _watch_hooks() -> None:
         # Identity of the pack hook, not equality of owners: another offloader's hooks would hide ours just as well.
         around = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if _inside.get() and (around is None or around[0] is not pack):
-            remedy = (
-                "of nested hooks only the innermost act: leave this pair out, or do not attach the module around it"
-            )
+            remedy = "of nested hooks only the innermost act: leave this pair out, or detach the module around it"
             raise ConfigError("saved_tensors_hooks", getattr(pack, "__qualname__", pack), remedy)
         return kind(pack, unpack, *rest)
 

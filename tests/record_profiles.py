@@ -14,7 +14,7 @@ import torch
 
 from actoffload import OffloadConfig, Offloader
 from actoffload.tools.models import build
-from actoffload.tools.rok_points import Case
+from actoffload.tools.on_paper import Case
 from benchmarks import harness
 
 CASES = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
+from actoffload.tools.on_paper import Case
 from actoffload.tools.rok import Preset
-from actoffload.tools.rok_points import Case
 
 CASE = Case(model="gpt-small", hidden=128, layers=2, batch=2, seq=128, vocab=64)
 PRESET = Preset(cases=(CASE, replace(CASE, batch=4)), levels=("0.5", "recompute"), warm_up=1, steps=2, device="cpu")

@@ -8,10 +8,11 @@ overlap in a real step, that rate is the slowest of writing, reading and both at
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from itertools import count
@@ -159,7 +160,7 @@ class Rig(AbstractContextManager["Rig"]):
             begin = self._memory.ctypes.data
             # Memory of one block each, and the extents that it goes through.
             self._slots = [(begin + i * block_bytes, extents[i::slots]) for i in range(slots)]
-            self.measure("write", None)  # the first write to reserved room is slower than any later one
+            self.measure("write")  # the first write to reserved room is slower than any later one
             self._check_content()
         except BaseException:
             self.close()
@@ -171,22 +172,20 @@ class Rig(AbstractContextManager["Rig"]):
         middle = {way: median(sample[way] for sample in samples) for way in DIRECTIONS}
         return Rates(engine=self.spool.capabilities.name, direct=self.spool.capabilities.direct, **middle)
 
-    def measure(self, direction: Direction, seconds: float | None) -> float:
+    def measure(self, direction: Direction, seconds: float = math.inf) -> float:
         """Return the bytes a second of one direction; reading and mixed go over the blocks written before.
 
-        An engine that works through the page cache makes one pass at most, as any does for None seconds; its writes are
-        forced to the disk within the time, and the blocks that it reads are dropped from the cache before.
+        An engine that works through the page cache makes one pass at most, as any does without ``seconds``. Its writes
+        are forced to the disk within the time, and the blocks that it reads are dropped from the cache before.
         """
         # A second pass through the page cache would measure memory.
         cached = self.spool.capabilities.needs_file and not self.spool.capabilities.direct
         files = [file.fd for file in self.spool.files] if cached else []
         for fd in files:
             os.fdatasync(fd)  # dirty pages cannot be dropped
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         begin_s = time.perf_counter()
-        deadline_s = None if seconds is None else begin_s + seconds
-        blocks = self._move(direction, deadline_s, one_pass=cached or seconds is None)
+        blocks = self._move(direction, begin_s + seconds, one_pass=cached or seconds == math.inf)
         for fd in files:
             os.fdatasync(fd)
         return blocks * self._block_bytes / (time.perf_counter() - begin_s)
@@ -198,7 +197,7 @@ class Rig(AbstractContextManager["Rig"]):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _move(self, direction: Direction, deadline_s: float | None, *, one_pass: bool) -> int:
+    def _move(self, direction: Direction, deadline_s: float, *, one_pass: bool) -> int:
         """Keep every slot under way until the deadline, or for one pass over its extents; return the blocks moved."""
         running: dict[int, Transfer] = {}
         moved, slots = 0, len(self._slots)
@@ -207,8 +206,7 @@ class Rig(AbstractContextManager["Rig"]):
             before, (address, extents) = running.get(number), self._slots[number]
             if before is not None:
                 before.wait()
-            failed = before is not None and before.error is not None
-            if failed or (deadline_s is not None and time.perf_counter() >= deadline_s):
+            if time.perf_counter() >= deadline_s or (before is not None and before.error is not None):
                 break
             if not one_pass or turn < len(extents):
                 # Neighbours of a mixed run write and read in turn, so that both directions are always under way.
@@ -216,24 +214,22 @@ class Rig(AbstractContextManager["Rig"]):
                 start = self.spool.write if writes else self.spool.read
                 running[number] = start(extents[turn % len(extents)], address, self._block_bytes)
                 moved += 1
-        # All end first, so that no transfer uses the memory any more when this returns or raises.
-        for transfer in running.values():
-            transfer.wait()
-        _raise_first(running.values())
+        _end(running.values())
         return moved
 
     def _check_content(self) -> None:
         """Read a block of each slot back: an engine that is fast because it moves nothing must not win."""
         self._memory[:] = 0
         reads = [self.spool.read(extents[-1], address, self._block_bytes) for address, extents in self._slots]
-        for transfer in reads:
-            transfer.wait()
-        _raise_first(reads)
+        _end(reads)
         if not all(np.array_equal(block, self._random) for block in self._memory):
             raise ChecksumError(errno.EBADMSG, "what was read back is not what was written", self.spool.files[0].path)
 
 
-def _raise_first(transfers: Iterable[Transfer]) -> None:
+def _end(transfers: Collection[Transfer]) -> None:
+    # All end first, so that no transfer uses the memory any more when this returns or raises.
+    for transfer in transfers:
+        transfer.wait()
     for transfer in transfers:
         if transfer.error is not None:
             raise transfer.error

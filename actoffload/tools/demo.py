@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -35,8 +34,8 @@ from .console import (
     print_rows,
     progress_bar,
 )
-from .environment import find_device, peak_rss_bytes, prepare_process
-from .rok_points import Spread, verdict
+from .environment import clock_s, find_device, peak_rss_bytes, prepare_process
+from .rok import Spread, verdict
 from .workers import say, serve, take_turns, turn_ratios
 
 WORKER = "actoffload.tools.demo"
@@ -200,7 +199,7 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
     step_s: list[float] = []
     say({"turn": 0})
     for _ in sys.stdin:
-        begin_s = _now(device)
+        begin_s = clock_s(device)
         with offloader or nullcontext():
             starts = torch.randint(0, len(text) - length, (spec["batch"],), generator=choice)
             tokens = torch.stack([text[start : start + length] for start in starts.tolist()]).long().to(device)
@@ -210,7 +209,7 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
         del loss, tokens
-        step_s.append(_now(device) - begin_s)
+        step_s.append(clock_s(device) - begin_s)
         say({"turn": len(losses), "loss": losses[-1]})
     peak_bytes = peak_rss_bytes() if device == "cpu" else int(torch.accelerator.max_memory_allocated())
     end: dict[str, Any] = {"device": device, "losses": losses, "step_s": step_s, "peak_bytes": peak_bytes}
@@ -221,15 +220,6 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
             offloader.profile.save(spec["profile"])
         offloader.close()
     return end
-
-
-def _now(device: str) -> float:
-    """The time at which the device has done its work."""
-    if device != "cpu":
-        import torch
-
-        torch.accelerator.synchronize()
-    return time.perf_counter()
 
 
 if __name__ == "__main__":

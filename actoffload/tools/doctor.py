@@ -6,7 +6,6 @@ import math
 import os
 import platform
 import tempfile
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from ..storage.spool import Spool
 from ..storage.spool_files import filesystem_type
 from .bench import BLOCK_BYTES, DIRECTIONS, REGION_BYTES, ROUNDS, SECONDS, Rig
 from .console import JsonOption, PathOption, check_paths, print_json, print_rows
-from .environment import find_device
+from .environment import clock_s, find_device
 
 LINK_BYTES = 256 << 20
 LINK_WAYS = ("host_to_device", "device_to_host")
@@ -146,11 +145,9 @@ def _link(kind: str) -> dict[str, float]:
     rates = {}
     for name, target, source in zip(LINK_WAYS, (there, host), (host, there), strict=True):
         target.copy_(source, non_blocking=True)  # the first one also wakes the link
-        torch.accelerator.synchronize()
-        begin = time.perf_counter()
+        begin_s = clock_s(kind)
         target.copy_(source, non_blocking=True)
-        torch.accelerator.synchronize()
-        rates[f"{name}_bytes_per_s"] = LINK_BYTES / (time.perf_counter() - begin)
+        rates[f"{name}_bytes_per_s"] = LINK_BYTES / (clock_s(kind) - begin_s)
     return rates
 
 

@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ BUSY_SHARE = 0.15
 """A machine on which other processes take more of the processors than this is called busy."""
 
 
-def describe_environment(root: Path = ROOT) -> dict[str, Any]:
+def describe_environment() -> dict[str, Any]:
     """Describe the machine, its load while this process waits, and the software. No host name, no path."""
     import torch
 
@@ -45,7 +46,7 @@ def describe_environment(root: Path = ROOT) -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "actoffload": __version__,
         "native_hooks": native.refusal() or "yes",
-        "commit": commit_of(root),
+        "commit": commit_of(),
         "gpu": None,
     }
     if torch.cuda.is_available():
@@ -57,10 +58,9 @@ def describe_environment(root: Path = ROOT) -> dict[str, Any]:
 
 def find_device() -> str:
     """Return the accelerator's type if there is one, else ``"cpu"``."""
-    import torch
+    from ..tiers.accelerator import default_device_types  # imports torch
 
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if accelerator is None else accelerator.type
+    return default_device_types()[0]
 
 
 def cpu_model() -> str:
@@ -91,9 +91,9 @@ def _git(root: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def without_paths(text: str, root: Path = ROOT) -> str:
+def without_paths(text: str) -> str:
     """Return ``text`` without this machine's directories."""
-    return text.replace(str(root), ".").replace(str(Path.home()), "~")
+    return text.replace(str(ROOT), ".").replace(str(Path.home()), "~")
 
 
 def without_errno(text: str) -> str:
@@ -124,3 +124,12 @@ def prepare_process(device: str, threads: int | None, seed: int) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def clock_s(device: str) -> float:
+    """Return the time at which the device has done its work."""
+    if device != "cpu":
+        import torch
+
+        torch.accelerator.synchronize()
+    return time.perf_counter()

@@ -14,8 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.console import Console
 from rich.markup import escape
 
-from ..errors import BudgetError, ConfigError
+from ..errors import ActOffloadError, BudgetError, ConfigError
 from ..planning.profile import Profile
+from ..planning.regions import choosable
+from ..planning.search import Limits, best
+from ..planning.simulator import Conditions, Prediction, run, simulate
+from ..planning.workload import KEEP, NVME, Workload
 from ..sizes import format_size
 from ..storage.endurance import YEAR_S, format_decimal, format_duration, written_per_day
 from .console import JsonOption, grouped, option, print_json, print_rows
@@ -31,10 +35,9 @@ from .on_paper import (
     Parallelism,
     check_positive,
     hardware_of,
+    is_own,
     preset,
 )
-from .rok import predict_variant
-from .rok_points import is_own
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,6 +46,10 @@ if TYPE_CHECKING:
 
 COUNTED: dict[str, Any] = {"sequence": 2048, "gpu": "rtx-4090"}
 """The preset for ``--from-model``."""
+NO_BLOCKS = "there are no blocks to recompute: layers of one class in a ModuleList or Sequential"
+OFFLOAD_READS_AHEAD = 1 << 20
+"""Bytes that the series ``offload`` reads ahead; the library makes that twice the largest tensor (SSDTrain reads one
+module ahead). Its default, a quarter of the bytes that a forward saves, is a whole block of four: recompute's peak."""
 ZERO = {"parameters": 3, "gradients": 2, "optimizer": 1}
 """The stages of ZeRO from which on the states of a model are split."""
 
@@ -232,6 +239,26 @@ def states_of(model: nn.Module, question: Question) -> dict[str, float]:
         "gradients": sum(parameter.nbytes for parameter in trained),
         "optimizer": default if given is None else given * elements,
     }
+
+
+# -- a step, predicted ------------------------------------------------------------------------------------------------
+
+
+def predict_variant(base: Profile, plain: Profile, series: str, budget: int | None) -> Prediction:
+    """Predict a series. ``base`` runs every block again, as ``recompute`` does; ``plain`` runs all once, as others do.
+
+    The hybrid is the best mix for its ``budget``.
+    """
+    if series == "hybrid":
+        # Without a budget: lower the peak of a step that recomputes nothing, as far as that costs no time.
+        limits = Limits(device_budget=budget, tiers=("nvme",))
+        step, plan = best(base if budget is not None else plain, limits)
+        return simulate(step, plan, limits, detail=False)
+    if series == "recompute" and not choosable(base):
+        raise ActOffloadError(NO_BLOCKS)
+    workload = Workload(base if series == "recompute" else plain)
+    tiers = tuple(NVME if series == "offload" and item.movable else KEEP for item in workload.items)
+    return run(workload, tiers, Conditions(), window=OFFLOAD_READS_AHEAD)
 
 
 # -- as text ----------------------------------------------------------------------------------------------------------

@@ -25,10 +25,10 @@ from ..errors import ConfigError
 from ..planning.profile import Link, Profile, Region, Storage
 from ..planning.regions import choosable, run_again, with_regions
 from ..policy import KeepReason
+from ..runtime.store import DEVICE_MIN_BYTES
 from ..testing.gpt import GPT, GPTConfig
-from .on_paper import TABLES, Hardware
-from .rok_points import Case, is_own
-from .saved_bytes import MIN_BYTES, WatchedStep, call
+from .on_paper import TABLES, Case, Hardware, is_own
+from .saved_bytes import WatchedStep, call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +258,7 @@ def profiles_of(
     saved, sources = list(step.saved.values()), _sources(step)
 
     def size(nbytes: int) -> dict[str, Any]:
-        return {"nbytes": nbytes // ranks, "kept": "" if nbytes >= MIN_BYTES else KeepReason.SMALL.value}
+        return {"nbytes": nbytes // ranks, "kept": "" if nbytes >= DEVICE_MIN_BYTES else KeepReason.SMALL.value}
 
     # A shared storage, or a checkpoint's input, lives on when its block runs again, so it belongs to no region.
     storages = [
@@ -292,7 +292,9 @@ def profiles_of(
         backward_s=(end - step.forward_flops) / rate,
         device=hardware.name,
     )
-    codes = {n: one.once_bytes // ranks for n, one in enumerate(saved) if one.once_bytes < one.nbytes >= MIN_BYTES}
+    codes = {
+        n: one.once_bytes // ranks for n, one in enumerate(saved) if one.once_bytes < one.nbytes >= DEVICE_MIN_BYTES
+    }
     again = run_again(plain, sources, {})
     return run_again(plain, sources, codes), with_regions(again, choosable(again)), step
 

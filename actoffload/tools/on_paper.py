@@ -1,4 +1,4 @@
-"""The machines and models of the commands that run nothing. The presets are in ``presets.toml``."""
+"""The machines and models that commands name. The presets are in ``presets.toml``."""
 
 from __future__ import annotations
 
@@ -116,6 +116,44 @@ class Hardware:
     def _through(self, rated: float) -> float:
         drives = self.disk_bytes_per_s or rated * self.drives
         return min(self.link_bytes_per_s, drives if self.target == "nvme" else math.inf)
+
+
+# -- presets -
+
+
+def is_own(source: str) -> bool:
+    """Return whether this names a function in a user's file, rather than a preset or a configuration."""
+    return ".py:" in source
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Case:
+    """A model and its batch. ``hidden`` elements, ``seq`` tokens, ``batch`` sequences, ``vocab`` rows of the head.
+
+    A user's own model (``FILE.py:FUNCTION``) sets its sizes itself. ``adapters``: the rank of LoRA, 0 for none.
+    """
+
+    model: str
+    batch: int
+    hidden: int = 0
+    layers: int = 0
+    seq: int = 0
+    vocab: int = 0
+    head_width: int = 64
+    dtype: str = "float32"
+    adapters: int = 0
+
+    @property
+    def panel(self) -> str:
+        """The cases with the same text share a panel of the picture."""
+        if not self.hidden:
+            return self.model
+        return f"{self.model}, hidden {self.hidden} × {self.layers} layers, {self.seq} tokens"
+
+    @property
+    def name(self) -> str:
+        """The panel and the batch."""
+        return f"{self.panel}, batch {self.batch}"
 
 
 # -- presets ----------------------------------------------------------------------------------------------------------

@@ -6,12 +6,14 @@ saved activations in bytes, y the throughput in algorithmic TFLOP/s (recomputati
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Annotated, Any
 
 import msgspec
@@ -20,17 +22,11 @@ from rich.console import Console
 from rich.progress import TimeElapsedColumn
 
 from ..errors import ActOffloadError, ConfigError
-from ..planning.profile import Profile
-from ..planning.regions import choosable
-from ..planning.search import Limits, best
-from ..planning.simulator import Conditions, Prediction, run, simulate
-from ..planning.workload import KEEP, NVME, Workload
 from ..sizes import format_size
 from .console import JsonOption, PathOption, grouped, option, print_json, print_rows, progress_bar
 from .environment import BUSY_SHARE, describe_environment, find_device, write_json
-from .on_paper import TABLES, hardware_of, preset
-from .plots import draw_rok
-from .rok_points import SERIES, Case, Point, Spread, Variant, is_own, verdict
+from .estimate import predict_variant
+from .on_paper import TABLES, Case, hardware_of, is_own, preset
 from .workers import FAILURES, failure, run_worker
 
 PREDICTED = "predicted"
@@ -39,13 +35,35 @@ OWN, OWN_BATCHES = "own", (1, 2, 4)
 """The preset of a user's own model."""
 WORKER, VERSION, LIMIT_S = "actoffload.tools.rok_worker", 2, 3600.0
 """The longest time of a case."""
-NO_BLOCKS = "there are no blocks to recompute: layers of one class in a ModuleList or Sequential"
-OFFLOAD_READS_AHEAD = 1 << 20
-"""Bytes that the series ``offload`` reads ahead; the library makes that twice the largest tensor (SSDTrain reads one
-module ahead). Its default, a quarter of the bytes that a forward saves, is a whole block of four: recompute's peak."""
+LEAST_NOISE = 0.01
+"""Two steps of keep are taken to differ by this share at least."""
+SERIES = ("keep", "recompute", "offload", "hybrid")
+LINES = {"keep": (":", "s"), "recompute": ("--", "^"), "offload": ("-.", "D"), "hybrid": ("-", "oPX*hv")}
+"""The line and the marker of each series, in the order of the legend. The hybrid has a marker for each budget."""
+COLOURS = {"keep": "black", "recompute": "#d55e00", "offload": "#009e73", "hybrid": "#0072b2"}
+"""Okabe and Ito's, which colour-blind people can tell apart."""
+COLUMN = 3.3
+"""The width of a paper's column in inches."""
+LETTERS = 60
+"""The letters that fit in it."""
 
 Sample = Mapping[str, Any]
 Launch = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A series and, for ``hybrid``, its budget: a share of the peak with all kept, or ``"recompute"`` for its peak."""
+
+    series: str
+    level: str = ""
+
+    @property
+    def label(self) -> str:
+        """The series and its budget, as in ``"hybrid ≤ 40% of keep"``."""
+        if not self.level:
+            return self.series
+        return f"{self.series} ≤ {self.level if self.level in SERIES else f'{float(self.level):.0%} of keep'}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,13 +111,72 @@ PRESETS = {name: _preset(row) for name, row in TABLES["rok"].items()}
 # -- points -----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Spread:
+    """A median with the middle half of the values around it."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Return the spread of one or more values."""
+        low, _, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+        return cls(median(values), low, high)
+
+
+def verdict(ratio: Spread, noise: Spread) -> str:
+    """Compare a ratio to keep with the A/A noise: a difference needs a middle half that lies outside the noise's.
+
+    The noise counts as 1 % at least: predictions have none, and are no more exact than that.
+
+    >>> verdict(Spread(1.3, 1.2, 1.4), Spread(1.0, 0.9, 1.1)), verdict(Spread(1.05, 1.0, 1.2), Spread(1.0, 0.9, 1.1))
+    ('slower', 'as keep')
+    """
+    if ratio.low > max(noise.high, 1 + LEAST_NOISE):
+        return "slower"
+    return "faster" if ratio.high < min(noise.low, 1 - LEAST_NOISE) else "as keep"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One variant of one case. None, or 0 bytes: nothing was measured.
+
+    Attributes:
+        peak_bytes: of saved activations on the device, median over the timed steps.
+        tflops: keep's throughput at its median step, over the ratio; without a ratio that of the steps.
+        ratio: step time over keep's in the same turn; of keep, one of its two steps over the other: A/A noise.
+        identical: whether losses and gradients equal keep's bit for bit.
+        oom: whether there was no room, in memory or under a budget below the floor of every plan.
+    """
+
+    case: Case
+    variant: Variant
+    device_budget: int | None = None
+    peak_bytes: int = 0
+    step_s: Spread | None = None
+    tflops: Spread | None = None
+    ratio: Spread | None = None
+    verdict: str = ""
+    identical: bool | None = None
+    oom: bool = False
+    error: str = ""
+
+    @property
+    def label(self) -> str:
+        """The variant and the batch."""
+        return f"{self.variant.label}, batch {self.case.batch}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return one row, ready for JSON."""
+        row = asdict(self)
+        return {**row.pop("case"), **row.pop("variant"), **row}
+
+
 def points_of(samples: Sequence[Sample]) -> list[Point]:
-    """Return points from the samples of a results file."""
-    groups: dict[tuple[Case, Variant], list[Sample]] = {}
-    for sample in samples:
-        key = Case(**sample["case"]), Variant(series=sample["series"], level=sample["level"])
-        groups.setdefault(key, []).append(sample)
-    points = [_point(case, variant, mine) for (case, variant), mine in groups.items()]
+    """Return the points of a results file, whose samples are each another variant or case."""
+    points = [_point(sample) for sample in samples]
     keeps = {point.case: point for point in points if point.variant.series == "keep"}
     return [_against(keeps.get(point.case), point) for point in points]
 
@@ -117,22 +194,19 @@ def _over(top: float, times: Spread) -> Spread:
     return Spread(top / times.median, top / times.high, top / times.low)
 
 
-def _point(case: Case, variant: Variant, samples: Sequence[Sample]) -> Point:
-    budget = next((s["device_budget"] for s in samples if s.get("device_budget") is not None), None)
-    point = Point(case=case, variant=variant, device_budget=budget)
-    bad = [sample for sample in samples if "error" in sample]
-    if bad:  # a point that fails now and then is a failed one
-        return replace(point, oom=any(s.get("oom") for s in bad), error=bad[0]["error"])
-    step_s = Spread.of([s for sample in samples for s in sample["step_s"]])
-    ratios = [ratio for sample in samples for ratio in sample["ratios"]]
-    compared = [sample["identical"] for sample in samples if sample["identical"] is not None]
+def _point(sample: Sample) -> Point:
+    variant = Variant(series=sample["series"], level=sample["level"])
+    point = Point(case=Case(**sample["case"]), variant=variant, device_budget=sample.get("device_budget"))
+    if "error" in sample:
+        return replace(point, oom=bool(sample.get("oom")), error=sample["error"])
+    step_s = Spread.of(sample["step_s"])
     return replace(
         point,
-        peak_bytes=round(median(peak for sample in samples for peak in sample["peak_bytes"])),
+        peak_bytes=round(median(sample["peak_bytes"])),
         step_s=step_s,
-        tflops=_over(samples[0]["flops"] / 1e12, step_s),
-        ratio=Spread.of(ratios) if ratios else None,
-        identical=all(compared) if compared else None,
+        tflops=_over(sample["flops"] / 1e12, step_s),
+        ratio=Spread.of(sample["ratios"]) if sample["ratios"] else None,
+        identical=sample["identical"],
     )
 
 
@@ -216,23 +290,6 @@ def budget_of(level: str, whole: int | None, peaks: Mapping[str, int | None]) ->
     return int(share * peak)
 
 
-def predict_variant(base: Profile, plain: Profile, series: str, budget: int | None) -> Prediction:
-    """Predict a series. ``base`` runs every block again, as ``recompute`` does; ``plain`` runs all once, as others do.
-
-    The hybrid is the best mix for its ``budget``.
-    """
-    if series == "hybrid":
-        # Without a budget: lower the peak of a step that recomputes nothing, as far as that costs no time.
-        limits = Limits(device_budget=budget, tiers=("nvme",))
-        step, plan = best(base if budget is not None else plain, limits)
-        return simulate(step, plan, limits, detail=False)
-    if series == "recompute" and not choosable(base):
-        raise ActOffloadError(NO_BLOCKS)
-    workload = Workload(base if series == "recompute" else plain)
-    tiers = tuple(NVME if series == "offload" and item.movable else KEEP for item in workload.items)
-    return run(workload, tiers, Conditions(), window=OFFLOAD_READS_AHEAD)
-
-
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -299,7 +356,7 @@ def command(
     """
     rok = measured.run(out, path)
     take(rok, quiet=as_json)
-    raise typer.Exit(finish(rok.payload, rok.file, as_json))
+    raise typer.Exit(finish(rok, as_json))
 
 
 def take(run: RokRun, *, quiet: bool) -> None:
@@ -316,30 +373,27 @@ def take(run: RokRun, *, quiet: bool) -> None:
                 progress.console.print(text, style="yellow", markup=False)
 
 
-def finish(payload: dict[str, Any], file: Path, as_json: bool) -> int:
+def finish(run: RokRun, as_json: bool) -> int:
     """Draw and compare; return 1 if losses or gradients differ, or a point failed otherwise than by a lack of room."""
-    points, machine = points_of(payload["samples"]), payload["environment"]
-    share = max((s.get("others_cpu_share") or 0.0 for s in payload["samples"]), default=0.0)
-    device, torch = payload["measured_with"].get("device"), f"torch {machine.get('torch')}"
-    title = f"{machine.get('gpu') or machine.get('cpu')}, {torch}"
-    if device == PREDICTED:
+    points, machine = points_of(run.payload["samples"]), run.payload["environment"]
+    title = f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}"
+    if run.payload["measured_with"]["device"] == PREDICTED:
         title = f"PREDICTED from shapes, nothing was run\n{machine['gpu']}"
-    if share <= BUSY_SHARE or device == PREDICTED:
-        share = 0.0
-    busy = f"the machine was busy: others took up to {share:.0%} of the processors" if share else ""
-    pictures = [file.with_suffix(ending) for ending in (".png", ".svg")]
-    drawn = f"written beside {file.name}: {', '.join(picture.name for picture in pictures)}"
+    share, busy = max(sample["others_cpu_share"] or 0.0 for sample in run.payload["samples"]), ""
+    if share > BUSY_SHARE:
+        busy = f"the machine was busy: others took up to {share:.0%} of the processors"
+    pictures = [run.file.with_suffix(ending) for ending in (".png", ".svg")]
+    drawn = f"written beside {run.file.name}: {', '.join(picture.name for picture in pictures)}"
     try:
-        if points:
-            draw_rok(points, pictures, "\n".join(filter(None, (title, busy))))
+        draw_rok(points, pictures, "\n".join(filter(None, (title, busy))))
     except ImportError:
         drawn = "a picture needs matplotlib: pip install actoffload[plots]"
     if as_json:
-        print_json({"points": [point.as_dict() for point in points], "busy_share": share})
+        print_json({"points": [point.as_dict() for point in points], "busy_share": share if busy else 0.0})
     else:
         show(points, busy)
         typer.echo(drawn)
-    return 1 if any(p.failed or p.identical is False for p in points) else 0
+    return 1 if any((p.error and not p.oom) or p.identical is False for p in points) else 0
 
 
 def show(points: Sequence[Point], busy: str) -> None:
@@ -371,3 +425,89 @@ def _cells(point: Point) -> tuple[str, ...]:
         "-" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})",
         "BITS DIFFER" if point.identical is False else point.verdict,
     )
+
+
+# -- the picture -------------------------------------------------------------------------------------------------------
+
+
+def draw_rok(points: Sequence[Point], paths: Sequence[Path], title: str) -> None:
+    """Draw a panel for each model and size, throughput over activation peak; upper left is better.
+
+    A line joins a variant's batches, whose numbers stand beside its points. A band is the A/A noise of keep.
+    The ending of each of ``paths`` is its format.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    import matplotlib
+
+    # Files need no display, and a machine that measures often has none.
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = list(dict.fromkeys(point.case.panel for point in points))
+    columns = 1 if len(panels) <= 3 else 2
+    rows = -(-len(panels) // columns)
+    sizes: dict[str, Any] = {"font.size": 7.0, "axes.titlesize": "medium", "figure.titlesize": "medium"}
+    with pyplot.style.context(["default", sizes]):
+        shape = (COLUMN, 1.4 + 1.25 * rows)
+        figure, grid = pyplot.subplots(rows, columns, figsize=shape, squeeze=False, layout="constrained")
+        try:
+            known: dict[str, Any] = {}
+            for axis, panel in zip_longest(grid.flatten(), panels):
+                if panel is None:
+                    axis.set_axis_off()
+                    continue
+                _draw_panel(axis, [p for p in points if p.case.panel == panel])
+                axis.set_title(textwrap.fill(panel, LETTERS // columns - 4))
+                handles, labels = axis.get_legend_handles_labels()
+                known |= dict(zip(labels, handles, strict=True))
+            figure.legend(known.values(), known.keys(), loc="outside lower center", ncols=2, frameon=False)
+            figure.suptitle("\n".join(textwrap.fill(line, LETTERS) for line in title.splitlines()))
+            figure.supylabel("model TFLOP/s (bars: middle half of the turns; numbers: batch)", fontsize="medium")
+            for path in paths:
+                figure.savefig(path, dpi=300)
+        finally:
+            pyplot.close(figure)
+
+
+def _draw_panel(axis: Any, points: Sequence[Point]) -> None:
+    axis.grid(alpha=0.15)
+    axis.spines[["top", "right"]].set_visible(False)
+    variants = sorted({p.variant for p in points if p.tflops}, key=lambda v: (SERIES.index(v.series), v.level))
+    markers = {series: iter(kinds * len(variants)) for series, (_, kinds) in LINES.items()}
+    for variant in variants:
+        mine = sorted((p for p in points if p.variant == variant), key=lambda p: p.case.batch)
+        _draw_variant(axis, variant, mine, next(markers[variant.series]))
+    failed = {
+        "no room": [p.label for p in points if p.oom],
+        "not measured": [p.label for p in points if not p.tflops and not p.oom],
+    }
+    texts = [f"{reason}: {'; '.join(labels)}" for reason, labels in failed.items() if labels]
+    axis.set_xlabel("\n".join(["activation peak", *(textwrap.fill(text, LETTERS) for text in texts)]))
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter(lambda nbytes, _: format_size(nbytes).replace(".0 ", " "))
+
+
+def _draw_variant(axis: Any, variant: Variant, points: Sequence[Point], marker: str) -> None:
+    """Draw a line through a variant's points, with batches and bars, and the noise of keep."""
+    colour = COLOURS[variant.series]
+    drawn = [(float(p.peak_bytes), p.tflops, p) for p in points if p.tflops]
+    below, above = [y.median - y.low for _, y, _ in drawn], [y.high - y.median for _, y, _ in drawn]
+    axis.errorbar(
+        [x for x, _, _ in drawn],
+        [y.median for _, y, _ in drawn],
+        yerr=[below, above],
+        label=variant.label,
+        color=colour,
+        linestyle=LINES[variant.series][0],
+        linewidth=1,
+        marker=marker,
+        markersize=4,
+        markerfacecolor="none" if variant.series == "hybrid" else colour,  # hollow, as several may lie on each other
+        elinewidth=0.8,
+    )
+    for x, y, point in drawn:
+        axis.annotate(str(point.case.batch), (x, y.median), (3, 3), textcoords="offset points", fontsize="x-small")
+        if variant.series == "keep" and y.high > y.low:
+            axis.axhspan(y.low, y.high, color=colour, alpha=0.1, linewidth=0, label="A/A noise of keep")

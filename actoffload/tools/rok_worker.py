@@ -30,10 +30,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from .. import OffloadConfig, Offloader
 from ..errors import ActOffloadError
 from ..memory import cpu_allocator
-from .environment import prepare_process
+from .environment import clock_s, prepare_process
+from .estimate import NO_BLOCKS, OFFLOAD_READS_AHEAD
 from .models import Trainee, build
-from .rok import NO_BLOCKS, OFFLOAD_READS_AHEAD, budget_of
-from .rok_points import Case, Variant, is_own
+from .on_paper import Case, is_own
+from .rok import Variant, budget_of
 from .saved_bytes import BACKWARD_FACTOR
 from .workers import FAILURES, failure, serve
 
@@ -81,7 +82,6 @@ class Round:
     def __init__(self, spec: dict[str, Any]) -> None:
         self.spec = spec
         self.device = torch.device(spec["device"])
-        self.on_cpu = self.device.type == "cpu"
         case = Case(**spec["case"])
         self.workload = build(case, self.device)
         self.inputs = self.workload.batch(case.batch)
@@ -162,12 +162,12 @@ class Round:
             if parameter.grad is not None:
                 parameter.grad.zero_()
         torch.manual_seed(SEED)  # the same dropout in every step
-        begin_s = self._now()
+        begin_s = clock_s(self.device.type)
         with context or mode.offloader or nullcontext():
             loss = mode.workload.loss(self.inputs)
         torch.autograd.backward(loss)
         self.optimizer.step()
-        step_s = self._now() - begin_s
+        step_s = clock_s(self.device.type) - begin_s
         gradients = (parameter.grad for parameter in self.parameters if parameter.grad is not None)
         # A sum of integers has no rounding, so one bit that differs shows.
         bits = float(loss.detach()).hex(), *(int(g.view(INTEGERS[g.element_size()]).sum()) for g in gradients)
@@ -176,14 +176,8 @@ class Round:
         mode.identical = bits == self.expected and mode.identical is not False
         return step_s
 
-    def _now(self) -> float:
-        """The time at which the device has done its work."""
-        if not self.on_cpu:
-            torch.accelerator.synchronize()
-        return time.perf_counter()
-
     def _timed_step(self, mode: Mode) -> float:
-        if not self.on_cpu:
+        if self.device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats()
             static = torch.accelerator.memory_allocated()
             step_s = self._step(mode)

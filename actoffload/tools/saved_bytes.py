@@ -26,8 +26,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..autograd.codec import exact_bytes
 from ..autograd.originals import MOST, node_of
 
-MIN_BYTES = 1 << 20
-"""On an accelerator `OffloadConfig` keeps smaller tensors by default."""
 BACKWARD_FACTOR = 3
 """FLOPs of a step, as a multiple of its forward's."""
 

@@ -18,10 +18,9 @@ from ..planning.profile import Profile
 from ..sizes import format_size
 from .console import JsonOption, PathOption, check_paths, grouped, option, plain, print_busy, print_json, print_rows
 from .environment import find_device
-from .estimate import Question, build_on_paper, states_of
-from .on_paper import MODELS, Hardware, hardware_of
-from .rok import NO_BLOCKS, WORKER, predict_variant
-from .rok_points import Case, Variant, is_own
+from .estimate import NO_BLOCKS, Question, build_on_paper, predict_variant, states_of
+from .on_paper import MODELS, Case, Hardware, hardware_of, is_own
+from .rok import WORKER, Variant
 from .workers import run_worker, turn_ratios
 
 GPUS = ("h100-sxm", "rtx-4090", "rtx-5090")

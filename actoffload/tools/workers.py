@@ -58,10 +58,7 @@ def stream_worker(
     Other lines are dropped; the standard error of a failed worker is passed on.
 
     Args:
-        module: the module to run.
-        spec: its options.
         limit_s: seconds after which it is stopped; with ``prompts``, for each object, from its request on.
-        cwd: its working directory.
         prompts: called after each object: whether the worker gets a line on its standard input, for one more. Then the
             input ends. None: it inherits the standard input.
     """
@@ -83,15 +80,13 @@ def stream_worker(
             for line in process.stdout or ():
                 if not line.startswith("{"):
                     continue
-                if prompts is None:
-                    yield json.loads(line)
-                    continue
-                # The limit is for the worker's own time, and this worker waits while the caller has others run.
-                timer.cancel()
+                if prompts is not None:  # the limit is for the worker's own time, not for that of others meanwhile
+                    timer.cancel()
                 yield json.loads(line)
-                timer = threading.Timer(limit_s, stop)
-                timer.start()
-                _prompt(process, prompts())
+                if prompts is not None:
+                    timer = threading.Timer(limit_s, stop)
+                    timer.start()
+                    _prompt(process, prompts())
             status = process.wait()
         finally:
             # The caller may close this generator while the worker runs; without a kill the exit below would wait.
@@ -131,14 +126,8 @@ def take_turns(
     When its input ends it prints its result, which has no ``turn``. Only one works at a time. The order is reversed
     after each turn: work that a mode leaves to the system does not always slow down the same other mode.
 
-    Args:
-        module: the module to run; ``specs``: the options of each worker, by name; ``steps``: of each.
-        limit_s: as for `stream_worker`, for each object.
-        cwd: their working directory.
-        on_said: called with the name and each object or failure; an exception from it ends all.
-
-    Returns:
-        By name, the result with ``others_cpu_share`` of the whole run, or a failure; then the other workers go on.
+    Return by name each worker's result with ``others_cpu_share`` of the whole run, or its failure, after which the
+    others go on. ``on_said`` is called with the name and each object or failure; an exception from it ends all.
     """
     others, more = OthersShare(), True
     last: dict[str, dict[str, Any]] = {}

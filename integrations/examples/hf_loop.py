@@ -46,9 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         trainer = Printing(model, training, train_dataset=[{"input_ids": row, "labels": row} for row in tokens])
         attachment = None
         if args.target != "none":
-            attachment = hf.attach(
-                trainer, **options(args)
-            )  # <- offloading: the forward and the loss of each training step
+            # <- offloading: the forward and the loss of each training step
+            attachment = hf.attach(trainer, **options(args))
         trainer.train()
     if attachment is not None:
         print(attachment.offloader.report())  # bytes moved, and the reasons

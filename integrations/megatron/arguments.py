@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, get_args
 
-from actoffload import OffloadConfig, Plan
+from actoffload import OffloadConfig
 from actoffload.errors import ConfigError
 
 _NAMES = {"include": "modules", "exclude": "exclude-modules"}
@@ -76,9 +75,7 @@ def options_of(args: Any) -> dict[str, Any] | None:
     given = {name: getattr(args, flag(name)[2:].replace("-", "_"), None) for name in OffloadConfig.flags()}
     if given["include"] is not None:
         _select(given)
-    return OffloadConfig.options_from_flags({**given, "policy": _plan(given["policy"])}, flag) | {
-        "announce": given["announce"] or "first"
-    }
+    return OffloadConfig.options_from_flags(given, flag) | {"announce": given["announce"] or "first"}
 
 
 def _select(options: dict[str, Any]) -> None:
@@ -113,20 +110,9 @@ def _checked(field: str) -> Callable[[str], str]:
 
     def check(text: str) -> str:
         try:
-            OffloadConfig.options_from_flags({field: _plan(text) if field == "policy" else text}, flag)
+            OffloadConfig.options_from_flags({field: text}, flag)
         except ConfigError as error:
             raise argparse.ArgumentTypeError(f"{error.value!r}: {error.remedy}") from None
         return text
 
     return check
-
-
-def _plan(policy: Any) -> Any:
-    """The plan in a file; any other policy as it is."""
-    if (
-        isinstance(policy, str)
-        and policy not in get_args(OffloadConfig.flags()["policy"].flag)
-        and Path(policy).is_file()
-    ):
-        return Plan.from_json(Path(policy).read_text(encoding="utf-8"))
-    return policy

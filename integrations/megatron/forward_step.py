@@ -28,10 +28,13 @@ _CONFLICTS = {
 """Megatron's switches that exclude actoffload, with the reason; the flag has the switch's name."""
 
 
-def wrap_forward_step(forward_step: Callable[..., Any], args: Any = None) -> OffloadedForwardStep:
+class OffloadedForwardStep:
     """A forward step for ``pretrain`` or ``get_forward_backward_func()`` whose saved activations leave the device.
 
         pretrain(..., wrap_forward_step(forward_step))
+
+    Its ``offloader`` is the `Offloader`; None with ``--actoffload-target none``, and before the first call without
+    ``args``.
 
     Args:
         forward_step: Megatron's, which takes ``(data_iterator, model)`` or ``(data_iterator, model,
@@ -39,22 +42,13 @@ def wrap_forward_step(forward_step: Callable[..., Any], args: Any = None) -> Off
         args: parsed arguments with the flags of `add_actoffload_args`. Default: Megatron's ``get_args()``, called at
             the first forward step, when the arguments have been parsed and the process has its device.
 
-    Returns:
-        A callable of the same signature. Its ``offloader`` is the `Offloader`; None with ``--actoffload-target none``,
-        and before the first call without ``args``.
-
     Raises:
         ConfigError: a flag's value cannot work, one of Megatron's own switches excludes actoffload, or megatron-core
             lacks a function that the adapter needs. Without ``args``, and for the model's configuration, at the first
             call.
     """
-    return OffloadedForwardStep(forward_step, args)
 
-
-class OffloadedForwardStep:
-    """A forward step that `wrap_forward_step` made, with the signature of the wrapped one."""
-
-    def __init__(self, forward_step: Callable[..., Any], args: Any) -> None:
+    def __init__(self, forward_step: Callable[..., Any], args: Any = None) -> None:
         functools.update_wrapper(self, forward_step)
         self.offloader: Offloader | None = None
         self._forward_step = forward_step
@@ -109,6 +103,9 @@ class OffloadedForwardStep:
             self._names_mlp_act = "mlp_act" in (getattr(args, "actoffload_modules", None) or ())
             self.offloader.sum_up(at_end=True)
         self._began = True  # last: a call after an error raises the same error again
+
+
+wrap_forward_step = OffloadedForwardStep
 
 
 def _megatron_args() -> Any:

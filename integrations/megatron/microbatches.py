@@ -6,7 +6,7 @@ Follows ``megatron.core.pipeline_parallel.schedules``: no pipelining, 1F1B, and 
 from __future__ import annotations
 
 import functools
-from importlib import metadata
+import sys
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -65,10 +65,7 @@ def core() -> SimpleNamespace:
         from megatron.core.parallel_state import get_pipeline_model_parallel_rank
         from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
     except ImportError as error:
-        try:
-            version = metadata.version("megatron-core")
-        except metadata.PackageNotFoundError:
-            version = "not installed"
+        version = getattr(sys.modules.get("megatron.core"), "__version__", "not installed")
         remedy = f"lacks what actoffload needs ({error}); install 0.16, which is tested"
         raise ConfigError("megatron-core", version, remedy) from error
     return SimpleNamespace(

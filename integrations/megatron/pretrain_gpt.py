@@ -215,8 +215,7 @@ class _CpuForCuda(TorchFunctionMode):
     """Makes tensors on the CPU that a call would make on ``"cuda"``."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not kwargs:
-            return func(*args)
+        kwargs = kwargs or {}
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs = {**kwargs, "device": "cpu"}
         return func(*args, **kwargs)

@@ -7,14 +7,16 @@ import ast
 import inspect
 import sys
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, Unpack, get_args, get_type_hints
 from unittest.mock import MagicMock
 
 import pytest
 
 import actoffload
-from actoffload import OffloadConfig
+from actoffload import OffloadConfig, Plan
 from actoffload.config import Options, Target, help_of_options
+from actoffload.errors import ConfigError
 from tests.options import ENTRY, ROOT, WRITTEN
 
 NAMES = [field.name for field in fields(OffloadConfig)]
@@ -71,6 +73,15 @@ def test_the_flags_of_torchtitan_are_the_options(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("ACTOFFLOAD_MIN_BYTES", "5")
     chosen = torchtitan.OffloadAC.Config(target="nvme", io_threads=2)
     assert torchtitan._options(chosen) == {"target": "nvme", "io_threads": 2, "min_bytes": "5"}
+
+
+def test_a_variable_takes_the_file_of_a_plan(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(Plan(()).to_json(), encoding="utf-8")
+    assert OffloadConfig.options_from_environment({"ACTOFFLOAD_POLICY": str(file)}) == {"policy": Plan(())}
+    file.write_text("{}", encoding="utf-8")
+    with pytest.raises(ConfigError, match=rf"^ACTOFFLOAD_POLICY='{file}': not a plan of version"):
+        OffloadConfig.options_from_environment({"ACTOFFLOAD_POLICY": str(file)})
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "integrations").rglob("*.py")), ids=lambda file: file.stem)

@@ -43,7 +43,7 @@ OPTIONAL = {
     "diffusers": "integrations.examples.diffusers_loop benchmarks.workloads",
     "jinja2": "tools.report",
     "kvikio": "storage.engines.gds tools.doctor",
-    "matplotlib": "tools.plots benchmarks.study",
+    "matplotlib": "tools.rok benchmarks.study",
     "megatron": "integrations.megatron integrations.megatron.*",
     "rich": "tools.*",
     "torch_remat": "integrations.remat",

@@ -16,8 +16,7 @@ import torch
 from actoffload.errors import ActOffloadError, BudgetError, ConfigError
 from actoffload.tools import models, rok_worker
 from actoffload.tools import rok as rok_command
-from actoffload.tools.rok import RokRun, points_of
-from actoffload.tools.rok_points import Variant
+from actoffload.tools.rok import RokRun, Variant, points_of
 from actoffload.tools.workers import failure, serve
 from tests import commands
 from tests.rok_samples import CASE, MACHINE, PRESET, all_points, failed, sample

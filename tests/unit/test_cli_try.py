@@ -12,8 +12,7 @@ import torch
 from actoffload.policy import KeepReason
 from actoffload.tools import trial
 from actoffload.tools.models import build, profiles_of
-from actoffload.tools.on_paper import hardware_of
-from actoffload.tools.rok_points import Case
+from actoffload.tools.on_paper import Case, hardware_of
 from tests import commands
 from tests.commands import invoke
 
