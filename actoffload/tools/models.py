@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..autograd.packing import DEVICE_MIN_BYTES
 from ..autotune.blocks import find_blocks
 from ..errors import ConfigError
 from ..planning.profile import Link, Profile, Region, Storage
 from ..planning.regions import choosable, run_again, with_regions
 from ..policy import KeepReason
-from ..runtime.store import DEVICE_MIN_BYTES
 from ..testing.gpt import GPT, GPTConfig
 from .on_paper import TABLES, Case, Hardware, is_own
 from .saved_bytes import WatchedStep, call
