@@ -266,7 +266,7 @@ class OffloadConfig:
     ``"greedy"`` has no planner: on the CPU it moves tensors that can leave in time; on an accelerator it moves all, and
     compute waits once a quarter of a step's bytes is on its way, so it takes less memory and more time.
     ``"all"`` moves all above ``min_bytes`` with the least memory, ``"keep"`` nothing. A ``Policy`` object
-    decides itself, and a ``Plan`` is followed; ``ACTOFFLOAD_POLICY`` takes the file of one."""
+    decides itself, and a ``Plan`` is followed; the environment names the file of one."""
     checkpoints: str = _option("plan", _choice("plan", "leave"))
     """Whether a plan lets the program's checkpointed blocks run once. ``"plan"``: ``policy="auto"`` and a given
     ``Plan`` choose which of them run again ([checkpointing.md](checkpointing.md)). ``"leave"``: all run again, and the
