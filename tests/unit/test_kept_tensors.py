@@ -28,6 +28,8 @@ from tests.harness import (
     assert_empty,
     hinder,
     no_garbage_collection,
+    profile_of,
+    recorder_of,
     same_bits,
     simulated,
 )
@@ -396,6 +398,18 @@ def test_a_storage_that_a_plan_keeps_counts_as_long_as_it_lives(make_offloader: 
             thread.join()
     assert offloader.store.shared.stopped
     assert_empty(offloader)
+
+
+@BOTH_HOOKS
+def test_a_step_that_is_recorded_under_a_plan_has_all_storages(make_offloader: MakeOffloader) -> None:
+    offloader = _keeping(make_offloader, "policy")
+    recorder_of(offloader).begin()
+    with offloader:
+        out = _sines(_input())
+    out.sum().backward()
+    del out
+    recorder_of(offloader).finish()
+    assert [storage.nbytes for storage in profile_of(offloader).storages] == COUNT * [NBYTES]
 
 
 def test_a_closed_offloader_shuts_while_storages_that_a_plan_keeps_live(make_offloader: MakeOffloader) -> None:
