@@ -42,8 +42,6 @@ _UNHELD: dict[tuple[str, int, bool], deque[torch.Event]] = {}
 _HERE = contextlib.nullcontext()
 _Key, _Keys = torch._C.DispatchKey, torch._C.DispatchKeySet
 _TRANSFORMS = _Keys(_Key.FuncTorchDynamicLayerFrontMode) | _Keys(_Key.FuncTorchDynamicLayerBackMode)
-ALLOCATED = "allocated_bytes.all.current"
-"""The count of the bytes that PyTorch's allocator has in use."""
 
 
 class PooledEvent:
@@ -181,26 +179,32 @@ class Accelerator:
 
     def usable_bytes(self, index: int) -> int | None:
         """The bytes that PyTorch may still allocate on a device: free memory and the cache; None: unknown."""
-        try:
-            free, _ = self._memory_info(index)
-            reserved, allocated = allocator_counts(self.type, index, "reserved_bytes.all.current", ALLOCATED)
-        except (AttributeError, RuntimeError):  # an older PyTorch, or an allocator that counts nothing
-            return None
-        return free + reserved - allocated
+        counts = self.allocator_counts(index, "reserved_bytes.all.current", "allocated_bytes.all.current")
+        memory = self.memory_info(index)
+        return None if counts is None or memory is None else memory[0] + counts[0] - counts[1]
 
-    def total_bytes(self, index: int) -> int | None:
-        """How much memory device ``index`` has; None: unknown."""
+    def memory_info(self, index: int) -> tuple[int, int] | None:
+        """The bytes that are free on device ``index``, and all that it has; None: unknown."""
         try:
-            return self._memory_info(index)[1]
-        except (AttributeError, RuntimeError):
+            free, total = self._memory_info(index)
+        except (AttributeError, RuntimeError):  # an older PyTorch
             return None
+        return int(free), int(total)
 
-    def allocator_count(self, index: int, name: str) -> int:
-        """A count of PyTorch's allocator for device ``index``; 0 where nobody counts that."""
+    def allocated_bytes(self, index: int | None) -> tuple[int, int] | None:
+        """The bytes that PyTorch has allocated on a device, now and at most; arguments as for `allocator_counts`."""
+        counts = self.allocator_counts(index, "allocated_bytes.all.current", "allocated_bytes.all.peak")
+        return None if counts is None else (counts[0], counts[1])
+
+    def allocator_counts(self, index: int | None, *names: str) -> list[int] | None:
+        """Counts of PyTorch's allocator for a device (None: the current one), from one look; None: nobody counts there.
+
+        A name that it does not count has 0.
+        """
         try:
-            return allocator_counts(self.type, index, name)[0]
-        except (AttributeError, RuntimeError):
-            return 0
+            return self._allocator_counts(index, names)
+        except (AttributeError, RuntimeError):  # the allocator of a PrivateUse1 backend need not be a `DeviceAllocator`
+            return None
 
     def reset_peak(self, index: int) -> None:
         """Have PyTorch's allocator begin its highest peak anew on device ``index``, where it can."""
@@ -208,9 +212,11 @@ class Accelerator:
             torch.accelerator.reset_peak_memory_stats(index)
 
     def _memory_info(self, index: int) -> tuple[int, int]:
-        """Bytes that are free on device ``index``, and all that it has."""
-        free, total = torch.accelerator.get_memory_info(index)
-        return int(free), int(total)
+        return torch.accelerator.get_memory_info(index)
+
+    def _allocator_counts(self, index: int | None, names: tuple[str, ...]) -> list[int]:
+        flat = torch.accelerator.memory_stats(index)
+        return [int(flat.get(name, 0)) for name in names]
 
     def capturing(self, index: int) -> bool:
         """Whether the current stream of device ``index`` is being captured; queried once in each `Hook`."""
@@ -299,8 +305,19 @@ class CudaAccelerator(Accelerator):
             del blocking  # here: elsewhere its end would make a context on the device that is current there
 
     def _memory_info(self, index: int) -> tuple[int, int]:
-        free, total = torch.cuda.mem_get_info(index)  # `torch.accelerator` has no such call in PyTorch 2.9
-        return int(free), int(total)
+        return torch.cuda.mem_get_info(index)  # `torch.accelerator` has no such call in PyTorch 2.9
+
+    def _allocator_counts(self, index: int | None, names: tuple[str, ...]) -> list[int]:
+        # A recorded step queries this twice for each storage. `torch.accelerator` flattens and sorts all counts, 0.1 ms
+        # each time. With two such calls a host fell behind its H200, and the idle time looked like compute.
+        nested = torch.cuda.memory_stats_as_nested_dict(index)
+        found = []
+        for name in names:
+            count: Any = nested
+            for part in name.split("."):
+                count = count.get(part, {})
+            found.append(int(count or 0))
+        return found
 
     def is_capturing(self, index: int) -> bool:
         if self.current_stream(index).stream_id == 0:
@@ -404,38 +421,3 @@ def default_device_types() -> tuple[str, ...]:
     """The accelerator's type if one is usable, else ``("cpu",)``."""
     current = torch.accelerator.current_accelerator(check_available=True)
     return ("cpu",) if current is None else (current.type,)
-
-
-def allocated_bytes(device_types: Iterable[str], index: int | None = None) -> tuple[int, int] | None:
-    """The bytes that PyTorch has allocated on an accelerator, now and at most; None if it does not count them.
-
-    ``index``: of the device; None for the current one.
-    """
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None or device.type not in device_types:
-        return None
-    try:
-        current, peak = allocator_counts(device.type, index, ALLOCATED, "allocated_bytes.all.peak")
-        return current, peak
-    except RuntimeError:  # the allocator of a PrivateUse1 backend need not be a `DeviceAllocator`
-        return None
-
-
-def allocator_counts(device_type: str, index: int | None, *names: str) -> list[int]:
-    """Counts of PyTorch's allocator for a device, from one look; 0 for each name that it does not count.
-
-    ``index``: as for `allocated_bytes`.
-    """
-    if device_type != "cuda":
-        flat = torch.accelerator.memory_stats(index)
-        return [int(flat.get(name, 0)) for name in names]
-    # A recorded step queries this twice for each storage. `torch.accelerator` flattens and sorts all counts, 0.1 ms
-    # each time. With two such calls a host fell behind its H200, and the idle time looked like compute.
-    nested = torch.cuda.memory_stats_as_nested_dict(index)
-    found = []
-    for name in names:
-        count: Any = nested
-        for part in name.split("."):
-            count = count.get(part, {})
-        found.append(int(count or 0))
-    return found

@@ -50,10 +50,11 @@ class CpuTier(Tier):
     back into memory of the pool.
     """
 
+    spool: Spool
+
     def __init__(self, shared: Shared, spool: Spool, pool: HostPool) -> None:
         super().__init__(shared, spool)
         config = shared.config
-        self._disk = spool
         self._alignment = spool.capabilities.alignment
         self._pool = pool
         # With direct I/O the kernel fails a write from unmapped memory; a load in this process would crash instead.
@@ -155,7 +156,7 @@ class CpuTier(Tier):
         """Return room on disk for some records; None when there is none in one piece: a record alone has degraded."""
         shared = SharedExtent(layouts, step=max(self._alignment, MIN_ALIGNMENT))
         try:
-            shared.assign(self._disk.allocate(shared.io_bytes))
+            shared.assign(self.spool.allocate(shared.io_bytes))
         except StorageError as error:
             if len(layouts) == 1:
                 self.shared.reporter.degrade("no room on disk", next(iter(layouts)), error)
@@ -180,7 +181,7 @@ class CpuTier(Tier):
         """Begin a write; without ``sources`` the memory is a copy of ours."""
         records = tuple(extent.records)  # the extent's own list changes as it loses its last record
         try:
-            transfer = self._disk.write(
+            transfer = self.spool.write(
                 extent.extent,
                 memory[0][0],
                 extent.io_bytes,
@@ -220,7 +221,7 @@ class CpuTier(Tier):
             shared.users -= 1
             if shared.users == 0:
                 shared.records.clear()  # they refer to it
-                self._disk.free(shared.extent)
+                self.spool.free(shared.extent)
 
     def abandon(self) -> None:
         super().abandon()
@@ -254,7 +255,7 @@ class CpuTier(Tier):
             one.to(State.FETCHING)
             self.count_resident(one)
         try:
-            transfer = self._disk.read(
+            transfer = self.spool.read(
                 shared.extent,
                 memory[0][0],
                 sum(nbytes for _, nbytes in memory),

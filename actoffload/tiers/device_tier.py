@@ -50,10 +50,8 @@ class DeviceTier(Tier):
     """Device ↔ page-locked host memory ↔ NVMe.
 
     Args:
-        shared: see `Tier`.
-        spool: the disk; None for host memory alone.
-        pool: the host memory.
-        copies: the device's side streams.
+        shared: see `Tier`; ``spool``: None for host memory alone.
+        pool: the host memory; ``copies``: the device's side streams.
         spill: ``"never"`` (host only), ``"always"`` (NVMe), ``"overflow"`` (tiered).
         window_bytes: device memory that may wait for its copy at once; None to choose by the copies' sizes.
     """
@@ -245,12 +243,11 @@ class DeviceTier(Tier):
         transfer = self.spool.write(
             extent, slot.address, slot.nbytes, on_done=on_done, keepalive=slot, held=True, records=(record,)
         )
-        self.begun(transfer)
         if record.state is State.HOSTED:
             record.to(State.SPILLING)
         self.shared.pending_bytes += record.nbytes
         parts = outs or [(batch, slot.nbytes) for batch in slot.events]
-        self.begin_after(partial(self._write_as_copied, self.spool, transfer, parts), transfer)
+        self.begun(transfer, partial(self._write_as_copied, self.spool, transfer, parts))
 
     def _write_as_copied(self, spool: Spool, transfer: Transfer, parts: list[tuple[Any, int]]) -> None:
         """Write each part but the last once it is copied; return when the last one is."""
@@ -328,9 +325,7 @@ class DeviceTier(Tier):
             held=bool(events),
             records=(record,),
         )
-        self.begun(transfer)
-        if events:
-            self.begin_after(partial(self._wait_for, events), transfer)
+        self.begun(transfer, partial(self._wait_for, events) if events else None)
         host = _host(record)
         host.slot, host.filled_bytes = slot, 0
         record.to(State.FETCHING)
@@ -434,7 +429,7 @@ class DeviceTier(Tier):
         else:
             incoming.stream = host.incoming.stream  # which owns the memory
         part = host.filling[begin:end]
-        incoming.add(record, part, self._pool.tensor(slot, begin, end - begin), end - begin, slot.events)
+        incoming.add(record, part, self._pool.tensor(slot, begin, end - begin), slot.events)
         self.copies.begin_in(incoming)
         host.incoming, host.filled_bytes = incoming, end
 
@@ -461,7 +456,7 @@ class DeviceTier(Tier):
             self._begin_reloads()
             self._incoming = incoming
         filled = self.copies.destination(incoming, record.nbytes)
-        incoming.add(record, filled, self._pool.tensor(slot, 0, record.nbytes), record.nbytes, slot.events)
+        incoming.add(record, filled, self._pool.tensor(slot, 0, record.nbytes), slot.events)
         host.incoming = incoming
         self._reloads(record, filled)
         if incoming.nbytes >= BATCH_BYTES or len(incoming.copies) >= BATCH_COPIES:

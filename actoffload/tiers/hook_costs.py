@@ -34,7 +34,7 @@ class HookCosts:
             accounts.idle_s += self._behind_s
             self._behind_s = 0.0
         since_s, waited_s = now(), accounts.pack_wait_s + accounts.unpack_wait_s
-        with UNTIMED if stopwatch is None or not stopwatch.running else stopwatch.hook():
+        with stopwatch.hook() if stopwatch.running else UNTIMED:
             yield
         hook_s = now() - since_s - (accounts.pack_wait_s + accounts.unpack_wait_s - waited_s)
         accounts.hooks_s += hook_s

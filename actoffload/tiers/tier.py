@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..errors import StateError, StorageError
+from ..errors import StorageError
 from ..events import EventKind, now
 from ..policy import KeepReason
 from ..storage.arena import Extent
@@ -100,10 +100,16 @@ class Tier(ABC):
         if self.copies is not None and not record.stays:
             self.copies.saved_again(tensor, None if record.host is None else record.host.saved_on)
 
-    def begun(self, transfer: Transfer) -> None:
-        """Note the transfer of its records. The lock is held since before it was enqueued, so it has not ended yet."""
+    def begun(self, transfer: Transfer, wait: Callable[[], None] | None = None) -> None:
+        """Note the transfer of its records. The lock is held since before it was enqueued, so it has not ended yet.
+
+        With ``wait`` it is held, and begins once that has returned, on the thread that waits for the device.
+        """
         for record in transfer.records:
             record.disk.transfer, record.disk.error = transfer, None  # of an earlier read
+        if wait is not None:
+            assert self.waiter is not None, "there is a device"
+            self.waiter.submit(self._begin_after, wait, transfer)
 
     def cancel(self, record: Record) -> None:
         """Take the record out of its transfer, which is cancelled if no other record needs it.
@@ -383,11 +389,6 @@ class Tier(ABC):
         else:
             record.to(State.RESIDENT)
 
-    def begin_after(self, wait: Callable[[], None], transfer: Transfer) -> None:
-        """Begin a transfer that was held once ``wait`` has returned, on the thread that waits for the device."""
-        assert self.waiter is not None, "there is a device"
-        self.waiter.submit(self._begin_after, wait, transfer)
-
     def _begin_after(self, wait: Callable[[], None], transfer: Transfer) -> None:
         assert self.spool is not None, "it has the transfer"
         try:
@@ -398,8 +399,7 @@ class Tier(ABC):
 
     def allocate(self, record: Record, nbytes: int) -> Extent | None:
         """Take and return room on disk for a record; None, and degraded, when there is none."""
-        if self.spool is None:
-            raise StateError("a tier without a spool was asked to write to disk")
+        assert self.spool is not None, "to write to disk needs one"
         try:
             extent = self.spool.allocate(nbytes)
         except StorageError as error:

@@ -150,9 +150,9 @@ class DeviceStopwatch(Stopwatch):
             self._hooks.append((begin, self.stamp()))
             self._last_s = now()
 
-    def copied(self, way: str, nbytes: int, stream: Stream, before: Stamp) -> None:
-        """Note a copy, ``"write"`` or ``"read"``, that was enqueued on a side stream since ``before``."""
-        self._copies[way].append((nbytes, before, self._device.timestamp(stream)))
+    def copied(self, way: str, nbytes: int, begin: Stamp, end: Stamp) -> None:
+        """Note a copy on a side stream, ``"write"`` or ``"read"``, between two moments of that stream."""
+        self._copies[way].append((nbytes, begin, end))
 
     def rate(self, way: str) -> float | None:
         """Bytes per second of the copies of the step in one direction; None where there were none."""

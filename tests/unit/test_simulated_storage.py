@@ -71,7 +71,7 @@ def test_host_memory_is_written_again_after_the_copy_that_reads_it(
     with device.paused(accelerator.side_stream(0, "in")):
         incoming, filled = copy_in(copies, host)
         out = copies.gather("out", 0, None)
-        out.add("other", host, other, NBYTES, [incoming])
+        out.add("other", host, other, [incoming])
         copies.begin_out(out)
         if not ordered:
             out_stream.synchronize()
@@ -325,7 +325,7 @@ def test_an_engine_that_takes_device_memory_needs_none_of_the_host(device: Simul
 def test_such_an_engine_waits_for_the_device(
     device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DirectTier, "_wait_for", lambda *_: None)
+    monkeypatch.setattr(DirectTier, "_work_so_far", lambda *_: lambda: None)
     assert not all(_direct_is_right(device, tmp_path, seed) for seed in range(SEEDS))
 
 
