@@ -106,7 +106,7 @@ class NullDevice:
     def copy(self, copies: Collection[Any], stream: str) -> None:
         self.asked["copies"] += len(copies)
 
-    def empty(self, nbytes: int, index: int, stream: str) -> Tensor:
+    def empty(self, nbytes: int, index: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def used_on(self, tensor: Tensor, stream: str) -> None:

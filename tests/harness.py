@@ -443,7 +443,7 @@ def copy_out(copies: CopyStreams, source: Tensor, host: Tensor) -> Batch:
 def copy_in(copies: CopyStreams, host: Tensor, after: Batch | None = None) -> tuple[Batch, Tensor]:
     """Begin one copy to the device; returns the memory that it fills as well."""
     batch = copies.gather("in", 0, None)
-    filled = copies.destination(batch, host.nbytes)
+    filled = copies.device.empty(host.nbytes, 0)
     batch.add("host", filled, host, [] if after is None else [after])
     copies.begin_in(batch)
     return batch, filled

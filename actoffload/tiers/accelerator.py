@@ -11,7 +11,7 @@ import ctypes
 import functools
 import sys
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, ParamSpec, TypeVar, TypeVarTuple
@@ -37,7 +37,7 @@ _set_stream: Callable[[Any], None] = getattr(torch._C, "_accelerator_setStream",
 
 _SIDES: dict[str, dict[tuple[int, str], torch.Stream]] = {}
 """The side streams of this process, by the device's type, index and role: PyTorch has few streams to give out."""
-_UNHELD: dict[tuple[str, int, bool], deque[torch.Event]] = {}
+_UNHELD: defaultdict[tuple[str, int, bool], deque[torch.Event]] = defaultdict(deque)
 """The unused events of this process, by the device's type and index, and whether they have a time."""
 _HERE = contextlib.nullcontext()
 _Key, _Keys = torch._C.DispatchKey, torch._C.DispatchKeySet
@@ -119,9 +119,7 @@ class Accelerator:
     def record(self, stream: Stream, *, timed: bool = False) -> Event:
         """An event after all work of ``stream`` so far; ``timed``: for `seconds_between`."""
         index = stream.device_index
-        unheld = _UNHELD.get((self.type, index, timed))
-        if unheld is None:
-            unheld = _UNHELD.setdefault((self.type, index, timed), deque())
+        unheld = _UNHELD[self.type, index, timed]
         try:
             recorded = unheld.popleft()
         except IndexError:
@@ -164,8 +162,8 @@ class Accelerator:
             finally:
                 _set_stream(previous)
 
-    def empty(self, nbytes: int, index: int, stream: Stream) -> Tensor:
-        """Uninitialised bytes on device ``index``, owned by ``stream``, its current one: freed in its order."""
+    def empty(self, nbytes: int, index: int) -> Tensor:
+        """Uninitialised bytes on device ``index``, owned by its current stream: freed in its order."""
         return torch.empty(nbytes, dtype=torch.uint8, device=torch.device(self.type, index))
 
     def used_on(self, tensor: Tensor, stream: Stream) -> None:

@@ -7,7 +7,7 @@ the other, so backward gets none of them much too early. A large record has an e
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from ..errors import StateError
 from ..memory.cpu_allocator import HeldBlock
@@ -22,10 +22,10 @@ class SharedExtent:
     Args:
         layouts: how the bytes of each record lie around its direct I/O, in the order of their bytes.
         step: addresses are kept modulo this many bytes.
+        allocate: returns room on disk; an error of it is raised.
 
     Attributes:
         records: in this order; emptied when the last record has freed its room. ``layouts``: theirs.
-        extent: the room on disk; the caller allocates ``io_bytes`` and calls `assign`.
         starts: where each record begins in memory that holds all of them and keeps their addresses.
         offsets: where the body of each begins in the extent.
         io_bytes: the bytes of all bodies.
@@ -34,23 +34,18 @@ class SharedExtent:
 
     __slots__ = ("extent", "io_bytes", "layouts", "offsets", "records", "starts", "users")
 
-    extent: Extent
-
-    def __init__(self, layouts: dict[Record, Layout], step: int) -> None:
+    def __init__(self, layouts: dict[Record, Layout], step: int, allocate: Callable[[int], Extent]) -> None:
         self.records, self.layouts = list(layouts), list(layouts.values())
         self.starts: list[int] = []
         self.offsets: list[int] = []
-        self.io_bytes = self.users = end = 0
+        self.io_bytes = end = 0
         for record, layout in layouts.items():
             start = -(-end // step) * step + layout.pad
             self.starts.append(start)
             self.offsets.append(self.io_bytes)
             self.io_bytes += layout.io_bytes
             end = start + record.nbytes
-
-    def assign(self, extent: Extent) -> None:
-        """Give all records their room in ``extent``."""
-        self.extent = extent
+        self.extent = allocate(self.io_bytes)
         self.users = len(self.records)
         for record in self.records:
             record.disk = DiskCopy(self)

@@ -146,10 +146,6 @@ class CopyStreams:
 
     # -- host to device -----------------------------------------------------------------------------------------------
 
-    def destination(self, batch: Batch, nbytes: int) -> Tensor:
-        """Return new memory for a copy to the device."""
-        return self.device.empty(nbytes, batch.index, batch.stream)
-
     def begin_in(self, incoming: Batch) -> None:
         """Copy to memory of the device, complete after the batches that make the host's bytes."""
         side = self.device.side_stream(incoming.index, "in")

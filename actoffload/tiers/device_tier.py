@@ -47,31 +47,16 @@ def _host(record: Record) -> HostCopy:
 
 
 class DeviceTier(Tier):
-    """Device ↔ page-locked host memory ↔ NVMe.
-
-    Args:
-        shared: see `Tier`; ``spool``: None for host memory alone.
-        pool: the host memory; ``copies``: the device's side streams.
-        spill: ``"never"`` (host only), ``"always"`` (NVMe), ``"overflow"`` (tiered).
-        window_bytes: device memory that may wait for its copy at once; None to choose by the copies' sizes.
-    """
+    """Device ↔ page-locked host memory ↔ NVMe. Without a spool there is host memory alone."""
 
     gathers = True
     copies: CopyStreams
 
-    def __init__(
-        self,
-        shared: Shared,
-        spool: Spool | None,
-        pool: HostPool,
-        copies: CopyStreams,
-        spill: str,
-        window_bytes: int | None,
-    ) -> None:
+    def __init__(self, shared: Shared, spool: Spool | None, pool: HostPool, copies: CopyStreams) -> None:
         super().__init__(shared, spool, copies)
+        window_bytes = None if shared.config.pending_bytes is None else shared.config.size("pending_bytes", 0)
         self.window = ReleaseWindow(copies, window_bytes, self._source_released, self._has_its_source)
         self._pool = pool
-        self._spill_mode = spill if spool is not None else "never"
         self._hosted: dict[Record, None] = {}
         self._reading: set[Record] = set()
         self._arrived: deque[Record] = deque()
@@ -181,13 +166,15 @@ class DeviceTier(Tier):
             record.to(State.SPILLED if record.disk.complete else State.SPILLING)
         elif self._goes_to_disk(record):
             self._spill(record)
-        elif self._spill_mode == "overflow":
+        elif self.spool is not None:
             self._hosted[record] = None
             self._spill_overflow()
 
     def _goes_to_disk(self, record: Record) -> bool:
-        planned_tier = "" if record.saved.planned is None else record.saved.planned.tier
-        return self._spill_mode == "always" or (self._spill_mode == "overflow" and planned_tier == "nvme")
+        """Whether it goes at once, and not only as host memory gets full."""
+        planned = record.saved.planned
+        to_disk = self.shared.config.target == "nvme" or (planned is not None and planned.tier == "nvme")
+        return self.spool is not None and to_disk
 
     def _wait_for_host_memory(self) -> bool:
         """Wait until there may be more of it; return False when none is on its way."""
@@ -424,7 +411,7 @@ class DeviceTier(Tier):
         self._begin_reloads()
         incoming = self.copies.gather("in", record.saved.device.index or 0, None)
         if host.filling is None or host.incoming is None:
-            host.filling = self.copies.destination(incoming, record.nbytes)
+            host.filling = self.copies.device.empty(record.nbytes, incoming.index)
             self.count_resident(record)
         else:
             incoming.stream = host.incoming.stream  # which owns the memory
@@ -455,7 +442,7 @@ class DeviceTier(Tier):
         if incoming is not self._incoming:
             self._begin_reloads()
             self._incoming = incoming
-        filled = self.copies.destination(incoming, record.nbytes)
+        filled = self.copies.device.empty(record.nbytes, incoming.index)
         incoming.add(record, filled, self._pool.tensor(slot, 0, record.nbytes), slot.events)
         host.incoming = incoming
         self._reloads(record, filled)

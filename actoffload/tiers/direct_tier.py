@@ -100,8 +100,7 @@ class DirectTier(Tier):
         return True
 
     def _begin_read(self, record: Record) -> None:
-        device, index = self.copies.device, record.saved.device.index or 0
-        tensor = device.empty(record.nbytes, index, device.current_stream(index))
+        tensor = self.copies.device.empty(record.nbytes, record.saved.device.index or 0)
         wait = self._work_so_far(record)
         on_done = partial(self._arrived, tensor, now())
         assert record.disk is not None, "a spilled record is on disk"

@@ -358,7 +358,6 @@ class Tiers:
         copies = CopyStreams(device)
         copies.waits.samples = self.shared.config.policy != "auto"  # which plans from them
         self.hook = device.hook
-        window = None if config.pending_bytes is None else config.size("pending_bytes", 0)
         if config.target == "nvme" and spool is not None and spool.capabilities.device_memory and not config.verify:
             return DirectTier(self.shared, spool, copies)
         pool = HostPool(
@@ -375,8 +374,7 @@ class Tiers:
             poison=config.debug,
         )
         self.pools.append(pool)
-        spill = {"host": "never", "nvme": "always"}.get(config.target, "overflow")
-        return DeviceTier(self.shared, spool, pool, copies, spill, window)
+        return DeviceTier(self.shared, spool, pool, copies)
 
     def _pool_grew(self) -> None:
         """More host memory is there, or none is to be had: on the thread that page-locks it."""

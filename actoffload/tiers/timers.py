@@ -20,8 +20,6 @@ Stamp = Any
 
 MOST_OPEN = 4096
 """Most entries of a timeline that were not taken yet; later ones are dropped."""
-
-
 TIMED_WAITS = 32
 """This many waits of a step are timed; after that, unless a planner needs the times, ..."""
 SAMPLE = 7
@@ -97,31 +95,25 @@ class DeviceStopwatch(Stopwatch):
         self._device = device
         self._current_index = index
         self._index = 0
+        self._forget()
+
+    def _forget(self) -> None:
         self._origin: Stamp = None
         self._last: Stamp = None
         self._last_of: dict[int, Stamp] = {}
         """The last stamp of each thread: of two that stamp at once, the one that was made first may be noted last."""
         self._waits: list[tuple[Stamp, Stamp]] = []
         self._hooks: list[tuple[Stamp, Stamp]] = []
-        self._began_s = self._last_s = 0.0
+        self._began_s = self._last_s = now()
         """By the host's clock: of the step, and the end of its last hook."""
-        self._copies: dict[str, list[tuple[int, Stamp, Stamp]]] = {}
-        self._copied: dict[str, tuple[int, float]] = {}
-        self._forget_copies()
+        self._copies: dict[str, list[tuple[int, Stamp, Stamp]]] = {"write": [], "read": []}
+        self._copied = {"write": (0, 0.0), "read": (0, 0.0)}
         self._lost: tuple[list[float], list[float], list[float]] | None = None
 
-    def _forget_copies(self) -> None:
-        self._copies = {"write": [], "read": []}
-        self._copied = {"write": (0, 0.0), "read": (0, 0.0)}
-
     def begin(self) -> None:
-        self._waits, self._hooks, self._lost = [], [], None
-        self._forget_copies()
+        self._forget()
         self.number += 1
-        self._began_s = self._last_s = now()
         self.running = True
-        self._origin = self._last = None
-        self._last_of = {}
         self.stamp()
 
     def stamp(self) -> Stamp:
@@ -225,15 +217,10 @@ class Timeline:
 
     def __init__(self, device: Accelerator, index: Callable[[], int | None]) -> None:
         self._device = device
-        self._current_index = index
+        self.current_index = index
         self._open: deque[tuple[str, int, Event, Event, Any]] = deque()
         self._origins: dict[int, tuple[float, Event]] = {}
         """By device, a moment of the host's clock and of the device's."""
-
-    @property
-    def current_index(self) -> int | None:
-        """The index of the device on which the calling thread computes; None before a tensor was seen."""
-        return self._current_index()
 
     def moment(self, index: int, stream: Stream | None = None) -> Event | None:
         """A moment of a stream of device ``index``, the current one by default; None while nothing can be timed."""
@@ -292,7 +279,7 @@ class StreamWaits:
         self._count = 0
         """Waits since the times were taken."""
         self._refused = False  # no timed events here, or a broken device
-        self._open: list[tuple[Stream, deque[tuple[WaitFor, int, Event, Event, int]]]] = []
+        self._open: dict[Stream, deque[tuple[WaitFor, int, Event, Event, int]]] = {}
         """By compute stream, in its order."""
         self._found: dict[int, dict[WaitFor, float]] = {}
         """The seconds of the waits that were looked at, by device."""
@@ -307,7 +294,7 @@ class StreamWaits:
     def moment(self, stream: Stream) -> Event | None:
         """A moment of ``stream``, just before it is made to wait or after a copy; None when that is not timed."""
         open_waits = 0
-        for _, waits in self._open:  # mostly one stream; a generator costs more than the wait that is timed
+        for waits in self._open.values():  # mostly one stream; a generator costs more than the wait that is timed
             open_waits += len(waits)
         if self._refused or open_waits >= MOST_OPEN:
             return None
@@ -321,16 +308,12 @@ class StreamWaits:
         self, why: WaitFor, index: int, begin: Event, end: Event, stream: Stream = None, stands_for: int = 1
     ) -> None:
         """Note a wait of a stream of device ``index``, from a moment of its own to the end of a copy."""
-        waits = next((waits for known, waits in self._open if known == stream), None)
-        if waits is None:
-            waits = deque()
-            self._open.append((stream, waits))
-        waits.append((why, index, begin, end, stands_for))
+        self._open.setdefault(stream, deque()).append((why, index, begin, end, stands_for))
 
     def look(self) -> None:
         """Time the waits that are over, for the next `take`. Not for several threads at once."""
         try:
-            for _, waits in () if self._refused else tuple(self._open):
+            for waits in () if self._refused else tuple(self._open.values()):
                 if waits and self._device.capturing(waits[0][1]):  # nor may an event be queried then
                     continue
                 for _ in range(self._over(waits)):
