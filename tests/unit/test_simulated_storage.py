@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from actoffload import Plan
 from actoffload.errors import StorageReadError
 from actoffload.memory import host_pool
 from actoffload.storage.engines.base import IoKind
@@ -221,6 +223,35 @@ def test_gradients_have_the_same_bits_in_parts(device: SimulatedDevice, tmp_path
 
 def _one_record() -> Tensor:
     return torch.linspace(-1, 1, SIZE * SIZE).to(NAME).requires_grad_()
+
+
+def test_tiered_records_go_to_disk_where_a_plan_sends_them_and_as_host_memory_gets_full(
+    device: SimulatedDevice, tmp_path: Path
+) -> None:
+    model, x = _model()
+    expected = train_step(model, x)
+
+    def on_disk(**options: Any) -> tuple[list[int], Plan]:
+        """The places of the records that a forward leaves on disk, and the plan that it followed."""
+        with _offloader(tmp_path, target="tiered", **options) as offloader:
+            model.zero_grad()
+            with offloader:
+                loss = model(x).square().sum()
+            offloader.synchronize()
+            found = [record.index for record in records_of(offloader) if record.state is State.SPILLED]
+            loss.backward()
+            assert_same_gradients(gradients(model), expected)
+            return sorted(found), offloader.plan
+
+    none, plan = on_disk()
+    assert none == []
+    moved = [entry.index for entry in plan.entries if entry.action == "offload"]
+    chosen = moved[1::3]
+    sent = [replace(entry, tier="nvme" if entry.index in chosen else "host") for entry in plan.entries]
+    assert on_disk(policy=Plan(tuple(sent)))[0] == chosen
+    oldest, _ = on_disk(host_budget=8 * RECORD_BYTES)
+    assert 4 <= len(oldest) < len(moved)
+    assert oldest == moved[: len(oldest)]
 
 
 @pytest.mark.usefixtures("chunks")
