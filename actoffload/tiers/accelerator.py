@@ -324,9 +324,10 @@ class CudaAccelerator(Accelerator):
             return torch.cuda.is_current_stream_capturing()
 
     def stay_near(self) -> None:
-        address = pci_address(self.current_index())
-        if address is not None:
-            numa.stay_near(address)
+        ask = _runtime_function("cudaDeviceGetPCIBusId")  # None where the runtime does not know it
+        address = ctypes.create_string_buffer(16)
+        if ask is not None and ask(address, len(address), self.current_index()) == 0:
+            numa.stay_near(address.value.decode().lower())
 
     def is_of_a_graph(self, tensor: Tensor) -> bool:
         """As `Accelerator.is_of_a_graph`, for the graphs of ``torch.compile(mode="reduce-overhead")``.
@@ -381,13 +382,6 @@ def capture_mode_exchange() -> Callable[[Any], int] | None:
     """The function of the CUDA runtime that PyTorch has loaded; None where there is none, as with ROCm."""
     exchange: Callable[[Any], int] | None = _runtime_function("cudaThreadExchangeStreamCaptureMode")
     return exchange
-
-
-def pci_address(index: int) -> str | None:
-    """Where a device of CUDA's is, as ``/sys/bus/pci/devices`` names it; None where the runtime does not say."""
-    ask = _runtime_function("cudaDeviceGetPCIBusId")
-    text = ctypes.create_string_buffer(16)
-    return text.value.decode().lower() if ask is not None and ask(text, len(text), index) == 0 else None
 
 
 def _runtime_function(name: str) -> Any:

@@ -7,7 +7,7 @@ can take it away and see the simulated device show the corruption. No method blo
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -81,7 +81,8 @@ class CopyStreams:
         self._numbers: dict[tuple[str, int], int] = {}
         self._awaited: dict[tuple[str, int, str, int], int] = {}
         """The number of the last batch that a side stream has waited for, by both ways and devices."""
-        self._compute_streams: dict[int, list[Stream]] = {}
+        self._compute_streams: defaultdict[int, set[Stream]] = defaultdict(set)
+        """By device: those that copies have been ordered with."""
 
     def gather(self, way: str, index: int, batch: Batch | None) -> Batch:
         """Return a batch for copies of the memory of the current stream of device ``index``; ``way``: see `Batch`.
@@ -91,7 +92,7 @@ class CopyStreams:
         stream = self.device.current_stream(index)
         if batch is not None and batch.event is None and batch.index == index and batch.stream == stream:
             return batch
-        self._saw(index, stream)
+        self._compute_streams[index].add(stream)
         return Batch(way, index, stream)
 
     # -- device to host -----------------------------------------------------------------------------------------------
@@ -159,7 +160,7 @@ class CopyStreams:
         """Make later work of this thread's current stream run after copies that have begun; it uses ``filled()``."""
         current = self.device.current_stream(incoming.index)
         if current != incoming.stream:
-            self._saw(incoming.index, current)
+            self._compute_streams[incoming.index].add(current)
             self.device.used_on(filled(), current)
         if current not in incoming.awaited_by:
             self._order_use_after_fill(current, incoming)
@@ -305,11 +306,6 @@ class CopyStreams:
             timeline.add(f"wait for {why.value}", batch.index, begin, batch.event, batch.about)
         if watched:
             self.stopwatch.waited(begin, batch.event, batch.index)
-
-    def _saw(self, index: int, stream: Stream) -> None:
-        seen = self._compute_streams.setdefault(index, [])
-        if stream not in seen:
-            seen.append(stream)
 
 
 class ReleaseWindow:

@@ -21,8 +21,7 @@ from ..policy import KeepReason
 from ..storage.engines.base import Range
 from ..storage.spool import Spool
 from ..storage.transfers import Transfer
-from .coalescing import SharedExtent, Sources
-from .direct_io import MIN_ALIGNMENT, Layout
+from .coalescing import MIN_ALIGNMENT, Layout, SharedExtent, Sources
 from .record import Record, State
 from .shared import Shared
 from .tier import Tier

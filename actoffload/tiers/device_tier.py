@@ -21,11 +21,10 @@ from ..policy import KeepReason
 from ..storage.spool import Spool
 from ..storage.transfers import Transfer
 from .copy_streams import BATCH_BYTES, BATCH_COPIES, Batch, CopyStreams, ReleaseWindow
-from .hook_costs import HookCosts
 from .record import HostCopy, Record, State
 from .shared import Shared
 from .tier import PENDING_MARGIN, UNWATCHED, Tier
-from .timers import WaitFor
+from .timers import HookCosts, WaitFor
 
 CAPTURED = (
     "backward in a captured graph asks for a tensor that was moved before the capture: run the forward in the same "
@@ -66,7 +65,7 @@ class DeviceTier(Tier):
         """Copies to the device that are about to begin."""
         self._unused: list[tuple[object, Batch]] = []
         """Memory that was filled for records which died before they were used, and the copies that fill it."""
-        self._hook_costs = HookCosts(shared, copies)
+        self._hook_costs = HookCosts(shared.accounts, copies.device, copies.stopwatch)
 
     # -- device → host ------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,7 @@
-"""Time on a step's compute timeline, and the waits of compute streams for our copies. Nothing here blocks the host."""
+"""Time on a step's compute timeline, the waits of compute streams for our copies, and the idle time that hooks cost.
+
+Nothing here blocks the host.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ class Stopwatch:
         return self._latest_s
 
     def hook(self) -> AbstractContextManager[None]:
-        """Return a context for a hook of ours."""
+        """Return a context for a hook of ours, which counts while a step is timed."""
         return nullcontext()
 
     def end(self) -> bool:
@@ -136,7 +139,7 @@ class DeviceStopwatch(Stopwatch):
 
     @contextmanager
     def hook(self) -> Iterator[None]:
-        begin = self.stamp()
+        begin = self.stamp() if self.running else None
         yield
         if begin is not None:  # else no device was known yet
             self._hooks.append((begin, self.stamp()))
@@ -197,6 +200,40 @@ class DeviceStopwatch(Stopwatch):
 
     def _since(self, stamp: Stamp) -> float:
         return 0.0 if stamp is None else self._device.seconds_between(self._origin, stamp)
+
+
+class HookCosts:
+    """The time that a device idles because hooks that move records keep its host busy. The store's lock is held."""
+
+    def __init__(self, accounts: Accounts, device: Accelerator, stopwatch: Stopwatch) -> None:
+        self._accounts = accounts
+        self._device = device
+        self._stopwatch = stopwatch
+        self._last_hook: Event | None = None
+        """After all work of the compute stream by the end of the last hook, if that was watched."""
+        self._behind_s = 0.0
+        """By how much the hooks that were watched have put the host back since the device had caught up with it."""
+
+    @contextmanager
+    def watched(self, index: int) -> Iterator[None]:
+        """Return a context for a hook on device ``index`` that counts its time, and the device's idle time."""
+        accounts, device = self._accounts, self._device
+        # A hook that the device did not notice, as it had work left, has put the host back all the same: where the
+        # device has caught up by the time of a later hook, it has waited for that one as well.
+        if self._last_hook is not None and device.done(self._last_hook):
+            accounts.idle_s += self._behind_s
+            self._behind_s = 0.0
+        since_s, waited_s = now(), accounts.pack_wait_s + accounts.unpack_wait_s
+        with self._stopwatch.hook():
+            yield
+        hook_s = now() - since_s - (accounts.pack_wait_s + accounts.unpack_wait_s - waited_s)
+        accounts.hooks_s += hook_s
+        self._behind_s += hook_s
+        self._last_hook = device.record(device.current_stream(index))
+
+    def forward_begins(self) -> None:
+        """Forget the hooks before: they may be steps ago, and the device has had other work since."""
+        self._behind_s, self._last_hook = 0.0, None
 
 
 class WaitFor(Enum):
