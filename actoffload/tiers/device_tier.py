@@ -24,7 +24,7 @@ from .copy_streams import BATCH_BYTES, BATCH_COPIES, Batch, CopyStreams, Release
 from .record import HostCopy, Record, State
 from .shared import Shared
 from .tier import PENDING_MARGIN, UNWATCHED, Tier
-from .timers import HookCosts, WaitFor
+from .timers import HookCosts
 
 CAPTURED = (
     "backward in a captured graph asks for a tensor that was moved before the capture: run the forward in the same "
@@ -125,7 +125,7 @@ class DeviceTier(Tier):
         """Whether a copy out may begin: its source was not freed or resized while the batch was filled."""
         if not isinstance(owner, Record) or not self.resized(owner):
             return True
-        self._leave_batch(owner, _host(owner))
+        self._leave_batch(owner)
         self.stay(owner)
         return False
 
@@ -185,11 +185,11 @@ class DeviceTier(Tier):
         shared.changed.wait()
         return True
 
-    def wait_for_room(self, nbytes: int, limit_bytes: int) -> None:
-        accounts = self.shared.accounts
-        self.window.advance_for(lambda: accounts.resident_bytes + nbytes - limit_bytes)
+    def wait_for_room(self, nbytes: int) -> None:
+        budget = self.shared.budget
+        self.window.advance_for(lambda: budget.excess_bytes(nbytes))
         # Backward may need a tensor whose read from disk ended after those of tensors that it needs later.
-        self._evict_ahead(accounts.resident_bytes + nbytes - limit_bytes)
+        self._evict_ahead(budget.excess_bytes(nbytes))
 
     def flush(self) -> None:
         if not self.copies.capturing():
@@ -277,19 +277,18 @@ class DeviceTier(Tier):
 
     def _take_original(self, record: Record) -> None:
         """Discard the copy on the host: from now on we no longer watch whether the owner resizes the original."""
-        host = _host(record)
-        self._leave_batch(record, host)
+        self._leave_batch(record)
         self.give_up_write(record)
         self.forwarded(record)
-        host.slot = None
+        _host(record).slot = None
         record.to(State.RESIDENT)
 
-    def _leave_batch(self, record: Record, host: HostCopy) -> None:
+    def _leave_batch(self, record: Record) -> None:
         """Take a copy out of its batch, unless it has begun: then the window holds the memory until it is complete."""
-        if host.outgoing is not None:
-            events = host.slot.events if host.slot is not None else None
-            if self.window.withdraw(record, host.outgoing, events):
-                host.outgoing = None
+        host = _host(record)
+        events = host.slot.events if host.slot is not None else None
+        if host.outgoing is not None and self.window.withdraw(record, host.outgoing, events):
+            host.outgoing = None
 
     def _read(self, record: Record, urgent: bool) -> bool:
         slot = self._pool.acquire(record.nbytes)
@@ -516,7 +515,7 @@ class DeviceTier(Tier):
         A weakly held record keeps the copies that fill it, as a stream that has not waited for them may need it yet.
         """
         if (host := record.host) is not None:
-            self._leave_batch(record, host)
+            self._leave_batch(record)
             if host.incoming is not None and host.incoming.stream not in host.incoming.awaited_by:
                 self._unused.append((record.data if host.filling is None else host.filling, host.incoming))
             host.filling = None
@@ -559,12 +558,3 @@ class DeviceTier(Tier):
         if index is not None and not self.copies.capturing(index):
             return self._hook_costs.watched(index)
         return UNWATCHED
-
-    def count_waits(self) -> None:
-        if self.copies.capturing():
-            return
-        with self.shared.lock:
-            waited = self.copies.waits.take()
-            self.shared.accounts.pack_wait_s += waited[WaitFor.ROOM]
-            self.shared.accounts.unpack_wait_s += waited[WaitFor.DATA]
-            self.shared.late_s += waited[WaitFor.DATA]

@@ -154,13 +154,12 @@ class Tier(ABC):
     def order_reuse(self, record: Record) -> None:  # noqa: B027 - the spool's transfers hold the memory that they use
         """Order the reuse of a record's device memory after every copy that touches it, and forget the copies."""
 
-    def wait_for_room(self, nbytes: int, limit_bytes: int) -> None:
-        """Wait until the resident bytes are at most ``limit_bytes - nbytes``, or nothing is on its way out any more."""
+    def wait_for_room(self, nbytes: int) -> None:
+        """Wait until ``nbytes`` more keep the budget, or nothing is on its way out any more."""
         shared = self.shared
 
         def waits() -> bool:
-            over = shared.accounts.resident_bytes + nbytes > limit_bytes
-            return over and shared.pending_bytes > 0 and not shared.stopped
+            return shared.budget.excess_bytes(nbytes) > 0 and shared.pending_bytes > 0 and not shared.stopped
 
         while waits():
             shared.begin_all()
@@ -233,9 +232,6 @@ class Tier(ABC):
         """
         return UNWATCHED
 
-    def count_waits(self) -> None:  # noqa: B027
-        """Count the waits of streams since the last call; the host does not see them as they happen."""
-
     def stream_of(self, device: torch.device) -> Any:
         """The stream on which the calling thread computes on a device; None where there is none."""
         copies = self.copies
@@ -254,12 +250,10 @@ class Tier(ABC):
 
     def make_room(self, nbytes: int) -> float:
         """Keep the ``device_budget`` before ``nbytes`` come; return the seconds that this thread waited."""
-        budget = self.shared.budget
-        if not budget.exceeded_by(nbytes) or self.shared.stopped or self.capturing():
+        if self.shared.budget.excess_bytes(nbytes) <= 0 or self.shared.stopped or self.capturing():
             return 0.0
-        assert budget.limit_bytes is not None, "only a limit is exceeded"
         since_s = now()
-        self.wait_for_room(nbytes, budget.limit_bytes)
+        self.wait_for_room(nbytes)
         return now() - since_s
 
     def make_room_to_save(self) -> None:

@@ -26,7 +26,7 @@ from .direct_tier import DirectTier
 from .processes import processes_here
 from .shared import Shared
 from .tier import Tier
-from .timers import Stopwatch, Timeline
+from .timers import Stopwatch, Timeline, WaitFor
 
 CPU_SLAB_BYTES = 16 << 20
 NOT_PAGE_LOCKED = (
@@ -234,9 +234,14 @@ class Tiers:
             tier.count_alive()
 
     def count_waits(self) -> None:
-        """Count the waits of compute streams."""
-        for tier in self.by_device.values():
-            tier.count_waits()
+        """Count the waits of compute streams since the last call: the host does not see them as they happen."""
+        if self._copies is None or self.capturing:
+            return
+        with self.shared.lock:
+            waited = self._copies.waits.take()
+            self.shared.accounts.pack_wait_s += waited[WaitFor.ROOM]
+            self.shared.accounts.unpack_wait_s += waited[WaitFor.DATA]
+            self.shared.late_s += waited[WaitFor.DATA]
 
     @property
     def lost(self) -> bool:
