@@ -106,7 +106,7 @@ class NullDevice:
     def copy(self, copies: Collection[Any], stream: str) -> None:
         self.asked["copies"] += len(copies)
 
-    def empty(self, nbytes: int, index: int, stream: str) -> Tensor:
+    def empty(self, nbytes: int, index: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def used_on(self, tensor: Tensor, stream: str) -> None:
@@ -121,11 +121,14 @@ class NullDevice:
     def usable_bytes(self, index: int) -> None:
         return None
 
-    def total_bytes(self, index: int) -> None:
+    def memory_info(self, index: int) -> None:
         return None
 
-    def allocator_count(self, index: int, name: str) -> int:
-        return 0
+    def allocated_bytes(self, index: int | None) -> None:
+        return None
+
+    def allocator_counts(self, index: int | None, *names: str) -> None:
+        return None
 
     def reset_peak(self, index: int) -> None:
         pass

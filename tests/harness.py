@@ -430,7 +430,7 @@ def simulated(accelerator: SimulatedAccelerator | None = None, **options: Any) -
 
 def copy_out(copies: CopyStreams, source: Tensor, host: Tensor) -> Batch:
     batch = copies.gather("out", 0, None)
-    batch.add("source", host, source, host.nbytes, [])
+    batch.add("source", host, source, [])
     copies.begin_out(batch)
     return batch
 
@@ -438,8 +438,8 @@ def copy_out(copies: CopyStreams, source: Tensor, host: Tensor) -> Batch:
 def copy_in(copies: CopyStreams, host: Tensor, after: Batch | None = None) -> tuple[Batch, Tensor]:
     """Begin one copy to the device; returns the memory that it fills as well."""
     batch = copies.gather("in", 0, None)
-    filled = copies.destination(batch, host.nbytes)
-    batch.add("host", filled, host, host.nbytes, [] if after is None else [after])
+    filled = copies.device.empty(host.nbytes, 0)
+    batch.add("host", filled, host, [] if after is None else [after])
     copies.begin_in(batch)
     return batch, filled
 

@@ -221,7 +221,7 @@ class ActivationStore:
             reason = self.decision.why_keep(record, tensor, tape)
             full = reason is KeepReason.LAST and not budget.has_room_early(0)
             if reason is KeepReason.FITS and self.decision.could_move(record):  # a plan may be wrong about the room
-                full = budget.exceeded_by(self._following_bytes(record) - tier.leaving_bytes)
+                full = budget.excess_bytes(self._following_bytes(record) - tier.leaving_bytes) > 0
             # Staying saves time only, and this room is for bytes that the step needs at once.
             reason = None if full else reason
         if reason is None:

@@ -218,7 +218,7 @@ class Recorder:
                 self._end(name)
 
     def _begin(self, name: str, number: int | None = None) -> _Running:
-        index = self._timeline.current_index if self._timeline is not None else None
+        index = self._timeline.current_index() if self._timeline is not None else None
         moment = self._timeline.moment(index) if self._timeline is not None and index is not None else None
         phase = _Running(name, now(), number, index, moment, now())
         self._running.phases.append(phase)

@@ -11,7 +11,7 @@ import ctypes
 import functools
 import sys
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, ParamSpec, TypeVar, TypeVarTuple
@@ -37,13 +37,11 @@ _set_stream: Callable[[Any], None] = getattr(torch._C, "_accelerator_setStream",
 
 _SIDES: dict[str, dict[tuple[int, str], torch.Stream]] = {}
 """The side streams of this process, by the device's type, index and role: PyTorch has few streams to give out."""
-_UNHELD: dict[tuple[str, int, bool], deque[torch.Event]] = {}
+_UNHELD: defaultdict[tuple[str, int, bool], deque[torch.Event]] = defaultdict(deque)
 """The unused events of this process, by the device's type and index, and whether they have a time."""
 _HERE = contextlib.nullcontext()
 _Key, _Keys = torch._C.DispatchKey, torch._C.DispatchKeySet
 _TRANSFORMS = _Keys(_Key.FuncTorchDynamicLayerFrontMode) | _Keys(_Key.FuncTorchDynamicLayerBackMode)
-ALLOCATED = "allocated_bytes.all.current"
-"""The count of the bytes that PyTorch's allocator has in use."""
 
 
 class PooledEvent:
@@ -121,9 +119,7 @@ class Accelerator:
     def record(self, stream: Stream, *, timed: bool = False) -> Event:
         """An event after all work of ``stream`` so far; ``timed``: for `seconds_between`."""
         index = stream.device_index
-        unheld = _UNHELD.get((self.type, index, timed))
-        if unheld is None:
-            unheld = _UNHELD.setdefault((self.type, index, timed), deque())
+        unheld = _UNHELD[self.type, index, timed]
         try:
             recorded = unheld.popleft()
         except IndexError:
@@ -166,8 +162,8 @@ class Accelerator:
             finally:
                 _set_stream(previous)
 
-    def empty(self, nbytes: int, index: int, stream: Stream) -> Tensor:
-        """Uninitialised bytes on device ``index``, owned by ``stream``, its current one: freed in its order."""
+    def empty(self, nbytes: int, index: int) -> Tensor:
+        """Uninitialised bytes on device ``index``, owned by its current stream: freed in its order."""
         return torch.empty(nbytes, dtype=torch.uint8, device=torch.device(self.type, index))
 
     def used_on(self, tensor: Tensor, stream: Stream) -> None:
@@ -181,26 +177,32 @@ class Accelerator:
 
     def usable_bytes(self, index: int) -> int | None:
         """The bytes that PyTorch may still allocate on a device: free memory and the cache; None: unknown."""
-        try:
-            free, _ = self._memory_info(index)
-            reserved, allocated = allocator_counts(self.type, index, "reserved_bytes.all.current", ALLOCATED)
-        except (AttributeError, RuntimeError):  # an older PyTorch, or an allocator that counts nothing
-            return None
-        return free + reserved - allocated
+        counts = self.allocator_counts(index, "reserved_bytes.all.current", "allocated_bytes.all.current")
+        memory = self.memory_info(index)
+        return None if counts is None or memory is None else memory[0] + counts[0] - counts[1]
 
-    def total_bytes(self, index: int) -> int | None:
-        """How much memory device ``index`` has; None: unknown."""
+    def memory_info(self, index: int) -> tuple[int, int] | None:
+        """The bytes that are free on device ``index``, and all that it has; None: unknown."""
         try:
-            return self._memory_info(index)[1]
-        except (AttributeError, RuntimeError):
+            free, total = self._memory_info(index)
+        except (AttributeError, RuntimeError):  # an older PyTorch
             return None
+        return int(free), int(total)
 
-    def allocator_count(self, index: int, name: str) -> int:
-        """A count of PyTorch's allocator for device ``index``; 0 where nobody counts that."""
+    def allocated_bytes(self, index: int | None) -> tuple[int, int] | None:
+        """The bytes that PyTorch has allocated on a device, now and at most; arguments as for `allocator_counts`."""
+        counts = self.allocator_counts(index, "allocated_bytes.all.current", "allocated_bytes.all.peak")
+        return None if counts is None else (counts[0], counts[1])
+
+    def allocator_counts(self, index: int | None, *names: str) -> list[int] | None:
+        """Counts of PyTorch's allocator for a device (None: the current one), from one look; None: nobody counts there.
+
+        A name that it does not count has 0.
+        """
         try:
-            return allocator_counts(self.type, index, name)[0]
-        except (AttributeError, RuntimeError):
-            return 0
+            return self._allocator_counts(index, names)
+        except (AttributeError, RuntimeError):  # the allocator of a PrivateUse1 backend need not be a `DeviceAllocator`
+            return None
 
     def reset_peak(self, index: int) -> None:
         """Have PyTorch's allocator begin its highest peak anew on device ``index``, where it can."""
@@ -208,9 +210,11 @@ class Accelerator:
             torch.accelerator.reset_peak_memory_stats(index)
 
     def _memory_info(self, index: int) -> tuple[int, int]:
-        """Bytes that are free on device ``index``, and all that it has."""
-        free, total = torch.accelerator.get_memory_info(index)
-        return int(free), int(total)
+        return torch.accelerator.get_memory_info(index)
+
+    def _allocator_counts(self, index: int | None, names: tuple[str, ...]) -> list[int]:
+        flat = torch.accelerator.memory_stats(index)
+        return [int(flat.get(name, 0)) for name in names]
 
     def capturing(self, index: int) -> bool:
         """Whether the current stream of device ``index`` is being captured; queried once in each `Hook`."""
@@ -299,8 +303,19 @@ class CudaAccelerator(Accelerator):
             del blocking  # here: elsewhere its end would make a context on the device that is current there
 
     def _memory_info(self, index: int) -> tuple[int, int]:
-        free, total = torch.cuda.mem_get_info(index)  # `torch.accelerator` has no such call in PyTorch 2.9
-        return int(free), int(total)
+        return torch.cuda.mem_get_info(index)  # `torch.accelerator` has no such call in PyTorch 2.9
+
+    def _allocator_counts(self, index: int | None, names: tuple[str, ...]) -> list[int]:
+        # A recorded step queries this twice for each storage. `torch.accelerator` flattens and sorts all counts, 0.1 ms
+        # each time. With two such calls a host fell behind its H200, and the idle time looked like compute.
+        nested = torch.cuda.memory_stats_as_nested_dict(index)
+        found = []
+        for name in names:
+            count: Any = nested
+            for part in name.split("."):
+                count = count.get(part, {})
+            found.append(int(count or 0))
+        return found
 
     def is_capturing(self, index: int) -> bool:
         if self.current_stream(index).stream_id == 0:
@@ -309,9 +324,10 @@ class CudaAccelerator(Accelerator):
             return torch.cuda.is_current_stream_capturing()
 
     def stay_near(self) -> None:
-        address = pci_address(self.current_index())
-        if address is not None:
-            numa.stay_near(address)
+        ask = _runtime_function("cudaDeviceGetPCIBusId")  # None where the runtime does not know it
+        address = ctypes.create_string_buffer(16)
+        if ask is not None and ask(address, len(address), self.current_index()) == 0:
+            numa.stay_near(address.value.decode().lower())
 
     def is_of_a_graph(self, tensor: Tensor) -> bool:
         """As `Accelerator.is_of_a_graph`, for the graphs of ``torch.compile(mode="reduce-overhead")``.
@@ -368,13 +384,6 @@ def capture_mode_exchange() -> Callable[[Any], int] | None:
     return exchange
 
 
-def pci_address(index: int) -> str | None:
-    """Where a device of CUDA's is, as ``/sys/bus/pci/devices`` names it; None where the runtime does not say."""
-    ask = _runtime_function("cudaDeviceGetPCIBusId")
-    text = ctypes.create_string_buffer(16)
-    return text.value.decode().lower() if ask is not None and ask(text, len(text), index) == 0 else None
-
-
 def _runtime_function(name: str) -> Any:
     version = torch.version.cuda
     try:
@@ -404,38 +413,3 @@ def default_device_types() -> tuple[str, ...]:
     """The accelerator's type if one is usable, else ``("cpu",)``."""
     current = torch.accelerator.current_accelerator(check_available=True)
     return ("cpu",) if current is None else (current.type,)
-
-
-def allocated_bytes(device_types: Iterable[str], index: int | None = None) -> tuple[int, int] | None:
-    """The bytes that PyTorch has allocated on an accelerator, now and at most; None if it does not count them.
-
-    ``index``: of the device; None for the current one.
-    """
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None or device.type not in device_types:
-        return None
-    try:
-        current, peak = allocator_counts(device.type, index, ALLOCATED, "allocated_bytes.all.peak")
-        return current, peak
-    except RuntimeError:  # the allocator of a PrivateUse1 backend need not be a `DeviceAllocator`
-        return None
-
-
-def allocator_counts(device_type: str, index: int | None, *names: str) -> list[int]:
-    """Counts of PyTorch's allocator for a device, from one look; 0 for each name that it does not count.
-
-    ``index``: as for `allocated_bytes`.
-    """
-    if device_type != "cuda":
-        flat = torch.accelerator.memory_stats(index)
-        return [int(flat.get(name, 0)) for name in names]
-    # A recorded step queries this twice for each storage. `torch.accelerator` flattens and sorts all counts, 0.1 ms
-    # each time. With two such calls a host fell behind its H200, and the idle time looked like compute.
-    nested = torch.cuda.memory_stats_as_nested_dict(index)
-    found = []
-    for name in names:
-        count: Any = nested
-        for part in name.split("."):
-            count = count.get(part, {})
-        found.append(int(count or 0))
-    return found

@@ -7,7 +7,7 @@ can take it away and see the simulated device show the corruption. No method blo
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .accelerator import Accelerator, Event, Stream, allocated_bytes
+from .accelerator import Accelerator, Event, Stream
 from .timers import DeviceStopwatch, StreamWaits, Timeline, Traced, WaitFor, traced
 
 WINDOW_FLOOR_BYTES = 64 << 20
@@ -49,18 +49,10 @@ class Batch:
     awaited_by: list[Stream] = field(default_factory=list)  # on the way in: the streams that have waited for the copies
     about: tuple[Traced, ...] = ()  # while tracing is on: the tensor of each copy
 
-    def add(self, owner: object, destination: Tensor, source: Tensor, nbytes: int, used_by: list[Any]) -> None:
-        """Add one more copy of ``nbytes``.
-
-        Args:
-            owner: a key for the copy.
-            destination: flat bytes.
-            source: flat bytes.
-            nbytes: how many.
-            used_by: the batches that have used the host memory before; this one takes their place.
-        """
+    def add(self, owner: object, destination: Tensor, source: Tensor, used_by: list[Any]) -> None:
+        """Add a copy of flat bytes. This batch takes the place of those that have ``used_by`` the host memory."""
         self.copies[owner] = destination, source
-        self.nbytes += nbytes
+        self.nbytes += destination.nbytes
         for before in used_by:
             place = before.way, before.index
             if place not in self.after or self.after[place].number < before.number:
@@ -77,7 +69,7 @@ class CopyStreams:
         self.device = device
         self.written_bytes = 0
         self.read_bytes = 0
-        self.stopwatch: DeviceStopwatch | None = None
+        self.stopwatch = DeviceStopwatch(device, self.current_index)
         """Notified of every copy and of every wait of a compute stream, while a step is timed."""
         self.waits = StreamWaits(device)
         self.timeline: Timeline | None = None
@@ -89,20 +81,18 @@ class CopyStreams:
         self._numbers: dict[tuple[str, int], int] = {}
         self._awaited: dict[tuple[str, int, str, int], int] = {}
         """The number of the last batch that a side stream has waited for, by both ways and devices."""
-        self._compute_streams: dict[int, list[Stream]] = {}
+        self._compute_streams: defaultdict[int, set[Stream]] = defaultdict(set)
+        """By device: those that copies have been ordered with."""
 
     def gather(self, way: str, index: int, batch: Batch | None) -> Batch:
-        """Return a batch for copies of the memory of the current stream of device ``index``.
+        """Return a batch for copies of the memory of the current stream of device ``index``; ``way``: see `Batch`.
 
-        Args:
-            way: ``"out"`` or ``"in"``.
-            index: the device's.
-            batch: the last one, which is returned if it has not begun and is for that stream; else it is a new one.
+        It is ``batch``, the last one, if that has not begun and is for this stream; else it is a new one.
         """
         stream = self.device.current_stream(index)
         if batch is not None and batch.event is None and batch.index == index and batch.stream == stream:
             return batch
-        self._saw(index, stream)
+        self._compute_streams[index].add(stream)
         return Batch(way, index, stream)
 
     # -- device to host -----------------------------------------------------------------------------------------------
@@ -146,10 +136,8 @@ class CopyStreams:
 
         The graph would hold the memory until that stream's backward. It may be released already, and still its owner's.
 
-        Args:
-            tensor: the memory.
-            reported: a stream of which the allocator knows, or will as the memory is released, that it uses this
-                memory: that holds for all work that is enqueued on it until its owner frees the memory.
+        ``reported``: a stream of which the allocator knows, or will as the memory is released, that it uses this
+        memory. That holds for all work that is enqueued on it until its owner frees the memory.
         """
         if self.inert:
             return
@@ -158,10 +146,6 @@ class CopyStreams:
             self._order_release_after_later_save(tensor)
 
     # -- host to device -----------------------------------------------------------------------------------------------
-
-    def destination(self, batch: Batch, nbytes: int) -> Tensor:
-        """Return new memory for a copy to the device."""
-        return self.device.empty(nbytes, batch.index, batch.stream)
 
     def begin_in(self, incoming: Batch) -> None:
         """Copy to memory of the device, complete after the batches that make the host's bytes."""
@@ -173,15 +157,10 @@ class CopyStreams:
         self.read_bytes += incoming.nbytes
 
     def before_use(self, incoming: Batch, filled: Callable[[], Tensor]) -> None:
-        """Make later work of the calling thread's current stream run after the copies.
-
-        Args:
-            incoming: has begun.
-            filled: returns a tensor in the memory that is to be used.
-        """
+        """Make later work of this thread's current stream run after copies that have begun; it uses ``filled()``."""
         current = self.device.current_stream(incoming.index)
         if current != incoming.stream:
-            self._saw(incoming.index, current)
+            self._compute_streams[incoming.index].add(current)
             self.device.used_on(filled(), current)
         if current not in incoming.awaited_by:
             self._order_use_after_fill(current, incoming)
@@ -225,9 +204,7 @@ class CopyStreams:
         """Whether the calling thread's current stream is being captured, on any device that tensors were seen on.
 
         To move a tensor of one device may make streams of other devices wait, as one window holds all copies out.
-
-        Args:
-            index: of the device of a tensor that the caller has, which is seen from now on.
+        A tensor of device ``index`` is seen from now on.
         """
         if self.inert:
             return False
@@ -241,7 +218,7 @@ class CopyStreams:
         A program may use device 1 while device 0 is current, and must get no context on device 0.
         """
         current, seen = self.device.current_index(), self._seen
-        if current in seen or (not seen and any(allocated_bytes((self.device.type,), current) or ())):
+        if current in seen or (not seen and any(self.device.allocated_bytes(current) or ())):
             return current
         return next(iter(seen), None)
 
@@ -295,28 +272,27 @@ class CopyStreams:
         self._compute_waits(WaitFor.ROOM, incoming.stream, incoming)
 
     def _copy(self, way: str, batch: Batch, side: Stream) -> None:
-        stopwatch = self.stopwatch if self.stopwatch is not None and self.stopwatch.running else None
-        before = self.device.timestamp(side) if stopwatch is not None else None
-        begin = self.timeline.moment(batch.index, side) if self.timeline is not None else None
+        timeline, watched = self.timeline, self.stopwatch.running
+        begin = self.waits.moment(side) if watched else None
+        if timeline is not None:
+            begin = timeline.moment(batch.index, side)
         self.device.copy(batch.copies.values(), side)
-        if self.timeline is not None:
-            batch.about = tuple(traced(owner, to.nbytes) for owner, (to, _) in batch.copies.items())
-            end = self.timeline.moment(batch.index, side)
-            self.timeline.add(f"host {way}", batch.index, begin, end, batch.about)
-        if stopwatch is not None:
-            stopwatch.copied(way, batch.nbytes, side, before)
-        moment = self.waits.moment(side)
-        batch.event, batch.timed = moment or self.device.record(side), moment is not None
+        end = self.waits.moment(side)
+        batch.event, batch.timed = end or self.device.record(side), end is not None
         place = batch.way, batch.index
         batch.number = self._numbers[place] = self._numbers.get(place, 0) + 1
+        if timeline is not None:
+            batch.about = tuple(traced(owner, to.nbytes) for owner, (to, _) in batch.copies.items())
+            timeline.add(f"host {way}", batch.index, begin, end, batch.about)
+        if watched and begin is not None and end is not None:
+            self.stopwatch.copied(way, batch.nbytes, begin, end)
 
     def _compute_waits(self, why: WaitFor, stream: Stream, batch: Batch) -> None:
         """Make a compute stream wait; to query first whether it has to would cost as much."""
         if batch.happened:
             return
-        timeline, stopwatch = self.timeline, self.stopwatch
-        looked_at = timeline is not None or (stopwatch is not None and stopwatch.running)
-        stands_for = 1 if looked_at else self.waits.stands_for()
+        timeline, watched = self.timeline, self.stopwatch.running
+        stands_for = 1 if watched or timeline is not None else self.waits.stands_for()
         recorded, self.device.hook.recorded = self.device.hook.recorded, None
         here = recorded is not None and recorded[0] == stream  # nothing was enqueued on it since
         begin = recorded[1] if here and recorded is not None else None
@@ -328,13 +304,8 @@ class CopyStreams:
         self.waits.add(why, batch.index, begin, batch.event, stream, stands_for)
         if timeline is not None:
             timeline.add(f"wait for {why.value}", batch.index, begin, batch.event, batch.about)
-        if stopwatch is not None and stopwatch.running:
-            stopwatch.waited(begin, batch.event, batch.index)
-
-    def _saw(self, index: int, stream: Stream) -> None:
-        seen = self._compute_streams.setdefault(index, [])
-        if stream not in seen:
-            seen.append(stream)
+        if watched:
+            self.stopwatch.waited(begin, batch.event, batch.index)
 
 
 class ReleaseWindow:
@@ -359,7 +330,7 @@ class ReleaseWindow:
         copies: CopyStreams,
         limit_bytes: int | None,
         on_release: Callable[[Any], None],
-        may_begin: Callable[[Any], bool] = lambda owner: True,
+        may_begin: Callable[[Any], bool],
     ) -> None:
         self._copies = copies
         self.is_fixed = limit_bytes is not None
@@ -381,14 +352,12 @@ class ReleaseWindow:
         of_bytes: int,
         due: int,
     ) -> Batch:
-        """Have bytes of device ``index`` copied to the host, soon, and hold them until the window is past them.
+        """Have flat bytes of device ``index`` copied to the host, soon, and hold them until the window is past them.
 
         Args:
             owner: a key for the bytes.
-            destination: host memory, flat bytes.
-            source: device memory, likewise.
-            index: the device's.
-            used_by: see `Batch.add`.
+            destination: host memory; ``used_by``: see `Batch.add`.
+            source: device memory.
             of_bytes: of how many bytes these are a part, which are let go together.
             due: the event at which a plan releases them, see `release_due`; 0 without a plan.
         """
@@ -398,7 +367,7 @@ class ReleaseWindow:
         if batch is not last:
             self.begin()
             self._batches.append(batch)
-        batch.add(owner, destination, source, nbytes, used_by)
+        batch.add(owner, destination, source, used_by)
         if due:
             batch.due = max(batch.due, due)
             self._find_due()
@@ -428,10 +397,7 @@ class ReleaseWindow:
     def withdraw(self, owner: object, batch: Batch, used_by: list[Any] | None) -> bool:
         """Take a copy out of its batch; return False when it has begun: its memory is held until it is complete.
 
-        Args:
-            owner: the key of the copy.
-            batch: its batch.
-            used_by: the batches that use its host memory, as before `hold`; None: that memory is free.
+        ``used_by``: the list that `hold` has changed, which becomes as it was before; None: the host memory is free.
         """
         if batch.event is not None:
             return False
@@ -481,8 +447,7 @@ class ReleaseWindow:
 
     def release_if(self, condition: Callable[[Any], bool]) -> None:
         """Release, in stream order, the memory of each batch if all its owners meet a condition."""
-        begun = [batch for batch in self._batches if batch.event is not None]
-        self._release([batch for batch in begun if all(map(condition, batch.copies))])
+        self._release([out for out in self._batches if out.event is not None and all(map(condition, out.copies))])
 
     def release_complete(self) -> None:
         """Release the memory of the oldest copies that are known to have ended, now."""
@@ -495,22 +460,18 @@ class ReleaseWindow:
             if self._batches[0].event is None:
                 self.begin()
             if self._batches and self._batches[0].event is not None:  # else every copy in it was withdrawn
-                going.append(self._batches.popleft())
-                self._gone(going[-1])
-        if going:
-            self._let_go(going)
+                going.append(self._take_out(self._batches[0]))
+        self._let_go(going)
 
-    def _release(self, outs: list[Batch]) -> None:
-        for out in outs:
-            self._batches.remove(out)
-            self._gone(out)
-        self._let_go(outs)
+    def _release(self, outs: Iterable[Batch]) -> None:
+        self._let_go([self._take_out(out) for out in outs])
 
-    def _gone(self, out: Batch) -> None:
-        """Count a batch that is no longer in the window."""
+    def _take_out(self, out: Batch) -> Batch:
+        self._batches.remove(out)
         self.held_bytes -= out.nbytes
         if out.due:
             self._find_due()
+        return out
 
     def _let_go(self, outs: list[Batch]) -> None:
         owners = [owner for out in outs for owner in out.copies]

@@ -7,6 +7,7 @@ waits in memory; it is less than `LARGE_BATCH_BYTES`. A record that backward wan
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -20,8 +21,7 @@ from ..policy import KeepReason
 from ..storage.engines.base import Range
 from ..storage.spool import Spool
 from ..storage.transfers import Transfer
-from .coalescing import SharedExtent, Sources
-from .direct_io import MIN_ALIGNMENT, Layout
+from .coalescing import MIN_ALIGNMENT, Layout, SharedExtent, Sources
 from .record import Record, State
 from .shared import Shared
 from .tier import Tier
@@ -50,10 +50,11 @@ class CpuTier(Tier):
     back into memory of the pool.
     """
 
+    spool: Spool
+
     def __init__(self, shared: Shared, spool: Spool, pool: HostPool) -> None:
         super().__init__(shared, spool)
         config = shared.config
-        self._disk = spool
         self._alignment = spool.capabilities.alignment
         self._pool = pool
         # With direct I/O the kernel fails a write from unmapped memory; a load in this process would crash instead.
@@ -95,7 +96,7 @@ class CpuTier(Tier):
             return KeepReason.DEGRADED
         self._leave(record)
         self._copied_in_place.append(record)
-        self._write(extent, [hold()])  # only now: to hold a block makes its pages huge
+        self._write_sources(extent, [hold()])  # only now: to hold a block makes its pages huge
         return None
 
     def _offload_copy(self, record: Record) -> KeepReason | None:
@@ -112,7 +113,7 @@ class CpuTier(Tier):
         ctypes.memmove(address, source, record.nbytes)
         record.data = self._storage(slot, layout.pad, record.nbytes)
         self._leave(record)
-        self._begin_write(extent, [(address + layout.io_begin, layout.io_bytes)], None)
+        self._write(extent, [address], None)
         return None
 
     def _is_crowded(self, nbytes: int) -> bool:
@@ -141,26 +142,24 @@ class CpuTier(Tier):
         layouts = {record: layout for record, (layout, _) in filling.items()}
         extent = self._room(layouts) if len(layouts) > 1 else None
         if extent is not None:
-            self._write(extent, [held for _, held in filling.values()])
+            self._write_sources(extent, [held for _, held in filling.values()])
             return
         for record, (layout, held) in filling.items():  # each finds room alone, or stays
             extent = self._room({record: layout})
             if extent is not None:
-                self._write(extent, [held])
+                self._write_sources(extent, [held])
             else:
                 self._return(record)
                 self.shared.accounts.stays_after_all(record.nbytes, KeepReason.DEGRADED.value)
 
     def _room(self, layouts: dict[Record, Layout]) -> SharedExtent | None:
         """Return room on disk for some records; None when there is none in one piece: a record alone has degraded."""
-        shared = SharedExtent(layouts, step=max(self._alignment, MIN_ALIGNMENT))
         try:
-            shared.assign(self._disk.allocate(shared.io_bytes))
+            return SharedExtent(layouts, max(self._alignment, MIN_ALIGNMENT), self.spool.allocate)
         except StorageError as error:
             if len(layouts) == 1:
                 self.shared.reporter.degrade("no room on disk", next(iter(layouts)), error)
             return None
-        return shared
 
     def _return(self, record: Record) -> None:
         """Undo `_leave`."""
@@ -168,19 +167,18 @@ class CpuTier(Tier):
         self.free_extent(record)
         record.to(State.RESIDENT)
 
-    def _write(self, extent: SharedExtent, held: list[HeldBlock]) -> None:
+    def _write_sources(self, extent: SharedExtent, held: Iterable[HeldBlock]) -> None:
         """Begin to write the records of an extent from where their owners hold them."""
-        memory = [
-            (record.saved.address + record.saved.begin + layout.io_begin, layout.io_bytes)
-            for record, layout in zip(extent.records, extent.layouts, strict=True)
-        ]
-        self._begin_write(extent, memory, Sources(extent.records, held))
+        addresses = [record.saved.address + record.saved.begin for record in extent.records]
+        self._write(extent, addresses, Sources(extent.records, held))
 
-    def _begin_write(self, extent: SharedExtent, memory: list[Range], sources: Sources | None) -> None:
+    def _write(self, extent: SharedExtent, addresses: list[int], sources: Sources | None) -> None:
         """Begin a write; without ``sources`` the memory is a copy of ours."""
+        places = zip(addresses, extent.layouts, strict=True)
+        memory = [(address + layout.io_begin, layout.io_bytes) for address, layout in places]
         records = tuple(extent.records)  # the extent's own list changes as it loses its last record
         try:
-            transfer = self._disk.write(
+            transfer = self.spool.write(
                 extent.extent,
                 memory[0][0],
                 extent.io_bytes,
@@ -220,7 +218,7 @@ class CpuTier(Tier):
             shared.users -= 1
             if shared.users == 0:
                 shared.records.clear()  # they refer to it
-                self._disk.free(shared.extent)
+                self.spool.free(shared.extent)
 
     def abandon(self) -> None:
         super().abandon()
@@ -254,7 +252,7 @@ class CpuTier(Tier):
             one.to(State.FETCHING)
             self.count_resident(one)
         try:
-            transfer = self._disk.read(
+            transfer = self.spool.read(
                 shared.extent,
                 memory[0][0],
                 sum(nbytes for _, nbytes in memory),

@@ -21,11 +21,10 @@ from ..policy import KeepReason
 from ..storage.spool import Spool
 from ..storage.transfers import Transfer
 from .copy_streams import BATCH_BYTES, BATCH_COPIES, Batch, CopyStreams, ReleaseWindow
-from .hook_costs import HookCosts
 from .record import HostCopy, Record, State
 from .shared import Shared
 from .tier import PENDING_MARGIN, UNWATCHED, Tier
-from .timers import WaitFor
+from .timers import HookCosts
 
 CAPTURED = (
     "backward in a captured graph asks for a tensor that was moved before the capture: run the forward in the same "
@@ -47,33 +46,16 @@ def _host(record: Record) -> HostCopy:
 
 
 class DeviceTier(Tier):
-    """Device ↔ page-locked host memory ↔ NVMe.
-
-    Args:
-        shared: see `Tier`.
-        spool: the disk; None for host memory alone.
-        pool: the host memory.
-        copies: the device's side streams.
-        spill: ``"never"`` (host only), ``"always"`` (NVMe), ``"overflow"`` (tiered).
-        window_bytes: device memory that may wait for its copy at once; None to choose by the copies' sizes.
-    """
+    """Device ↔ page-locked host memory ↔ NVMe. Without a spool there is host memory alone."""
 
     gathers = True
     copies: CopyStreams
 
-    def __init__(
-        self,
-        shared: Shared,
-        spool: Spool | None,
-        pool: HostPool,
-        copies: CopyStreams,
-        spill: str,
-        window_bytes: int | None,
-    ) -> None:
+    def __init__(self, shared: Shared, spool: Spool | None, pool: HostPool, copies: CopyStreams) -> None:
         super().__init__(shared, spool, copies)
+        window_bytes = None if shared.config.pending_bytes is None else shared.config.size("pending_bytes", 0)
         self.window = ReleaseWindow(copies, window_bytes, self._source_released, self._has_its_source)
         self._pool = pool
-        self._spill_mode = spill if spool is not None else "never"
         self._hosted: dict[Record, None] = {}
         self._reading: set[Record] = set()
         self._arrived: deque[Record] = deque()
@@ -83,7 +65,7 @@ class DeviceTier(Tier):
         """Copies to the device that are about to begin."""
         self._unused: list[tuple[object, Batch]] = []
         """Memory that was filled for records which died before they were used, and the copies that fill it."""
-        self._hook_costs = HookCosts(shared, copies)
+        self._hook_costs = HookCosts(shared.accounts, copies.device, copies.stopwatch)
 
     # -- device → host ------------------------------------------------------------------------------------------------
 
@@ -143,7 +125,7 @@ class DeviceTier(Tier):
         """Whether a copy out may begin: its source was not freed or resized while the batch was filled."""
         if not isinstance(owner, Record) or not self.resized(owner):
             return True
-        self._leave_batch(owner, _host(owner))
+        self._leave_batch(owner)
         self.stay(owner)
         return False
 
@@ -183,13 +165,15 @@ class DeviceTier(Tier):
             record.to(State.SPILLED if record.disk.complete else State.SPILLING)
         elif self._goes_to_disk(record):
             self._spill(record)
-        elif self._spill_mode == "overflow":
+        elif self.spool is not None:
             self._hosted[record] = None
             self._spill_overflow()
 
     def _goes_to_disk(self, record: Record) -> bool:
-        planned_tier = "" if record.saved.planned is None else record.saved.planned.tier
-        return self._spill_mode == "always" or (self._spill_mode == "overflow" and planned_tier == "nvme")
+        """Whether it goes at once, and not only as host memory gets full."""
+        planned = record.saved.planned
+        to_disk = self.shared.config.target == "nvme" or (planned is not None and planned.tier == "nvme")
+        return self.spool is not None and to_disk
 
     def _wait_for_host_memory(self) -> bool:
         """Wait until there may be more of it; return False when none is on its way."""
@@ -201,11 +185,11 @@ class DeviceTier(Tier):
         shared.changed.wait()
         return True
 
-    def wait_for_room(self, nbytes: int, limit_bytes: int) -> None:
-        accounts = self.shared.accounts
-        self.window.advance_for(lambda: accounts.resident_bytes + nbytes - limit_bytes)
+    def wait_for_room(self, nbytes: int) -> None:
+        budget = self.shared.budget
+        self.window.advance_for(lambda: budget.excess_bytes(nbytes))
         # Backward may need a tensor whose read from disk ended after those of tensors that it needs later.
-        self._evict_ahead(accounts.resident_bytes + nbytes - limit_bytes)
+        self._evict_ahead(budget.excess_bytes(nbytes))
 
     def flush(self) -> None:
         if not self.copies.capturing():
@@ -245,12 +229,11 @@ class DeviceTier(Tier):
         transfer = self.spool.write(
             extent, slot.address, slot.nbytes, on_done=on_done, keepalive=slot, held=True, records=(record,)
         )
-        self.begun(transfer)
         if record.state is State.HOSTED:
             record.to(State.SPILLING)
         self.shared.pending_bytes += record.nbytes
         parts = outs or [(batch, slot.nbytes) for batch in slot.events]
-        self.begin_after(partial(self._write_as_copied, self.spool, transfer, parts), transfer)
+        self.begun(transfer, partial(self._write_as_copied, self.spool, transfer, parts))
 
     def _write_as_copied(self, spool: Spool, transfer: Transfer, parts: list[tuple[Any, int]]) -> None:
         """Write each part but the last once it is copied; return when the last one is."""
@@ -294,19 +277,18 @@ class DeviceTier(Tier):
 
     def _take_original(self, record: Record) -> None:
         """Discard the copy on the host: from now on we no longer watch whether the owner resizes the original."""
-        host = _host(record)
-        self._leave_batch(record, host)
+        self._leave_batch(record)
         self.give_up_write(record)
         self.forwarded(record)
-        host.slot = None
+        _host(record).slot = None
         record.to(State.RESIDENT)
 
-    def _leave_batch(self, record: Record, host: HostCopy) -> None:
+    def _leave_batch(self, record: Record) -> None:
         """Take a copy out of its batch, unless it has begun: then the window holds the memory until it is complete."""
-        if host.outgoing is not None:
-            events = host.slot.events if host.slot is not None else None
-            if self.window.withdraw(record, host.outgoing, events):
-                host.outgoing = None
+        host = _host(record)
+        events = host.slot.events if host.slot is not None else None
+        if host.outgoing is not None and self.window.withdraw(record, host.outgoing, events):
+            host.outgoing = None
 
     def _read(self, record: Record, urgent: bool) -> bool:
         slot = self._pool.acquire(record.nbytes)
@@ -328,9 +310,7 @@ class DeviceTier(Tier):
             held=bool(events),
             records=(record,),
         )
-        self.begun(transfer)
-        if events:
-            self.begin_after(partial(self._wait_for, events), transfer)
+        self.begun(transfer, partial(self._wait_for, events) if events else None)
         host = _host(record)
         host.slot, host.filled_bytes = slot, 0
         record.to(State.FETCHING)
@@ -429,12 +409,12 @@ class DeviceTier(Tier):
         self._begin_reloads()
         incoming = self.copies.gather("in", record.saved.device.index or 0, None)
         if host.filling is None or host.incoming is None:
-            host.filling = self.copies.destination(incoming, record.nbytes)
+            host.filling = self.copies.device.empty(record.nbytes, incoming.index)
             self.count_resident(record)
         else:
             incoming.stream = host.incoming.stream  # which owns the memory
         part = host.filling[begin:end]
-        incoming.add(record, part, self._pool.tensor(slot, begin, end - begin), end - begin, slot.events)
+        incoming.add(record, part, self._pool.tensor(slot, begin, end - begin), slot.events)
         self.copies.begin_in(incoming)
         host.incoming, host.filled_bytes = incoming, end
 
@@ -460,8 +440,8 @@ class DeviceTier(Tier):
         if incoming is not self._incoming:
             self._begin_reloads()
             self._incoming = incoming
-        filled = self.copies.destination(incoming, record.nbytes)
-        incoming.add(record, filled, self._pool.tensor(slot, 0, record.nbytes), record.nbytes, slot.events)
+        filled = self.copies.device.empty(record.nbytes, incoming.index)
+        incoming.add(record, filled, self._pool.tensor(slot, 0, record.nbytes), slot.events)
         host.incoming = incoming
         self._reloads(record, filled)
         if incoming.nbytes >= BATCH_BYTES or len(incoming.copies) >= BATCH_COPIES:
@@ -535,7 +515,7 @@ class DeviceTier(Tier):
         A weakly held record keeps the copies that fill it, as a stream that has not waited for them may need it yet.
         """
         if (host := record.host) is not None:
-            self._leave_batch(record, host)
+            self._leave_batch(record)
             if host.incoming is not None and host.incoming.stream not in host.incoming.awaited_by:
                 self._unused.append((record.data if host.filling is None else host.filling, host.incoming))
             host.filling = None
@@ -578,12 +558,3 @@ class DeviceTier(Tier):
         if index is not None and not self.copies.capturing(index):
             return self._hook_costs.watched(index)
         return UNWATCHED
-
-    def count_waits(self) -> None:
-        if self.copies.capturing():
-            return
-        with self.shared.lock:
-            waited = self.copies.waits.take()
-            self.shared.accounts.pack_wait_s += waited[WaitFor.ROOM]
-            self.shared.accounts.unpack_wait_s += waited[WaitFor.DATA]
-            self.shared.late_s += waited[WaitFor.DATA]

@@ -6,6 +6,7 @@ kernels that used memory before must have run before it is filled. One thread wa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -16,7 +17,6 @@ from ..events import EventKind, now
 from ..policy import KeepReason
 from ..storage.spool import Spool
 from ..storage.transfers import Transfer
-from .accelerator import Event
 from .copy_streams import CopyStreams
 from .device_tier import CAPTURED
 from .record import Record, State
@@ -25,19 +25,13 @@ from .tier import Tier
 
 
 class DirectTier(Tier):
-    """Device ↔ NVMe, past host memory.
-
-    Args:
-        shared: see `Tier`.
-        spool: the disk; its engines take device memory.
-        copies: the device.
-    """
+    """Device ↔ NVMe, past host memory, by engines that take device memory."""
 
     copies: CopyStreams
+    spool: Spool
 
     def __init__(self, shared: Shared, spool: Spool, copies: CopyStreams) -> None:
         super().__init__(shared, spool, copies)
-        self._disk = spool
         self._ahead: dict[Record, None] = {}
         """Records whose read has begun or ended, and that backward has not used yet."""
 
@@ -50,31 +44,27 @@ class DirectTier(Tier):
         extent = self.allocate(record, record.nbytes)
         if extent is None:
             return KeepReason.DEGRADED
-        event = self._so_far(record)
+        wait = self._work_so_far(record)
         self._used_here(record, record.flat())
         on_done = partial(self._written, now())
         address = record.saved.address + record.saved.begin
-        transfer = self._disk.write(
+        transfer = self.spool.write(
             extent, address, record.nbytes, on_done=on_done, keepalive=record.data, held=True, records=(record,)
         )
-        self.begun(transfer)
         record.to(State.SPILLING)
         self.shared.pending_bytes += record.nbytes
         self._copied_in_place.append(record)
-        self.begin_after(partial(self._wait_for, event), transfer)
+        self.begun(transfer, wait)
         return None
 
-    def _so_far(self, record: Record) -> Event:
-        """Return an event after all work of the current stream, which has made the bytes, or has used the memory."""
+    def _work_so_far(self, record: Record) -> Callable[[], None]:
+        """Return a wait for all work of the current stream, which has made the bytes, or has used the memory."""
         device = self.copies.device
-        return device.record(device.current_stream(record.saved.device.index or 0))
+        return partial(device.synchronize, device.record(device.current_stream(record.saved.device.index or 0)))
 
     def _used_here(self, record: Record, tensor: Tensor) -> None:
         """Report to the allocator that the current stream uses memory, which may belong to another stream."""
         self.copies.device.used_on(tensor, self.copies.device.current_stream(record.saved.device.index or 0))
-
-    def _wait_for(self, event: Event) -> None:
-        self.copies.device.synchronize(event)
 
     def _written(self, since_s: float, transfer: Transfer) -> None:
         with self.shared.lock:
@@ -110,20 +100,18 @@ class DirectTier(Tier):
         return True
 
     def _begin_read(self, record: Record) -> None:
-        device, index = self.copies.device, record.saved.device.index or 0
-        tensor = device.empty(record.nbytes, index, device.current_stream(index))
-        event = self._so_far(record)
+        tensor = self.copies.device.empty(record.nbytes, record.saved.device.index or 0)
+        wait = self._work_so_far(record)
         on_done = partial(self._arrived, tensor, now())
         assert record.disk is not None, "a spilled record is on disk"
         extent, address = record.disk.extent, tensor.data_ptr()
-        transfer = self._disk.read(
+        transfer = self.spool.read(
             extent, address, record.nbytes, on_done=on_done, keepalive=tensor, held=True, records=(record,)
         )
-        self.begun(transfer)
         record.to(State.FETCHING)
         self._ahead[record] = None
         self.count_resident(record)
-        self.begin_after(partial(self._wait_for, event), transfer)
+        self.begun(transfer, wait)
 
     def _arrived(self, tensor: Tensor, since_s: float, transfer: Transfer) -> None:
         with self.shared.lock:

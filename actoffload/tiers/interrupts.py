@@ -7,6 +7,7 @@ is known to come from a place that expects it.
 from __future__ import annotations
 
 import signal
+import traceback
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from types import CodeType
@@ -34,7 +35,7 @@ def is_interrupt(error: BaseException) -> bool:
     """
     if not isinstance(error, Exception):
         return True
-    codes = set(_codes(error))
+    codes = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
     # First, because a signal may arrive inside a call by `expected`, and its handler may raise any error.
     if not codes.isdisjoint(_handlers()):
         return True
@@ -54,13 +55,6 @@ def aborts_when_interrupted(method: Callable[Concatenate[Any, P], T]) -> Callabl
             raise
 
     return guarded
-
-
-def _codes(error: BaseException) -> Iterator[CodeType]:
-    trace = error.__traceback__
-    while trace is not None:
-        yield trace.tb_frame.f_code
-        trace = trace.tb_next
 
 
 def _handlers() -> Iterator[CodeType]:

@@ -65,9 +65,9 @@ class DeviceBudget:
         """Return the bytes that the next storage may have: those that a plan knows, or the most so far."""
         return self.largest_bytes if planned is None else planned
 
-    def exceeded_by(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` more would pass the limit."""
-        return self.limit_bytes is not None and self._accounts.resident_bytes + nbytes > self.limit_bytes
+    def excess_bytes(self, nbytes: int) -> int:
+        """Return by how much ``nbytes`` more would pass the limit; negative, or 0 without one, if they would not."""
+        return 0 if self.limit_bytes is None else self._accounts.resident_bytes + nbytes - self.limit_bytes
 
     def has_room_early(self, nbytes: int, record: Record | None = None) -> bool:
         """Whether ``nbytes`` that backward does not need yet fit, beside all that may be there before it does.

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..errors import StateError, StorageError
+from ..errors import StorageError
 from ..events import EventKind, now
 from ..policy import KeepReason
 from ..storage.arena import Extent
@@ -100,10 +100,16 @@ class Tier(ABC):
         if self.copies is not None and not record.stays:
             self.copies.saved_again(tensor, None if record.host is None else record.host.saved_on)
 
-    def begun(self, transfer: Transfer) -> None:
-        """Note the transfer of its records. The lock is held since before it was enqueued, so it has not ended yet."""
+    def begun(self, transfer: Transfer, wait: Callable[[], None] | None = None) -> None:
+        """Note the transfer of its records. The lock is held since before it was enqueued, so it has not ended yet.
+
+        With ``wait`` it is held, and begins once that has returned, on the thread that waits for the device.
+        """
         for record in transfer.records:
             record.disk.transfer, record.disk.error = transfer, None  # of an earlier read
+        if wait is not None:
+            assert self.waiter is not None, "there is a device"
+            self.waiter.submit(self._begin_after, wait, transfer)
 
     def cancel(self, record: Record) -> None:
         """Take the record out of its transfer, which is cancelled if no other record needs it.
@@ -148,13 +154,12 @@ class Tier(ABC):
     def order_reuse(self, record: Record) -> None:  # noqa: B027 - the spool's transfers hold the memory that they use
         """Order the reuse of a record's device memory after every copy that touches it, and forget the copies."""
 
-    def wait_for_room(self, nbytes: int, limit_bytes: int) -> None:
-        """Wait until the resident bytes are at most ``limit_bytes - nbytes``, or nothing is on its way out any more."""
+    def wait_for_room(self, nbytes: int) -> None:
+        """Wait until ``nbytes`` more keep the budget, or nothing is on its way out any more."""
         shared = self.shared
 
         def waits() -> bool:
-            over = shared.accounts.resident_bytes + nbytes > limit_bytes
-            return over and shared.pending_bytes > 0 and not shared.stopped
+            return shared.budget.excess_bytes(nbytes) > 0 and shared.pending_bytes > 0 and not shared.stopped
 
         while waits():
             shared.begin_all()
@@ -227,9 +232,6 @@ class Tier(ABC):
         """
         return UNWATCHED
 
-    def count_waits(self) -> None:  # noqa: B027
-        """Count the waits of streams since the last call; the host does not see them as they happen."""
-
     def stream_of(self, device: torch.device) -> Any:
         """The stream on which the calling thread computes on a device; None where there is none."""
         copies = self.copies
@@ -248,12 +250,10 @@ class Tier(ABC):
 
     def make_room(self, nbytes: int) -> float:
         """Keep the ``device_budget`` before ``nbytes`` come; return the seconds that this thread waited."""
-        budget = self.shared.budget
-        if not budget.exceeded_by(nbytes) or self.shared.stopped or self.capturing():
+        if self.shared.budget.excess_bytes(nbytes) <= 0 or self.shared.stopped or self.capturing():
             return 0.0
-        assert budget.limit_bytes is not None, "only a limit is exceeded"
         since_s = now()
-        self.wait_for_room(nbytes, budget.limit_bytes)
+        self.wait_for_room(nbytes)
         return now() - since_s
 
     def make_room_to_save(self) -> None:
@@ -383,11 +383,6 @@ class Tier(ABC):
         else:
             record.to(State.RESIDENT)
 
-    def begin_after(self, wait: Callable[[], None], transfer: Transfer) -> None:
-        """Begin a transfer that was held once ``wait`` has returned, on the thread that waits for the device."""
-        assert self.waiter is not None, "there is a device"
-        self.waiter.submit(self._begin_after, wait, transfer)
-
     def _begin_after(self, wait: Callable[[], None], transfer: Transfer) -> None:
         assert self.spool is not None, "it has the transfer"
         try:
@@ -398,8 +393,7 @@ class Tier(ABC):
 
     def allocate(self, record: Record, nbytes: int) -> Extent | None:
         """Take and return room on disk for a record; None, and degraded, when there is none."""
-        if self.spool is None:
-            raise StateError("a tier without a spool was asked to write to disk")
+        assert self.spool is not None, "to write to disk needs one"
         try:
             extent = self.spool.allocate(nbytes)
         except StorageError as error:

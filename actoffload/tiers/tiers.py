@@ -18,7 +18,7 @@ from ..memory.process_memory import available_bytes, fix_mmap_threshold, memory_
 from ..memory.slab import Device
 from ..storage.engines import BEHIND_A_DEVICE
 from ..storage.spool import Disk, Spool
-from .accelerator import Accelerator, Event, accelerator_for, allocated_bytes, default_device_types
+from .accelerator import Accelerator, Event, accelerator_for, default_device_types
 from .copy_streams import CopyStreams
 from .cpu_tier import CpuTier
 from .device_tier import DeviceTier
@@ -26,7 +26,7 @@ from .direct_tier import DirectTier
 from .processes import processes_here
 from .shared import Shared
 from .tier import Tier
-from .timers import DeviceStopwatch, Stopwatch, Timeline
+from .timers import Stopwatch, Timeline, WaitFor
 
 CPU_SLAB_BYTES = 16 << 20
 NOT_PAGE_LOCKED = (
@@ -82,6 +82,8 @@ class Tiers:
         """The highest peak of the device that was begun anew since."""
         self._cpu_memory: cpu_allocator.Use | None = None
         self._open(accelerator)
+        self._copies = next((tier.copies for tier in self.by_device.values() if tier.copies is not None), None)
+        """Of the accelerator whose tensors move: there is one at most."""
         shared.flush_tiers = weakref.WeakMethod(self.flush)
 
     def counts(self) -> dict[str, int]:
@@ -91,8 +93,8 @@ class Tiers:
                 pool.reclaim()
         spool = self.spool.statistics() if self.spool is not None else None
         return {
-            "host_written_bytes": sum(one.written_bytes for one in self._copies),
-            "host_read_bytes": sum(one.read_bytes for one in self._copies),
+            "host_written_bytes": self._copies.written_bytes if self._copies else 0,
+            "host_read_bytes": self._copies.read_bytes if self._copies else 0,
             "nvme_written_bytes": spool.written_bytes if spool else 0,
             "nvme_read_bytes": spool.read_bytes if spool else 0,
             "host_peak_bytes": sum(pool.peak_bytes for pool in self.pools),
@@ -107,16 +109,15 @@ class Tiers:
 
     def usable_bytes(self) -> int | None:
         """The bytes that the accelerator may still allocate, see `Accelerator.usable_bytes`; None without one."""
-        for copies in self._copies:
-            return copies.usable_bytes()
-        return None
+        return None if self._copies is None else self._copies.usable_bytes()
 
     def total_bytes(self) -> int | None:
         """How much memory there is: on the accelerator whose tensors move, else for this process; None: unknown."""
-        for copies in self._copies:
-            index = copies.current_index()
-            return None if index is None else copies.device.total_bytes(index)
-        return memory_bytes()
+        if self._copies is None:
+            return memory_bytes()
+        device, index = self._here()
+        memory = None if device is None else device.memory_info(index)
+        return None if memory is None else memory[1]
 
     def in_use(self) -> tuple[int, int] | None:
         """Return bytes in use on the device and the most there were; None where nobody counts them, or has to.
@@ -124,18 +125,17 @@ class Tiers:
         On the CPU it is the process's memory, which is read from the system: only for ``device_memory``. Without what
         we hold for tensors to come, as they take just that.
         """
-        if self._copies or self.shared.config.device_memory is None:
+        if self._copies is not None or self.shared.config.device_memory is None:
             return self.allocated_bytes
         held = self.unneeded_bytes()
         return rss_bytes() - held, peak_rss_bytes()
 
     def reset_peak(self) -> None:
         """Have the device's allocator begin its highest peak anew, so that a lower one of a step is seen."""
-        for copies in self._copies:
-            index, memory = copies.current_index(), self.allocated_bytes
-            if index is not None and memory is not None:
-                self._peak_bytes = max(self._peak_bytes, memory[1])
-                copies.device.reset_peak(index)
+        (device, index), memory = self._here(), self.allocated_bytes
+        if device is not None and memory is not None:
+            self._peak_bytes = max(self._peak_bytes, memory[1])
+            device.reset_peak(index)
 
     def allocator_count(self, name: str) -> int:
         """A count of PyTorch's allocator, by its name, for the accelerator whose tensors move.
@@ -143,10 +143,9 @@ class Tiers:
         ``"num_ooms"``: how often it had no memory; an error in backward is seen by nothing else.
         ``"num_alloc_retries"``: how often it has given its cache back to find some, for which the device idles.
         """
-        for copies in self._copies:
-            index = copies.current_index()
-            return 0 if index is None or copies.inert else copies.device.allocator_count(index, name)
-        return 0
+        device, index = self._here()
+        counts = None if device is None else device.allocator_counts(index, name)
+        return 0 if counts is None else counts[0]
 
     def unneeded_bytes(self) -> int:
         """Resident memory of this process that a run without moving would not have now.
@@ -180,44 +179,41 @@ class Tiers:
             if rate is not None:
                 found[key] = rate, meter.full_bytes_per_s is not None
             meter.restart()
-        for copies in self._copies:
-            for way in ("write", "read"):
-                rate = copies.stopwatch.rate(way) if copies.stopwatch is not None else None
-                if rate is not None:
-                    found["host", way] = rate, True
+        for way in ("write", "read"):
+            rate = None if self._copies is None else self._copies.stopwatch.rate(way)
+            if rate is not None:
+                found["host", way] = rate, True
         return found
 
     def stopwatch(self) -> Stopwatch:
         """Return a clock for the compute time of a step here."""
-        for copies in self._copies:
-            copies.stopwatch = DeviceStopwatch(copies.device, copies.current_index)
-            return copies.stopwatch
-        return Stopwatch(self.shared.accounts)
+        return Stopwatch(self.shared.accounts) if self._copies is None else self._copies.stopwatch
 
     def moment(self) -> Event | None:
         """A moment of the stream on which the calling thread computes; None on the CPU, or before a device is known."""
-        for copies in self._copies:
-            index = copies.current_index()
-            if index is not None and not copies.device.capturing(index):
-                return copies.device.timestamp(copies.device.current_stream(index))
-        return None
+        device, index = self._here()
+        if device is None or device.capturing(index):
+            return None
+        return device.timestamp(device.current_stream(index))
 
     def seconds_between(self, begin: Event, end: Event) -> float | None:
         """Time from one `moment` to a later one of the same device; None while the device has not come to it.
 
         It is 0 between devices, and at least 0 between streams.
         """
-        device = next(copies.device for copies in self._copies)
+        assert self._copies is not None, "a device has made the moments"
+        device = self._copies.device
         if begin.index != end.index:
             return 0.0
         return max(0.0, device.seconds_between(begin, end)) if device.done(begin) and device.done(end) else None
 
     def start_timeline(self) -> Timeline | None:
         """Note the work of the device and its times from now on; None without a device."""
-        for copies in self._copies:
-            copies.timeline = Timeline(copies.device, copies.current_index)
-            return copies.timeline
-        return None
+        copies = self._copies
+        if copies is None:
+            return None
+        copies.timeline = Timeline(copies.device, copies.current_index)
+        return copies.timeline
 
     def begin_step(self) -> None:
         """Give memory that was idle for long back to the system, and count the waits of streams."""
@@ -238,9 +234,14 @@ class Tiers:
             tier.count_alive()
 
     def count_waits(self) -> None:
-        """Count the waits of compute streams."""
-        for tier in self.by_device.values():
-            tier.count_waits()
+        """Count the waits of compute streams since the last call: the host does not see them as they happen."""
+        if self._copies is None or self.capturing:
+            return
+        with self.shared.lock:
+            waited = self._copies.waits.take()
+            self.shared.accounts.pack_wait_s += waited[WaitFor.ROOM]
+            self.shared.accounts.unpack_wait_s += waited[WaitFor.DATA]
+            self.shared.late_s += waited[WaitFor.DATA]
 
     @property
     def lost(self) -> bool:
@@ -275,20 +276,21 @@ class Tiers:
         """Drop all resources of the parent."""
         for pool in self.pools:
             pool.after_fork_in_child()
-        for copies in self._copies:
-            copies.after_fork_in_child()
+        if self._copies is not None:
+            self._copies.after_fork_in_child()
         if self.spool is not None:
             self.spool.after_fork_in_child()
 
     @property
     def allocated_bytes(self) -> tuple[int, int] | None:
         """The bytes that the allocator of the accelerator has in use, now and at most; None without one."""
-        copies = next((copies for copies in self._copies if not copies.inert), None)
-        return allocated_bytes(self.by_device, None if copies is None else copies.current_index())
+        copies = self._copies
+        return None if copies is None or copies.inert else copies.device.allocated_bytes(copies.current_index())
 
-    @property
-    def _copies(self) -> list[CopyStreams]:
-        return [tier.copies for tier in self.by_device.values() if tier.copies is not None]
+    def _here(self) -> tuple[Accelerator | None, int]:
+        """The accelerator, and the device on which this thread computes; None before one is known, or in a fork."""
+        index = None if self._copies is None or self._copies.inert else self._copies.current_index()
+        return (None, 0) if self._copies is None or index is None else (self._copies.device, index)
 
     # -- opening ------------------------------------------------------------------------------------------------------
 
@@ -361,7 +363,6 @@ class Tiers:
         copies = CopyStreams(device)
         copies.waits.samples = self.shared.config.policy != "auto"  # which plans from them
         self.hook = device.hook
-        window = None if config.pending_bytes is None else config.size("pending_bytes", 0)
         if config.target == "nvme" and spool is not None and spool.capabilities.device_memory and not config.verify:
             return DirectTier(self.shared, spool, copies)
         pool = HostPool(
@@ -378,8 +379,7 @@ class Tiers:
             poison=config.debug,
         )
         self.pools.append(pool)
-        spill = {"host": "never", "nvme": "always"}.get(config.target, "overflow")
-        return DeviceTier(self.shared, spool, pool, copies, spill, window)
+        return DeviceTier(self.shared, spool, pool, copies)
 
     def _pool_grew(self) -> None:
         """More host memory is there, or none is to be had: on the thread that page-locks it."""

@@ -1,4 +1,7 @@
-"""Time on a step's compute timeline, and the waits of compute streams for our copies. Nothing here blocks the host."""
+"""Time on a step's compute timeline, the waits of compute streams for our copies, and the idle time that hooks cost.
+
+Nothing here blocks the host.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,6 @@ Stamp = Any
 
 MOST_OPEN = 4096
 """Most entries of a timeline that were not taken yet; later ones are dropped."""
-
-
 TIMED_WAITS = 32
 """This many waits of a step are timed; after that, unless a planner needs the times, ..."""
 SAMPLE = 7
@@ -63,7 +64,7 @@ class Stopwatch:
         return self._latest_s
 
     def hook(self) -> AbstractContextManager[None]:
-        """Return a context for a hook of ours."""
+        """Return a context for a hook of ours, which counts while a step is timed."""
         return nullcontext()
 
     def end(self) -> bool:
@@ -97,31 +98,25 @@ class DeviceStopwatch(Stopwatch):
         self._device = device
         self._current_index = index
         self._index = 0
+        self._forget()
+
+    def _forget(self) -> None:
         self._origin: Stamp = None
         self._last: Stamp = None
         self._last_of: dict[int, Stamp] = {}
         """The last stamp of each thread: of two that stamp at once, the one that was made first may be noted last."""
         self._waits: list[tuple[Stamp, Stamp]] = []
         self._hooks: list[tuple[Stamp, Stamp]] = []
-        self._began_s = self._last_s = 0.0
+        self._began_s = self._last_s = now()
         """By the host's clock: of the step, and the end of its last hook."""
-        self._copies: dict[str, list[tuple[int, Stamp, Stamp]]] = {}
-        self._copied: dict[str, tuple[int, float]] = {}
-        self._forget_copies()
+        self._copies: dict[str, list[tuple[int, Stamp, Stamp]]] = {"write": [], "read": []}
+        self._copied = {"write": (0, 0.0), "read": (0, 0.0)}
         self._lost: tuple[list[float], list[float], list[float]] | None = None
 
-    def _forget_copies(self) -> None:
-        self._copies = {"write": [], "read": []}
-        self._copied = {"write": (0, 0.0), "read": (0, 0.0)}
-
     def begin(self) -> None:
-        self._waits, self._hooks, self._lost = [], [], None
-        self._forget_copies()
+        self._forget()
         self.number += 1
-        self._began_s = self._last_s = now()
         self.running = True
-        self._origin = self._last = None
-        self._last_of = {}
         self.stamp()
 
     def stamp(self) -> Stamp:
@@ -144,15 +139,15 @@ class DeviceStopwatch(Stopwatch):
 
     @contextmanager
     def hook(self) -> Iterator[None]:
-        begin = self.stamp()
+        begin = self.stamp() if self.running else None
         yield
         if begin is not None:  # else no device was known yet
             self._hooks.append((begin, self.stamp()))
             self._last_s = now()
 
-    def copied(self, way: str, nbytes: int, stream: Stream, before: Stamp) -> None:
-        """Note a copy, ``"write"`` or ``"read"``, that was enqueued on a side stream since ``before``."""
-        self._copies[way].append((nbytes, before, self._device.timestamp(stream)))
+    def copied(self, way: str, nbytes: int, begin: Stamp, end: Stamp) -> None:
+        """Note a copy on a side stream, ``"write"`` or ``"read"``, between two moments of that stream."""
+        self._copies[way].append((nbytes, begin, end))
 
     def rate(self, way: str) -> float | None:
         """Bytes per second of the copies of the step in one direction; None where there were none."""
@@ -207,6 +202,40 @@ class DeviceStopwatch(Stopwatch):
         return 0.0 if stamp is None else self._device.seconds_between(self._origin, stamp)
 
 
+class HookCosts:
+    """The time that a device idles because hooks that move records keep its host busy. The store's lock is held."""
+
+    def __init__(self, accounts: Accounts, device: Accelerator, stopwatch: Stopwatch) -> None:
+        self._accounts = accounts
+        self._device = device
+        self._stopwatch = stopwatch
+        self._last_hook: Event | None = None
+        """After all work of the compute stream by the end of the last hook, if that was watched."""
+        self._behind_s = 0.0
+        """By how much the hooks that were watched have put the host back since the device had caught up with it."""
+
+    @contextmanager
+    def watched(self, index: int) -> Iterator[None]:
+        """Return a context for a hook on device ``index`` that counts its time, and the device's idle time."""
+        accounts, device = self._accounts, self._device
+        # A hook that the device did not notice, as it had work left, has put the host back all the same: where the
+        # device has caught up by the time of a later hook, it has waited for that one as well.
+        if self._last_hook is not None and device.done(self._last_hook):
+            accounts.idle_s += self._behind_s
+            self._behind_s = 0.0
+        since_s, waited_s = now(), accounts.pack_wait_s + accounts.unpack_wait_s
+        with self._stopwatch.hook():
+            yield
+        hook_s = now() - since_s - (accounts.pack_wait_s + accounts.unpack_wait_s - waited_s)
+        accounts.hooks_s += hook_s
+        self._behind_s += hook_s
+        self._last_hook = device.record(device.current_stream(index))
+
+    def forward_begins(self) -> None:
+        """Forget the hooks before: they may be steps ago, and the device has had other work since."""
+        self._behind_s, self._last_hook = 0.0, None
+
+
 class WaitFor(Enum):
     """Why a compute stream waits."""
 
@@ -225,15 +254,10 @@ class Timeline:
 
     def __init__(self, device: Accelerator, index: Callable[[], int | None]) -> None:
         self._device = device
-        self._current_index = index
+        self.current_index = index
         self._open: deque[tuple[str, int, Event, Event, Any]] = deque()
         self._origins: dict[int, tuple[float, Event]] = {}
         """By device, a moment of the host's clock and of the device's."""
-
-    @property
-    def current_index(self) -> int | None:
-        """The index of the device on which the calling thread computes; None before a tensor was seen."""
-        return self._current_index()
 
     def moment(self, index: int, stream: Stream | None = None) -> Event | None:
         """A moment of a stream of device ``index``, the current one by default; None while nothing can be timed."""
@@ -292,7 +316,7 @@ class StreamWaits:
         self._count = 0
         """Waits since the times were taken."""
         self._refused = False  # no timed events here, or a broken device
-        self._open: list[tuple[Stream, deque[tuple[WaitFor, int, Event, Event, int]]]] = []
+        self._open: dict[Stream, deque[tuple[WaitFor, int, Event, Event, int]]] = {}
         """By compute stream, in its order."""
         self._found: dict[int, dict[WaitFor, float]] = {}
         """The seconds of the waits that were looked at, by device."""
@@ -307,7 +331,7 @@ class StreamWaits:
     def moment(self, stream: Stream) -> Event | None:
         """A moment of ``stream``, just before it is made to wait or after a copy; None when that is not timed."""
         open_waits = 0
-        for _, waits in self._open:  # mostly one stream; a generator costs more than the wait that is timed
+        for waits in self._open.values():  # mostly one stream; a generator costs more than the wait that is timed
             open_waits += len(waits)
         if self._refused or open_waits >= MOST_OPEN:
             return None
@@ -321,16 +345,12 @@ class StreamWaits:
         self, why: WaitFor, index: int, begin: Event, end: Event, stream: Stream = None, stands_for: int = 1
     ) -> None:
         """Note a wait of a stream of device ``index``, from a moment of its own to the end of a copy."""
-        waits = next((waits for known, waits in self._open if known == stream), None)
-        if waits is None:
-            waits = deque()
-            self._open.append((stream, waits))
-        waits.append((why, index, begin, end, stands_for))
+        self._open.setdefault(stream, deque()).append((why, index, begin, end, stands_for))
 
     def look(self) -> None:
         """Time the waits that are over, for the next `take`. Not for several threads at once."""
         try:
-            for _, waits in () if self._refused else tuple(self._open):
+            for waits in () if self._refused else tuple(self._open.values()):
                 if waits and self._device.capturing(waits[0][1]):  # nor may an event be queried then
                     continue
                 for _ in range(self._over(waits)):

@@ -54,10 +54,8 @@ def delay_copies(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
             sleep(seconds)
         copy(self, copies, stream)
 
-    def poisoned(self: Accelerator, nbytes: int, index: int, stream: Any) -> Tensor:
-        memory = empty(self, nbytes, index, stream)
-        with on_stream(stream, ordered=False):
-            return memory.fill_(255)
+    def poisoned(self: Accelerator, nbytes: int, index: int) -> Tensor:
+        return empty(self, nbytes, index).fill_(255)
 
     monkeypatch.setattr(Accelerator, "copy", late)
     monkeypatch.setattr(Accelerator, "empty", poisoned)

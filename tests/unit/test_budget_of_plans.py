@@ -451,7 +451,7 @@ def test_no_room_is_made_where_nothing_may_be_ordered(
     offloader = make_offloader(device_budget=1000)
     (tier,) = offloader.store.tiers.by_device.values()
     asked: list[int] = []
-    monkeypatch.setattr(tier, "wait_for_room", lambda nbytes, limit: asked.append(nbytes))
+    monkeypatch.setattr(tier, "wait_for_room", asked.append)
     tier.make_room(2000)
     assert asked == [2000]
     with monkeypatch.context() as capture:

@@ -85,7 +85,10 @@ def test_a_device_that_a_program_does_not_use_is_left_alone_though_it_is_current
     model, x = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]).to(place), torch.randn(64, 64).to(place)
     expected = train_step(model, x)
     accelerator = _Captures()
-    monkeypatch.setattr(copy_streams, "allocated_bytes", lambda *_: (0, 0))  # other tests have used device 0
+    count = accelerator.allocated_bytes
+    monkeypatch.setattr(  # other tests have used device 0
+        accelerator, "allocated_bytes", lambda index: count(index) if index else (0, 0)
+    )
     before = [device.calls(index) for index in range(2)]
     with simulated(accelerator, target=target, path=tmp_path, policy=policy, pending_bytes=1) as offloader:
         for _ in range(6):

@@ -422,7 +422,7 @@ def test_the_time_after_a_backward_on_another_stream_is_unknown_while_that_strea
     """PyTorch raises for an event that has not happened."""
     happened: set[str] = {"end"}
     device: Any = SimpleNamespace(done=lambda event: event.name in happened, seconds_between=lambda *_: -1.0)
-    tiers: Any = SimpleNamespace(_copies=[SimpleNamespace(device=device)])
+    tiers: Any = SimpleNamespace(_copies=SimpleNamespace(device=device))
     begin, end, elsewhere = (SimpleNamespace(index=i, name=n) for i, n in ((0, "begin"), (0, "end"), (1, "end")))
     assert Tiers.seconds_between(tiers, begin, end) is None
     assert Tiers.seconds_between(tiers, begin, elsewhere) == 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from actoffload import Plan
 from actoffload.errors import StorageReadError
 from actoffload.memory import host_pool
 from actoffload.storage.engines.base import IoKind
@@ -71,7 +73,7 @@ def test_host_memory_is_written_again_after_the_copy_that_reads_it(
     with device.paused(accelerator.side_stream(0, "in")):
         incoming, filled = copy_in(copies, host)
         out = copies.gather("out", 0, None)
-        out.add("other", host, other, NBYTES, [incoming])
+        out.add("other", host, other, [incoming])
         copies.begin_out(out)
         if not ordered:
             out_stream.synchronize()
@@ -223,6 +225,35 @@ def _one_record() -> Tensor:
     return torch.linspace(-1, 1, SIZE * SIZE).to(NAME).requires_grad_()
 
 
+def test_tiered_records_go_to_disk_where_a_plan_sends_them_and_as_host_memory_gets_full(
+    device: SimulatedDevice, tmp_path: Path
+) -> None:
+    model, x = _model()
+    expected = train_step(model, x)
+
+    def on_disk(**options: Any) -> tuple[list[int], Plan]:
+        """The places of the records that a forward leaves on disk, and the plan that it followed."""
+        with _offloader(tmp_path, target="tiered", **options) as offloader:
+            model.zero_grad()
+            with offloader:
+                loss = model(x).square().sum()
+            offloader.synchronize()
+            found = [record.index for record in records_of(offloader) if record.state is State.SPILLED]
+            loss.backward()
+            assert_same_gradients(gradients(model), expected)
+            return sorted(found), offloader.plan
+
+    none, plan = on_disk()
+    assert none == []
+    moved = [entry.index for entry in plan.entries if entry.action == "offload"]
+    chosen = moved[1::3]
+    sent = [replace(entry, tier="nvme" if entry.index in chosen else "host") for entry in plan.entries]
+    assert on_disk(policy=Plan(tuple(sent)))[0] == chosen
+    oldest, _ = on_disk(host_budget=8 * RECORD_BYTES)
+    assert 4 <= len(oldest) < len(moved)
+    assert oldest == moved[: len(oldest)]
+
+
 @pytest.mark.usefixtures("chunks")
 def test_a_tensor_is_written_while_the_rest_of_it_is_copied(
     device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -325,7 +356,7 @@ def test_an_engine_that_takes_device_memory_needs_none_of_the_host(device: Simul
 def test_such_an_engine_waits_for_the_device(
     device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DirectTier, "_wait_for", lambda *_: None)
+    monkeypatch.setattr(DirectTier, "_work_so_far", lambda *_: lambda: None)
     assert not all(_direct_is_right(device, tmp_path, seed) for seed in range(SEEDS))
 
 

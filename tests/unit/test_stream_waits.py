@@ -319,14 +319,14 @@ def test_each_copy_of_a_recorded_step_is_timed_once_for_the_rate_of_its_link() -
     watch = DeviceStopwatch(device, lambda: None)
     watch.begin()
     assert watch.rate("write") is None
-    watch.copied("write", 30, 3.0, 0.0)
-    watch.copied("write", 10, 4.0, 3.0)
+    watch.copied("write", 30, 0.0, 3.0)
+    watch.copied("write", 10, 3.0, 4.0)
     device.now_s = 3.5
     assert watch.rate("write") == 10
     device.now_s = 5.0
     assert [watch.rate("write") for _ in range(3)] == [10] * 3
     assert watch.rate("read") is None
-    watch.copied("write", 60, 6.0, 4.0)
+    watch.copied("write", 60, 4.0, 6.0)
     device.now_s = 6.0
     assert watch.rate("write") == pytest.approx(100 / 6)
     assert device.timed == [(0.0, 3.0), (3.0, 4.0), (4.0, 6.0)]
