@@ -26,13 +26,13 @@ FLOORS = {
     7: "autotune autotune.* tell tell.*",
     8: "autograd autograd.*",
     9: "api schedules",
-    10: "__init__ __main__ analysis analysis.* tools tools.* testing testing.* integrations integrations.*",
+    10: "__init__ __main__ tools tools.* testing testing.* integrations integrations.*",
 }
 """Rooms by floor: a module imports from its own room and lower floors, and no module imports in a circle."""
 
 TORCH_FREE = (
     "errors config events locks policy sizes statistics version memory.best_fit memory.native_build "
-    "storage storage.* planning planning.* analysis.trace_file runtime.trace_writer"
+    "storage storage.* planning planning.* tools.trace_file runtime.trace_writer"
 )
 """Modules that never import torch, directly or through another module of the package."""
 
@@ -63,7 +63,7 @@ MAX_TUNED = 25
 
 PUBLIC_MODULES = (
     "__init__ errors schedules planning.profile planning.search planning.simulator testing testing.* "
-    "analysis analysis.* tools.* integrations.*"
+    "tools.* integrations.*"
 )
 """Modules that integrations and benchmarks may import; from the package itself only names in ``__all__``."""
 
@@ -237,7 +237,7 @@ def public_problems(outside: Sources, sources: Sources, public: set[str]) -> lis
                 used = [alias.name for alias in node.names]
             elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "actoffload":
                 used = [node.attr]
-            open_names = public | {"testing", "analysis", "tools", "integrations"}
+            open_names = public | {"testing", "tools", "integrations"}
             problems += [f"{module} uses actoffload.{name}" for name in used if name not in open_names]
     return problems
 
