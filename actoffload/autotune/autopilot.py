@@ -16,7 +16,7 @@ from dataclasses import replace
 from ..errors import BudgetError
 from ..events import now
 from ..planning.constants import MOST_REASONS, NO_LOSS, NOTICEABLE, PEAK_CHANGE, SHAPES_CHANGED, TIGHTER, WARM_UP
-from ..planning.observed import Observed
+from ..planning.observed import Observed, PlanFacts, ShapeFacts
 from ..planning.plan import Plan
 from ..planning.profile import Profile
 from ..planning.regions import with_regions
@@ -25,9 +25,6 @@ from ..planning.simulator import simulate
 from ..runtime.decision import InputShapes
 from ..runtime.store import ActivationStore
 from ..sizes import format_size
-from ..tell.facts import PlanFacts
-from ..tell.plans import regions
-from ..tell.report import say
 from ..tiers.interrupts import is_interrupt
 from .budgets import Budgets
 from .following import Following
@@ -65,7 +62,7 @@ class Autopilot:
         self._pauses = Pauses()
         self._agreed: frozenset[int] | None = None
         """The regions that run once on all ranks; None while each rank decides alone."""
-        self._gave_up = self._said = False
+        self._gave_up = self._announced = False
 
     @property
     def limits(self) -> Limits:
@@ -97,8 +94,8 @@ class Autopilot:
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
-    def between_steps(self) -> None:
-        """End a step; the next one begins with the forward that follows.
+    def between_steps(self) -> ShapeFacts | None:
+        """End a step. Once, as soon as steps under a plan have shown their peak, return their regions to announce.
 
         Raises:
             BudgetError: neither a plan nor the last step keeps the ``device_budget``; or memory beside saved tensors
@@ -106,7 +103,7 @@ class Autopilot:
         """
         if self._gave_up:
             self._profiler.forget()
-            return
+            return None
         try:
             with self._shared.lock:
                 self._budgets.begin_step()
@@ -121,9 +118,11 @@ class Autopilot:
                 raise
             self._give_up(error)
         shape = self._shape
-        if shape.regions and shape.stage is Stage.FOLLOWED and self._budgets.peak_is_known(shape) and not self._said:
-            self._said = True  # logged after the lock is released, on a thread of the user's
-            say(self._shared.config, f"actoffload: {regions(shape.facts(self._budgets.device_bytes))}")
+        followed = shape.regions and shape.stage is Stage.FOLLOWED and self._budgets.peak_is_known(shape)
+        if self._announced or not followed:
+            return None
+        self._announced = True  # by the caller, after the lock is released, on a thread of the user's
+        return shape.facts(self._budgets.device_bytes)
 
     def _give_up(self, error: Exception) -> None:
         self._gave_up, self._store.run.times_backward = True, False

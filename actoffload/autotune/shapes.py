@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from ..planning.constants import MOST_KNOWN, MOST_REST, NOTICEABLE
+from ..planning.observed import ShapeFacts
 from ..planning.plan import Plan
 from ..planning.profile import Profile
 from ..planning.regions import with_regions
 from ..planning.search import own_budget
 from ..runtime.decision import InputShapes
 from ..runtime.memory_beside import BLOCK_SIZE, Beside
-from ..tell.facts import ShapeFacts
 from .observations import StepsUnderPlan, differ, link_change
 
 AGAIN: frozenset[int] = frozenset()

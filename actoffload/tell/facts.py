@@ -14,9 +14,9 @@ from ..planning.plan import Plan
 from ..planning.profile import Link, Profile
 from ..planning.search import Limits
 from ..sizes import format_size
-from ..statistics import Statistics
 from ..storage.engines.base import EngineCapabilities, IoKind
 from ..tiers.accounts import Accounts
+from ..tiers.statistics import Statistics
 from .parts import BudgetRow, budget_table
 
 if TYPE_CHECKING:
@@ -27,58 +27,6 @@ CHANGED = 0.15
 """A step that takes another time by this share, waits apart, is another machine's: the median of steps varies less."""
 CAUSE_TOO = "page-locking"
 """Advice that a report leaves out, because a cause has the same meaning and this run's figures."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShapeFacts:
-    """Steps of one shape of inputs, as ``policy="auto"`` knows them.
-
-    Attributes:
-        inputs: the shape, as text.
-        profile: the recorded step that the plan was made from; None before there is one.
-        plan: the plan that these steps follow; None before there is one.
-        seen: the median of the last steps under the plan; None before there are any.
-        regions: checkpointed regions of a forward; ``once``: how many of them run once.
-        base_s: the step in which every region runs again; ``base_bytes``: the peak of saved tensors in it.
-        predicted_s: the step as it was predicted when the plan was made.
-        other_bytes: other memory of the device; ``device_bytes``: the most of all of it, 0 without ``device_memory``.
-    """
-
-    inputs: str
-    profile: Profile | None
-    plan: Plan | None
-    seen: Observed | None
-    regions: int = 0
-    once: int = 0
-    base_s: float = 0.0
-    base_bytes: int = 0
-    predicted_s: float | None = None
-    other_bytes: int = 0
-    device_bytes: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanFacts:
-    """The plans of ``policy="auto"``.
-
-    Attributes:
-        history: why each of the last plans was made, oldest first.
-        limits: the limits of a plan for the recorded shape.
-        shape: the shape that runs; ``others``: the other known shapes.
-        recorded_ago: steps since the recorded step, which is counted as one.
-        probes: whether one storage moves now and then, only to measure a link.
-        rest: the next steps that run without hooks.
-        stuck: no step has ended, because a tensor that a forward saved is always alive.
-    """
-
-    history: Sequence[str]
-    limits: Limits
-    shape: ShapeFacts
-    others: Sequence[ShapeFacts] = ()
-    recorded_ago: int = 0
-    probes: bool = False
-    rest: int = 0
-    stuck: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
