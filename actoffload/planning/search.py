@@ -359,7 +359,8 @@ class Search:
         lowest = min(self.predict(other).peak_bytes for other in (choice, self.offload(self.movable())))
         # Simulated anew: the search's own predictions have no contents of the peak, which take time.
         modules: Counter[str] = Counter()
-        for p in run(self.workload, self.keep, self.limits, detail=True).at_peak:
+        peak = run(self.workload, self.keep, self.limits, detail=True).peak
+        for p in peak.storages if peak is not None else ():
             modules[self.workload.profile.storages[p].module or ""] += self.workload.nbytes[p]
         where, nbytes = min(modules.items(), key=lambda pair: (-pair[1], pair[0]), default=("", 0))
         sets = f"; of the peak of {format_size(self.kept.peak_bytes)} the most, {format_size(nbytes)}, is "
