@@ -252,13 +252,18 @@ class Recording(Generic[S]):
 class StepsUnderPlan:
     """The last steps under one plan.
 
+    Args:
+        predicted_s: the length of a step, as predicted when the plan was made; None without a plan.
+        recorded_at: the number of the step that the plan was made from.
+
     Attributes:
         seen: their median; None before there are enough.
         count: how many steps there were, also those that a device has not ended yet.
         shows_peak: one of these steps has measured the device's peak (`MemoryBeside.at_peak_bytes`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, predicted_s: float | None = None, recorded_at: int = 0) -> None:
+        self.predicted_s, self.recorded_at = predicted_s, recorded_at
         self.seen: Observed | None = None
         self.shows_peak = False
         self.count = 0
