@@ -204,17 +204,13 @@ class Recording(Generic[S]):
                 self._rates[key] = rate
 
     def on_links(self, profile: Profile) -> Profile:
-        """A step on the links as they are now. A direction without a rate counts as fast as the other one."""
+        """A step on the links as they are now."""
         links: dict[str, Link | None] = {}
         for name in LINKS:
-            write, read = (self._rates.get((name, way)) for way in WAYS)
-            known, links[name] = write or read, getattr(profile, name)
-            if known is not None:
-                links[name] = replace(
-                    links[name] or Link(write_bytes_per_s=1, read_bytes_per_s=1),
-                    write_bytes_per_s=write or known,
-                    read_bytes_per_s=read or known,
-                )
+            new, links[name] = Link.measured(*(self._rates.get((name, way)) for way in WAYS)), getattr(profile, name)
+            if new is not None:
+                rates = {f"{way}_bytes_per_s": getattr(new, f"{way}_bytes_per_s") for way in WAYS}
+                links[name] = replace(links[name] or new, **rates)
         nearest = "disk" if links["host"] is None else "host"
         if (link := links[nearest]) is not None:
             links[nearest] = replace(link, cost_s_each=self._cost_s_each)

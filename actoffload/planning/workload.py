@@ -23,14 +23,9 @@ region, and then the next recomputation begins. `DROP_AT_ONCE` is the death of s
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One decision: the storages at one place of every forward, by their numbers, and their bytes.
+    """One decision: the storages at one place of every forward, by their numbers, and the bytes of all.
 
-    Attributes:
-        positions: the numbers of the storages.
-        nbytes: bytes of all of them.
-        movable: whether a plan may move them.
-        birth_s: when the first of them is saved.
-        need_s: when backward needs it; the end of the step if backward never does.
+    The first of them is saved at ``birth_s``. Backward needs it at ``need_s``: the end of the step if it never does.
     """
 
     positions: tuple[int, ...]
@@ -48,7 +43,6 @@ class Workload:
     """A profile, prepared once and used for every plan that a planner tries. Storages are known by their numbers.
 
     Attributes:
-        nbytes: size.
         need: base time of the first use in backward; None if there is no use, or if backward makes the storage.
         events: ``(base time, kind, storage or place)`` in order.
         order: the storages that backward needs, in that order.
@@ -115,12 +109,7 @@ class Workload:
         return HOST if self.profile.host is not None else KEEP
 
     def to_entries(self, choice: Choice, releases: Sequence[int]) -> tuple[PlanEntry, ...]:
-        """The plan entries of a choice.
-
-        Args:
-            choice: a tier for each item.
-            releases: by storage, as `Prediction.releases`.
-        """
+        """The plan entries of a choice; ``releases``: by storage, as `Prediction.releases`."""
         entries = []
         for number, (item, tier) in enumerate(zip(self.items, choice, strict=True)):
             first = self.profile.storages[item.positions[0]]
@@ -163,17 +152,19 @@ class Workload:
                 # An offloader matches entries by place and size, so a storage of another size is not in this item.
                 if not same or storage.nbytes == self.nbytes[same[0]]:
                     same.append(number)
-        return [self._item(tuple(places[index])) for index in sorted(places)]
-
-    def _item(self, positions: tuple[int, ...]) -> Item:
-        first = self.profile.storages[positions[0]]
-        return Item(
-            positions=positions,
-            nbytes=sum(self.nbytes[p] for p in positions),
-            movable=all(self.profile.storages[p].movable for p in positions),
-            birth_s=first.birth_s,
-            need_s=self.profile.step_s if first.need_s is None else first.need_s,
-        )
+        items = []
+        for _, positions in sorted(places.items()):
+            first = storages[positions[0]]
+            items.append(
+                Item(
+                    positions=tuple(positions),
+                    nbytes=sum(self.nbytes[p] for p in positions),
+                    movable=all(storages[p].movable for p in positions),
+                    birth_s=first.birth_s,
+                    need_s=self.profile.step_s if first.need_s is None else first.need_s,
+                )
+            )
+        return items
 
     def _make_events(self) -> list[tuple[float, int, int]]:
         events = []

@@ -205,9 +205,9 @@ def _step(store: ActivationStore) -> Observed | None:
 
 
 def _disk(spool: Spool | None) -> Link | None:
-    """The measured rates of the disk. A direction without a measurement counts as fast as the other one."""
-    if spool is None:
-        return None
-    write, read = (spool.meters[kind].bytes_per_s for kind in (IoKind.WRITE, IoKind.READ))
-    known = write or read
-    return None if known is None else Link(write_bytes_per_s=write or known, read_bytes_per_s=read or known)
+    """The measured rates of the disk."""
+    return (
+        None
+        if spool is None
+        else Link.measured(*(spool.meters[way].bytes_per_s for way in (IoKind.WRITE, IoKind.READ)))
+    )
