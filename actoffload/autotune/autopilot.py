@@ -35,13 +35,7 @@ from .shapes import AGAIN, UNRECORDED, Codes, Shape, Shapes, Stage, Tried
 class Autopilot:
     """One offloader's planning. Called between steps, when no saved tensor is alive.
 
-    Args:
-        store: its steps are recorded and counted.
-        following: applies the plan.
-
-    Attributes:
-        history: the reasons of the last plans, oldest first.
-        making: makes the plans.
+    The ``history`` has the reasons of the last plans, oldest first.
     """
 
     def __init__(self, store: ActivationStore, following: Following) -> None:
@@ -76,11 +70,6 @@ class Autopilot:
     def profile(self) -> Profile | None:
         """The step that the plan was made from."""
         return self._shape.profile
-
-    @property
-    def seen(self) -> Observed | None:
-        """The median of the last steps under the plan."""
-        return self._shape.steps.seen
 
     def model_begins(self, key: InputShapes, signature: Callable[[], Hashable]) -> bool:
         """Begin a forward, as `forward_begins`; return whether it needs no hooks. ``signature``: see `ModelInputs`."""
@@ -127,9 +116,8 @@ class Autopilot:
         self._following.follow(None, self._agreed or frozenset())  # regions run as in the program, or as ranks agreed
         self._profiler.forget()
         self.history.append(f"no plan: {error!r}")
-        self._shared.reporter.advise(
-            "plan", f"policy='auto' could not plan ({error!r}); what can be moved in time moves"
-        )
+        advice = f"policy='auto' could not plan ({error!r}); what can be moved in time moves"
+        self._shared.reporter.advise("plan", advice)
 
     def forward_begins(self, key: InputShapes) -> None:
         """Begin a forward whose inputs have these shapes; the first forward of a step decides on the plan.
@@ -566,12 +554,11 @@ class Autopilot:
 
     def agreed(self, once: frozenset[int] | None, told: str) -> None:
         """Run these regions once, as all ranks do, until the next call; None: the ranks do not agree, or no longer."""
+        reason = "the ranks have agreed" if once else "the ranks agree no more"
         with self._shared.lock:
             before, self._agreed = self._agreed, None  # `_run_once` changes no regions that ranks have agreed on
             for shape in self._shapes if once != before else ():
-                self._run_once(
-                    shape, once or frozenset(), "the ranks have agreed" if once else "the ranks agree no more"
-                )
+                self._run_once(shape, once or AGAIN, reason)
             self._agreed = once
             self._following.follow(self._shape.plan, self._shape.once, coded=self._shape.codes.used)
         if told:

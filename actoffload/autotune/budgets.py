@@ -7,7 +7,7 @@ from collections.abc import Collection
 from ..errors import BudgetError
 from ..planning.constants import MEMORY_MARGIN, UNSEEN_STEPS
 from ..planning.regions import more_beside
-from ..planning.search import Limits
+from ..planning.search import Limits, tiers_of
 from ..runtime.ranks import several_ranks
 from ..runtime.store import ActivationStore
 from ..sizes import format_size, parse_share
@@ -20,12 +20,7 @@ OTHER_LIBRARIES = (
 
 
 class Budgets:
-    """The bounds of one offloader's steps, in bytes.
-
-    Args:
-        store: has the device, and measures the memory beside saved tensors.
-        shapes: all known shapes.
-    """
+    """The bounds of one offloader's steps, in bytes; ``shapes``: all known ones."""
 
     def __init__(self, store: ActivationStore, shapes: Shapes) -> None:
         self._shapes = shapes
@@ -89,14 +84,13 @@ class Budgets:
     def limits(self, shape: Shape, once: Collection[int] | None = None) -> Limits:
         """The limits of a plan for a shape with the regions that run ``once``, by default as in its steps now."""
         config = self._config
-        tiers = {"host": ("host",), "nvme": ("nvme",)}.get(config.target, ("host", "nvme"))
         return Limits(
             device_budget=self.of(shape, once),
             in_forward=self._like(shape).need.in_forward,
             host_budget=sum(pool.capacity_bytes for pool in self._tiers.pools) or None,
             nvme_budget=None if config.nvme_budget is None else config.size("nvme_budget", 0),
             pending_bytes=None if config.pending_bytes is None else config.size("pending_bytes", 0),
-            tiers=("host",) if self._tiers.spool is None else tiers,
+            tiers=("host",) if self._tiers.spool is None else tiers_of(config.target),
             agreed=not several_ranks(),
             whole_device=self._of_the_device,
         )

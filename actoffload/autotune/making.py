@@ -25,15 +25,7 @@ T = TypeVar("T")
 
 
 class Making:
-    """Plans of one offloader.
-
-    Args:
-        store: has the options and the reporter.
-        budgets: bound the steps.
-
-    Attributes:
-        limits: `Budgets.limits`; ``planner``: has `search.plan` and `search.propose`.
-    """
+    """Makes the plans of one offloader: ``planner`` has `search.plan` and `search.propose`."""
 
     def __init__(self, store: ActivationStore, budgets: Budgets) -> None:
         self.planner: Any = search

@@ -10,15 +10,7 @@ from statistics import median
 from typing import Generic, TypeVar
 
 from ..events import now
-from ..planning.constants import (
-    LINK_CHANGE,
-    MOST_REST,
-    NO_LOSS,
-    NOTICEABLE,
-    PEAK_CHANGE,
-    REVIEW_STEPS,
-    STEP_CHANGE,
-)
+from ..planning.constants import LINK_CHANGE, MOST_REST, NO_LOSS, NOTICEABLE, PEAK_CHANGE, REVIEW_STEPS, STEP_CHANGE
 from ..planning.observed import Observed
 from ..planning.plan import Plan
 from ..planning.profile import Link, Profile
@@ -32,18 +24,13 @@ from ..tiers.accounts import Accounts
 LINKS = ("host", "disk")
 WAYS = ("write", "read")
 
-
 S = TypeVar("S")
 
 
 class Watch(Generic[S]):
     """The running step, and the steps that a device has not ended yet, because its host may be several steps ahead.
 
-    Args:
-        store: the store whose steps are measured.
-
-    Attributes:
-        shape_is_known: of the running step; ``signatures``: of the models' forwards in it, if nothing moves in it.
+    The ``signatures`` are of the models' forwards in the running step, if nothing moves in it.
     """
 
     def __init__(self, store: ActivationStore) -> None:
@@ -246,11 +233,7 @@ class Recording(Generic[S]):
 
 
 class StepsUnderPlan:
-    """The last steps under one plan.
-
-    Args:
-        predicted_s: the length of a step, as predicted when the plan was made; None without a plan.
-        recorded_at: the number of the step that the plan was made from.
+    """The last steps under one plan, which predicted their length and was made from the step of the given number.
 
     Attributes:
         seen: their median; None before there are enough.
@@ -302,8 +285,6 @@ def surprise(plan: Plan, seen: Observed, before: Profile, after: Profile, *, lim
     """Describe the first difference between the steps and their plan; empty if there is none.
 
     Args:
-        plan: the plan of the steps.
-        seen: the steps.
         before: the step that the plan was made from; ``after``: the same step on the present links.
         limited: whether there is a budget, under which a step may wait, and the device may idle because of hooks.
     """

@@ -39,14 +39,10 @@ UNRECORDED = (Stage.FOLLOWED, Stage.HOPELESS, Stage.RESTING)
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """The steps of a shape under one choice of regions, as far as they are known.
+    """The steps of a shape with these regions run ``once``, under a plan that they followed or would follow.
 
-    Attributes:
-        once: the regions that run once.
-        plan: the plan that these steps followed, or would follow; ``profile``: the step that it was made from.
-        budget: the most bytes that they might save.
-        beside: as in `NeedBeside`.
-        measured_s: the length of a step; None while it is only predicted.
+    They might save ``budget`` bytes. ``measured_s`` is None while the length of a step is only predicted. ``beside`` is
+    as in `NeedBeside`.
     """
 
     once: frozenset[int]
@@ -96,7 +92,7 @@ class Tries:
         self._known.clear()
 
     def take_other(self, other_s: float) -> None:
-        """Have all steps be as if the part after backward took so long, so that they stay comparable."""
+        """As `Tried.with_other`, so that all steps stay comparable."""
         self._known = [known.with_other(other_s) for known in self._known]
 
     @property
@@ -166,9 +162,9 @@ class Rest:
     """Steps of a shape that run without hooks, as long as the model's forward has the known signature.
 
     Attributes:
-        left: how many are left.
-        allowed: whether any step may be one.
-        signatures: of the model's forwards in the last step in which they were computed; another one does not rest.
+        left: how many are left; ``allowed``: whether any step may be one.
+        signatures: of the model's forwards in the last step in which they were computed. A forward with another one may
+            need more memory, so its hooks stay.
     """
 
     def __init__(self) -> None:

@@ -15,9 +15,7 @@ class Observed:
     """The times and the peak of one step as it ran.
 
     Attributes:
-        step_s: the whole step.
-        forward_wait_s: waits of saving.
-        backward_wait_s: waits of backward.
+        step_s: the whole step; ``forward_wait_s``: waits of saving; ``backward_wait_s``: waits of backward.
         peak_bytes: the most activation bytes on the device; None if it was not measured.
         hooks_s: host time of hooks that moved tensors, without waits; 0 if it was not measured.
         idle_s: for how long an accelerator idled in these hooks, because it had caught up with the host.

@@ -27,6 +27,12 @@ RECOMPUTED = KeepReason.RECOMPUTED.value
 DERIVED = KeepReason.DERIVED.value
 ROUNDING = 1e-9
 
+DROP, LEAVE, BIRTH, ENTER, NEED, DEATH, HOLD, DROP_AT_ONCE = range(8)
+"""Events of a step, in the order of their execution at one moment. `HOLD` and `DROP` are the birth and the death of a
+storage that backward makes. At one moment backward lets go of its region first, then needs the inputs of the next
+region, and then the next recomputation begins: a device does nothing in between, so two regions are never resident
+together. `DROP_AT_ONCE` is the death of such a storage that lives for no time. `ENTER` and `LEAVE` begin and end a
+region's forward; they have the region's place."""
 
 Paced = TypeVar("Paced", "Profile", "Storage", "Region", "RegionSave")
 
@@ -77,6 +83,15 @@ class Storage:
     def held(self) -> bool:
         """Whether backward makes it: a recomputation, or from other storages (`KeepReason.DERIVED`)."""
         return self.kept in (RECOMPUTED, DERIVED)
+
+    @property
+    def life(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Its birth and its death: their moments and their kinds of event."""
+        born, died = moment(self.birth_s), moment(self.last_need_s)
+        if not self.held:
+            return (born, BIRTH), (died, DEATH)
+        # `DROP` comes before `HOLD`, and a death before its own birth would never end.
+        return (born, HOLD), (died, DROP_AT_ONCE if born == died else DROP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,15 +258,11 @@ class Profile:
     @cached_property
     def baseline_peak_bytes(self) -> int:
         """The most bytes that are resident at once with nothing moved."""
-        # At one moment backward lets go of a region first, then other storages are born and die, then the next
-        # recomputation begins: a device does nothing in between, so the two regions are never resident together. A
-        # storage that a recomputation holds for no time dies last, because it must be born first.
         changes = []
-        for s in self.storages:
-            birth, death = moment(s.birth_s), moment(s.last_need_s)
-            changes.append((birth, 3 if s.held else 1, s.nbytes))
-            changes.append((death, 2 if not s.held else 4 if birth == death else 0, -s.nbytes))
-        return max(accumulate((nbytes for _, _, nbytes in sorted(changes)), initial=0))
+        for storage in self.storages:
+            birth, death = storage.life
+            changes += [(*birth, storage.nbytes), (*death, -storage.nbytes)]
+        return max(accumulate((nbytes for *_, nbytes in sorted(changes)), initial=0))
 
     def with_links(self, *, host: Link | None = None, disk: Link | None = None) -> Profile:
         """The same step on other links; a link that is None stays. Returns this profile if no link differs."""

@@ -52,6 +52,11 @@ class Limits(Conditions):
             raise ConfigError("tiers", self.tiers, 'name "host", "nvme" or both')
 
 
+def tiers_of(target: str) -> tuple[str, ...]:
+    """The tiers to which storages may go with an option ``target``."""
+    return (target,) if target in ("host", "nvme") else ("host", "nvme")
+
+
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
 class Proposal:
     """The places of the regions that should run once, and the predicted step; of several the least is the best.

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from ..errors import StateError
 from .plan import Plan
-from .profile import RECOMPUTED, Profile
+from .profile import BIRTH, DEATH, DROP, DROP_AT_ONCE, ENTER, HOLD, LEAVE, NEED, RECOMPUTED, Profile
 from .transfers import (
     BACKWARD,
     COPIED,
@@ -34,7 +34,7 @@ from .transfers import (
     Clock,
     Transfers,
 )
-from .workload import BIRTH, DEATH, DROP, DROP_AT_ONCE, ENTER, HOLD, KEEP, LEAVE, NEED, NVME, Choice, Workload
+from .workload import KEEP, NVME, Choice, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +43,7 @@ class Conditions:
 
     Attributes:
         device_budget: forward waits for room, and no prefetch passes it.
-        host_budget: most bytes of host memory.
-        nvme_budget: most bytes on disk.
+        host_budget: most bytes of host memory; ``nvme_budget``: of the disk.
         pending_bytes: most bytes on their way out of the device at once. Before the limit is passed, a device's compute
             stream waits, and a CPU tensor stays, or with a ``device_budget`` forward waits.
         in_forward: by the place of a region, bytes that its forward takes beside saved tensors. They count as saved.

@@ -170,11 +170,8 @@ class Transfers:
     """Where each storage is, and where it goes when a transfer begins or ends.
 
     Args:
-        workload: the prepared profile.
         clock: charged with the costs of moving bytes.
-        device: most bytes on the device; None for no limit.
-        host: most bytes in host memory.
-        disk: most bytes on disk.
+        device: most bytes there, None for no limit; ``host`` and ``disk`` likewise.
     """
 
     def __init__(

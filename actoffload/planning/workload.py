@@ -7,18 +7,12 @@ from dataclasses import dataclass
 
 from ..policy import Decision
 from .plan import Plan, PlanEntry
-from .profile import RECOMPUTED, ROUNDING, Profile, moment
+from .profile import ENTER, HOLD, LEAVE, NEED, RECOMPUTED, ROUNDING, Profile, moment
 
 KEEP, HOST, NVME = range(3)
 """Where a storage goes: it is kept, sent to host memory, or sent to disk."""
 
 TIER_NAMES = {KEEP: "", HOST: "host", NVME: "nvme"}
-
-DROP, LEAVE, BIRTH, ENTER, NEED, DEATH, HOLD, DROP_AT_ONCE = range(8)
-"""Events, in the order of their execution at one moment. `HOLD` and `DROP` are the birth and the death of a storage
-that backward makes. At one moment backward lets go of its region first, then needs the inputs of the next
-region, and then the next recomputation begins. `DROP_AT_ONCE` is the death of such a storage that lives for no time.
-`ENTER` and `LEAVE` begin and end a region's forward; they have the region's place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +163,8 @@ class Workload:
     def _make_events(self) -> list[tuple[float, int, int]]:
         events = []
         for p, storage in enumerate(self.profile.storages):
-            born, died, need_s = moment(storage.birth_s), moment(storage.last_need_s), self.need[p]
-            birth, death = (HOLD, DROP) if self.held[p] else (BIRTH, DEATH)
-            if self.held[p] and born == died:
-                death = DROP_AT_ONCE  # `DROP` sorts before `HOLD`, and a death before its own birth would never end
-            events += [(born, birth, p), (died, death, p)]
+            events += [(*event, p) for event in storage.life]
+            need_s = self.need[p]
             if need_s is not None:
                 events.append((moment(need_s), NEED, p))
         for place, begin_s, end_s in [*((r.place, r.begin_s, r.end_s) for r in self.profile.regions), *self._turns()]:

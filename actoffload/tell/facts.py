@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ..config import OffloadConfig
 from ..events import now
-from ..planning.observed import Observed
+from ..planning.observed import Observed, PlanFacts
 from ..planning.plan import Plan
 from ..planning.profile import Link, Profile
 from ..planning.search import Limits
@@ -33,8 +33,7 @@ CAUSE_TOO = "page-locking"
 class Planned:
     """A planned step: the profile that it was planned from, the plan, and the steps that ran under it.
 
-    Attributes:
-        unit: the planned part of training, as `Profile.unit` names it: a step or a micro-batch.
+    ``unit`` is the planned part of training, as `Profile.unit` names it: a step or a micro-batch.
     """
 
     profile: Profile
@@ -165,11 +164,13 @@ def machine_changed(profile: Profile, seen: Observed | None) -> str:
     return f"the machine has changed since the step was recorded: without waits it takes {now_takes}, whatever the plan"
 
 
-def facts_of(store: ActivationStore, planned: Planned | None) -> Facts:
-    """The facts of a run so far; ``planned``: its ``unit`` is found here."""
+def facts_of(store: ActivationStore, plans: PlanFacts | None) -> Facts:
+    """The facts of a run so far, with its plans if ``policy="auto"`` has made any."""
     counts, spool, pools = store.statistics(), store.tiers.spool, store.tiers.pools
-    if planned is not None:
-        planned = replace(planned, unit=planned.profile.unit(counts.microbatches, counts.optimizer_steps))
+    planned = None
+    if plans is not None and (profile := plans.shape.profile) is not None and (plan := plans.shape.plan) is not None:
+        unit = profile.unit(counts.microbatches, counts.optimizer_steps)
+        planned = Planned(profile=profile, plan=plan, limits=plans.limits, seen=plans.shape.seen, unit=unit)
     before, peak_before = store.run.memory_before
     # Advice with a cause of the same meaning would tell the user twice, and once without this run's figures.
     advice = (text for key, text in store.shared.reporter.advice.items() if key != CAUSE_TOO)
