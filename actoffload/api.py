@@ -32,8 +32,8 @@ from .planning.plan import Plan
 from .planning.profile import Profile
 from .policy import Decision, Policy, TensorFacts
 from .runtime.untraced import Hooking, skipped, untraced, untraced_frame
-from .statistics import Statistics
 from .storage.engines.base import StorageEngine
+from .tiers.statistics import Statistics
 from .version import __version__
 
 __all__ = [

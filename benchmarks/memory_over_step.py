@@ -3,7 +3,7 @@
     python -m benchmarks.memory_over_step [--path DIR] [--steps N] [--tiny]
 
 The GPT of `benchmarks.steps_cpu`: 8 layers of width 512, 8 × 512 tokens, AdamW, float32, two threads. Each run writes a
-trace; the curve is that of the trace's usual step (`actoffload.analysis.traced_run`): seconds from the begin of its
+trace; the curve is that of the trace's usual step (`actoffload.tools.traced_run`): seconds from the begin of its
 forward, and bytes of saved activations in memory. `benchmarks.pictures` draws it. Bytes do not depend on other work of
 the machine, but seconds do.
 """
@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 import actoffload
-from actoffload.analysis.trace_file import load
-from actoffload.analysis.traced_run import SAVED, look_at
+from actoffload.tools.trace_file import load
+from actoffload.tools.traced_run import SAVED, look_at
 from benchmarks import harness
 from benchmarks.harness import Row, mib
 from benchmarks.worker import gradients_checksum

@@ -15,10 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from actoffload.analysis.trace_file import load
-from actoffload.analysis.traced_run import look_at
 from actoffload.testing.faults import SlowEngine
 from actoffload.tools.report import write_page
+from actoffload.tools.trace_file import load
+from actoffload.tools.traced_run import look_at
 from benchmarks import harness
 from benchmarks.memory_over_step import train
 from benchmarks.pictures import IMAGES, WIDTH

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from actoffload.integrations.deepspeed import block_io
 
-from actoffload.analysis.trace_file import PHASES, load
-from actoffload.analysis.traced_run import AWAY, KINDS, Run, look_at
 from actoffload.tools.report import COLOURS
+from actoffload.tools.trace_file import PHASES, load
+from actoffload.tools.traced_run import AWAY, KINDS, Run, look_at
 from benchmarks import harness
 from benchmarks.frameworks_cpu import join_alone
 from benchmarks.harness import Bound, Row, mib

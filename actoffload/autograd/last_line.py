@@ -11,7 +11,7 @@ from typing import Any
 
 from ..autotune.autopilot import Autopilot
 from ..runtime.store import ActivationStore
-from ..tell.facts import Facts, Planned, facts_of
+from ..tell.facts import Facts, facts_of
 from ..tell.report import closing_line, say
 
 _called_for: weakref.WeakSet[object] = weakref.WeakSet()
@@ -20,10 +20,7 @@ _called_for: weakref.WeakSet[object] = weakref.WeakSet()
 
 def facts_so_far(store: ActivationStore, pilot: Autopilot | None) -> Facts:
     """Return the facts of an offloader's run."""
-    planned = None
-    if pilot is not None and pilot.profile is not None and pilot.plan is not None:
-        planned = Planned(profile=pilot.profile, plan=pilot.plan, limits=pilot.limits, seen=pilot.seen)
-    return facts_of(store, planned)
+    return facts_of(store, None if pilot is None or pilot.plan is None else pilot.facts())
 
 
 def sum_up(parts: Mapping[str, Any], *, if_it_ran: bool = False) -> None:

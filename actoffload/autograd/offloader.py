@@ -32,12 +32,12 @@ from ..runtime.store import ActivationStore
 from ..runtime.tape import Tape
 from ..runtime.untraced import untraced
 from ..sizes import parse_size
-from ..statistics import Statistics
 from ..tell.facts import Facts
-from ..tell.plans import explain_plans, render_decisions
+from ..tell.plans import explain_plans, regions_line, render_decisions
 from ..tell.report import announcement, diagnose, explain_causes, render_report, say
 from ..tiers.accelerator import Accelerator
 from ..tiers.interrupts import expected, is_interrupt
+from ..tiers.statistics import Statistics
 from ..tiers.tiers import Tiers
 from .checkpoints import REENTRANT, Checkpoints, install
 from .entry import Entry
@@ -223,7 +223,9 @@ class Offloader:
         with store.shared.lock:
             store.shared.budget.begin_forward(first=first)
         if first and self.autopilot is not None:
-            self.autopilot.between_steps()  # before `begin_forward`, as the new step counts for the plan chosen here
+            planned = self.autopilot.between_steps()  # before `begin_forward`: the step counts for the plan chosen here
+            if planned is not None:
+                say(self.config, f"actoffload: {regions_line(planned)}")
         store.begin_forward(first=first)
         if store.trace is not None:
             store.trace.forward_begins()

@@ -14,9 +14,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 from ..errors import BudgetError
-from ..events import now
 from ..planning.constants import MOST_REASONS, NO_LOSS, NOTICEABLE, PEAK_CHANGE, SHAPES_CHANGED, TIGHTER, WARM_UP
-from ..planning.observed import Observed
+from ..planning.observed import Observed, PlanFacts, ShapeFacts
 from ..planning.plan import Plan
 from ..planning.profile import Profile
 from ..planning.regions import with_regions
@@ -25,47 +24,37 @@ from ..planning.simulator import simulate
 from ..runtime.decision import InputShapes
 from ..runtime.store import ActivationStore
 from ..sizes import format_size
-from ..tell.facts import PlanFacts
-from ..tell.plans import regions
-from ..tell.report import say
 from ..tiers.interrupts import is_interrupt
 from .budgets import Budgets
 from .following import Following
-from .making import Brought, Making, bring, passed
+from .making import Brought, Making, passed
 from .observations import Pauses, Recording, StepsUnderPlan, Watch, at_pace, had_stall, pace_of, surprise
-from .resting import may_rest
 from .shapes import AGAIN, UNRECORDED, Codes, Shape, Shapes, Stage, Tried
 
 
 class Autopilot:
     """One offloader's planning. Called between steps, when no saved tensor is alive.
 
-    Args:
-        store: its steps are recorded and counted.
-        following: applies the plan.
-
-    Attributes:
-        history: the reasons of the last plans, oldest first.
-        making: makes the plans.
+    The ``history`` has the reasons of the last plans, oldest first.
     """
 
     def __init__(self, store: ActivationStore, following: Following) -> None:
         self.history: deque[str] = deque(maxlen=MOST_REASONS)
         self._store, self._shared, self._profiler = store, store.shared, store.profiler
         self._following = following
-        following.placement.forward_begins = weakref.WeakMethod(self.forward_begins)
+        store.decision.forward_begins = weakref.WeakMethod(self.forward_begins)
         store.shared.coded = False  # a plan for steps that are not coded comes first
         self._shape = Shape(())
         """Of the running step; the shape of the step before until that is known."""
         self._recording = Recording(store, self._shape)
-        self._budgets = Budgets(store)
         self._shapes = Shapes()
-        self.making = Making(store, self._budgets, self._shapes)
+        self._budgets = Budgets(store, self._shapes)
+        self.making = Making(store, self._budgets)
         self._watch: Watch[Shape] = Watch(store)
         self._pauses = Pauses()
         self._agreed: frozenset[int] | None = None
         """The regions that run once on all ranks; None while each rank decides alone."""
-        self._gave_up = self._said = False
+        self._gave_up = self._announced = False
 
     @property
     def limits(self) -> Limits:
@@ -82,11 +71,6 @@ class Autopilot:
         """The step that the plan was made from."""
         return self._shape.profile
 
-    @property
-    def seen(self) -> Observed | None:
-        """The median of the last steps under the plan."""
-        return self._shape.steps.seen
-
     def model_begins(self, key: InputShapes, signature: Callable[[], Hashable]) -> bool:
         """Begin a forward, as `forward_begins`; return whether it needs no hooks. ``signature``: see `ModelInputs`."""
         self.forward_begins(key)
@@ -97,8 +81,8 @@ class Autopilot:
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
-    def between_steps(self) -> None:
-        """End a step; the next one begins with the forward that follows.
+    def between_steps(self) -> ShapeFacts | None:
+        """End a step. Once, as soon as steps under a plan have shown their peak, return their regions to announce.
 
         Raises:
             BudgetError: neither a plan nor the last step keeps the ``device_budget``; or memory beside saved tensors
@@ -106,12 +90,12 @@ class Autopilot:
         """
         if self._gave_up:
             self._profiler.forget()
-            return
+            return None
         try:
             with self._shared.lock:
                 self._budgets.begin_step()
                 self._finish_step()
-                self._following.placement.mismatched_bytes = 0
+                self._store.decision.mismatched_bytes = 0
                 self._watch.begin()
                 self._begin_shape()
         except BudgetError:
@@ -121,18 +105,19 @@ class Autopilot:
                 raise
             self._give_up(error)
         shape = self._shape
-        if shape.regions and shape.stage is Stage.FOLLOWED and self._budgets.peak_is_known(shape) and not self._said:
-            self._said = True  # logged after the lock is released, on a thread of the user's
-            say(self._shared.config, f"actoffload: {regions(shape.facts(self._budgets.device_bytes))}")
+        followed = shape.regions and shape.stage is Stage.FOLLOWED and self._budgets.peak_is_known(shape)
+        if self._announced or not followed:
+            return None
+        self._announced = True  # by the caller, after the lock is released, on a thread of the user's
+        return shape.facts(self._budgets.device_bytes)
 
     def _give_up(self, error: Exception) -> None:
         self._gave_up, self._store.run.times_backward = True, False
         self._following.follow(None, self._agreed or frozenset())  # regions run as in the program, or as ranks agreed
         self._profiler.forget()
         self.history.append(f"no plan: {error!r}")
-        self._shared.reporter.advise(
-            "plan", f"policy='auto' could not plan ({error!r}); what can be moved in time moves"
-        )
+        advice = f"policy='auto' could not plan ({error!r}); what can be moved in time moves"
+        self._shared.reporter.advise("plan", advice)
 
     def forward_begins(self, key: InputShapes) -> None:
         """Begin a forward whose inputs have these shapes; the first forward of a step decides on the plan.
@@ -153,11 +138,10 @@ class Autopilot:
 
     def _begin_shape(self) -> None:
         """Begin a step of this shape: record it or not, and move a storage to measure a link or not."""
-        shape, placement = self._shape, self._following.placement
-        placement.probe = shape.probe if shape.steps.measures else None
-        followed = shape.stage is Stage.FOLLOWED
-        self._shared.watches_host = followed and placement.probe is None and shape.steps.measures
-        self._budgets.bound(shape, self._shapes)
+        shape, measures = self._shape, self._shape.steps.measures
+        self._store.decision.probe = probe = shape.probe if measures else None
+        self._shared.watches_host = shape.stage is Stage.FOLLOWED and probe is None and measures
+        self._budgets.bound(shape)
         self._budgets.begin_peak(shape)
         if self._profiler.finished:
             return  # the device has not ended the recorded step yet, so its times are not known
@@ -211,15 +195,16 @@ class Autopilot:
                 self._review(shape, observed)
 
     def _begin_rest(self, shape: Shape, step_s: float) -> None:
-        """Have the next steps of a shape run without hooks, if neither ranks nor a budget need the hooks."""
-        free = self._agreed is None and self.making.limits(shape).device_budget is None and shape is self._shape
-        if free and len(shape.rest.signatures) == 1 and may_rest(self._store, shape, self._watch.saved, step_s):
-            shape.begin_rest()
+        """Have the next steps of a shape run without hooks, if nobody needs these and they take too much of a step."""
+        # With `fp8` hooks make tensors smaller that stay, too. A trace has to show each tensor.
+        needed = self._agreed is not None or self._shared.config.fp8 or self._store.trace is not None
+        if not needed and self.making.limits(shape).device_budget is None and shape is self._shape:
+            shape.begin_rest(self._watch.saved, step_s)
 
     def _is_too_much(self, shape: Shape, observed: Observed) -> bool:
         """Whether the step ran out of memory or passed ``device_memory``. Then the next one of its shape saves less."""
         ran_out, passed = self._store.out_of_memory.happened(), self._budgets.passed_bytes
-        limit = self._budgets.of(shape, self._shapes) if ran_out or passed else None
+        limit = self._budgets.of(shape) if ran_out or passed else None
         if not ran_out and not limit:
             return False
         peak = observed.peak_bytes or (0 if shape.profile is None else shape.profile.baseline_peak_bytes)
@@ -240,7 +225,7 @@ class Autopilot:
         """Whether the forward saved other storages than the plan lists. Then planning begins anew for its shape."""
         if shape.plan is None or shape.profile is None or shape.stage is Stage.PAPER:  # places on paper are a guess
             return False
-        if self._following.placement.mismatched_bytes <= SHAPES_CHANGED * max(1, shape.profile.saved_bytes):
+        if self._store.decision.mismatched_bytes <= SHAPES_CHANGED * max(1, shape.profile.saved_bytes):
             return False
         self._pauses.back_off()
         shape.base, shape.confirmed, shape.codes = None, False, Codes()
@@ -277,7 +262,7 @@ class Autopilot:
 
     def _may_plan(self, shape: Shape) -> bool:
         # Regions or forms chosen just now are planned for without a pause: until then the step moves everything.
-        rested = bool(shape.once) or (shape.codes.used and shape.codes.open) or now() >= self.making.rest_until_s
+        rested = bool(shape.once) or (shape.codes.used and shape.codes.open) or self.making.has_rested
         return self._recording.steps > WARM_UP and rested and self._budgets.all_is_there(shape)
 
     def _chooses_regions(self, shape: Shape, profile: Profile) -> bool:
@@ -316,21 +301,21 @@ class Autopilot:
         if base is None or self._agreed is not None:
             self._run_once(shape, AGAIN, reason)
             return False
-        before, shape.once = shape.once, AGAIN  # the budget depends on it
         try:
-            plan: Plan | None = self.making.plan(shape, base)
+            plan: Plan | None = self.making.plan(shape, base, AGAIN)
         except BudgetError as error:
             plan, config = None, self._shared.config
             if config.device_memory is not None and config.device_budget is None and not self._budgets.passed_bytes:
                 # The recorded step kept the number, so a simulation that passes it is too careful.
-                _, plan = self.making.least(shape, base, error.floor_bytes)
+                _, plan = self.making.least(shape, base, error.floor_bytes, AGAIN)
+        step_s = float("inf")
         if plan is not None:
-            self._know(shape, plan, base)
+            step_s = plan.predicted_step_s or 0.0
+            self._know(shape, plan, base, AGAIN)
         sure = self._recording.calm or plan is None
-        shape.once = AGAIN if once_more else before  # else those that ran once are not tried with less memory
-        if sure and self._tries_others(shape, plan.predicted_step_s or 0.0 if plan else float("inf"), reason):
+        # Those that ran once are not tried with less memory, but `once_more`.
+        if sure and self._tries_others(shape, step_s, reason, AGAIN if once_more else shape.once):
             return True
-        shape.once = before
         if plan is None:
             if shape.plan is not None:
                 self._run_once(shape, AGAIN, reason)
@@ -340,32 +325,35 @@ class Autopilot:
             shape.have_recorded("the allocator had to give its cache back in the step that was recorded")
         return True
 
-    def _know(self, shape: Shape, plan: Plan, profile: Profile, measured_s: float | None = None) -> None:
-        """Remember the length of a step with these regions, under this plan."""
-        budget = self._budgets.of(shape, self._shapes, AGAIN)  # whatever runs once, so that budgets compare
-        shape.tried.know(Tried(shape.once, plan, profile, budget, shape.need.beside, measured_s))
+    def _choose_with_less(self, shape: Shape) -> None:
+        self._budgets.at_most(shape, TIGHTER * (self._budgets.of(shape) or 0))
+        self._choose(shape, "no plan keeps the budget")
 
-    def _tries_others(self, shape: Shape, than_s: float, reason: str) -> bool:
-        """Whether, on paper, a step with other regions run once is shorter than this. Then the next step proves it."""
+    def _know(
+        self, shape: Shape, plan: Plan, profile: Profile, once: frozenset[int], measured_s: float | None = None
+    ) -> None:
+        """Remember the length of a step with these regions run once, under this plan."""
+        budget = self._budgets.of(shape, AGAIN)  # whatever runs once, so that budgets compare
+        shape.tried.know(Tried(once, plan, profile, budget, shape.need.beside, measured_s))
+
+    def _tries_others(self, shape: Shape, than_s: float, reason: str, known: frozenset[int]) -> bool:
+        """Whether, on paper, a step with other regions than the known ones is shorter. Then the next step proves it."""
         assert shape.base is not None, "its regions are known, and this rank decides alone"
-        base, budget = self._recording.on_links(shape.base), self._budgets.of(shape, self._shapes, AGAIN)
+        base, budget = self._recording.on_links(shape.base), self._budgets.of(shape, AGAIN)
         try:
             once = self.making.propose(shape, base).once
         except BudgetError:
             return False  # no choice keeps the budget, and the plan's own error names the shortfall
-        if once in (shape.once, AGAIN):
+        if once in (known, AGAIN):
             return False
         budgets = (tried.budget or 0 for tried in shape.tried if tried.once == once)
         if any(budget is None or budget <= (1 + PEAK_CHANGE) * before for before in budgets):
             return False  # this choice was no better with as large a budget
-        profile, before = with_regions(base, once), shape.once
-        shape.once = once  # the budget depends on it
+        profile = with_regions(base, once)
         try:
-            plan = self.making.plan(shape, profile)
+            plan = self.making.plan(shape, profile, once)
         except BudgetError:
             return False
-        finally:
-            shape.once = before
         if (plan.predicted_step_s or 0.0) >= (1 - NO_LOSS) * than_s:
             return False
         self._follow(shape, plan, profile, reason, once)
@@ -378,20 +366,19 @@ class Autopilot:
         If it saved what the paper predicts, the paper's times hold too, because they come from a calmer step: under
         each new plan near the device's limit the allocator gives its cache back once, and the device idles meanwhile.
         """
-        assert shape.profile is not None, "a plan was made from it"
-        recorded = recorded.with_other(shape.profile.other_s)  # to compare it with other choices
+        _, paper = shape.followed
+        recorded = recorded.with_other(paper.other_s)  # to compare it with other choices
         # On the CPU other programs may have made this one step longer.
-        recorded = recorded.lasting(shape.profile.step_s) if recorded.device == "cpu" else recorded
-        profile = self._recording.on_links(recorded if self._following.placement.mismatched_bytes else shape.profile)
+        recorded = recorded.lasting(paper.step_s) if recorded.device == "cpu" else recorded
+        profile = self._recording.on_links(recorded if self._store.decision.mismatched_bytes else paper)
         try:
             plan = self.making.plan(shape, profile)
         except BudgetError:
-            self._budgets.at_most(shape, TIGHTER * (self._budgets.of(shape, self._shapes) or 0))
-            self._choose(shape, "no plan keeps the budget")
+            self._choose_with_less(shape)
             return
         best = shape.tried.best
         if self._recording.calm and best and (plan.predicted_step_s or 0.0) > (1 - NO_LOSS) * best.step_s:
-            self._know(shape, plan, profile)
+            self._know(shape, plan, profile, shape.once)
             self._follow_known(shape, best, f"a step with {len(shape.once)} regions run once is no shorter")
             return
         self._follow(shape, plan, profile, shape.why)
@@ -455,12 +442,10 @@ class Autopilot:
         """Follow a plan; ``once``: with these regions run once, by default with the shape's."""
         shape.once = shape.once if once is None else once
         self.history.append(f"{reason} (inputs {shape})" if len(self._shapes) > 1 else reason)
-        shape.steps = StepsUnderPlan()
+        shape.steps = StepsUnderPlan(plan.predicted_step_s, self._pauses.steps)
         shape.plan = replace(plan, once=tuple(sorted(shape.once)), regions=shape.regions, coded=shape.codes.used)
         shape.profile, shape.stage = profile, Stage.FOLLOWED
-        shape.recorded_at = self._pauses.steps
         self._shared.accounts.begin_plan()
-        shape.predicted_s = plan.predicted_step_s
         if shape is self._shape:
             self._profiler.forget()
             self._following.follow(shape.plan, shape.once)
@@ -471,52 +456,49 @@ class Autopilot:
 
     def _review(self, shape: Shape, observed: Observed) -> None:
         """Compare the last steps with the plan; have another one recorded if they differ."""
-        assert shape.plan is not None, "there is a plan to look at"
-        assert shape.profile is not None, "a plan was made from a profile"
-        limited = self.limits.device_budget is not None
+        (plan, profile), limited = shape.followed, self.limits.device_budget is not None
         seen = shape.steps.add(observed, limited=limited)
         if seen is None or shape.stage is not Stage.FOLLOWED:
             return
-        late_s = seen.as_recorded(shape.profile).step_s - (shape.plan.predicted_step_s or seen.step_s)
-        self._recording.learn_idle(shape.plan, seen)
+        late_s = seen.as_recorded(profile).step_s - (plan.predicted_step_s or seen.step_s)
+        self._recording.learn_idle(plan, seen)
         self._recording.look_at_links(waited=min(late_s, seen.wait_s) > NO_LOSS * seen.step_s)
-        present = self._recording.on_links(shape.profile)
-        reason = surprise(shape.plan, seen, shape.profile, present, limited=limited)
+        present = self._recording.on_links(profile)
+        reason = surprise(plan, seen, profile, present, limited=limited)
         if not reason:
             self._pauses.changes, shape.confirmed = 0, True
         # If a plan's measured length has changed, the machine has, and the lengths of other plans prove nothing.
-        if (not reason or not shape.tried.has_measured(shape.once, shape.plan)) and self._goes_back(shape, seen):
+        if (not reason or not shape.tried.has_measured(shape.once, plan)) and self._goes_back(shape, seen):
             return
         if not reason or not self._may_change:  # nothing changes for the moment
             self._begin_rest(shape, seen.step_s)
         # Once: if a second recorded step is as long, recording itself takes the host so long.
-        elif self._agreed is None and not shape.confirmed and had_stall(seen, shape.profile):
+        elif self._agreed is None and not shape.confirmed and had_stall(seen, profile):
             shape.confirmed, shape.base = True, None
             shape.tried.forget()
             self._run_once(shape, AGAIN, reason)
         else:
             self._pauses.back_off()
-            pace = pace_of(seen, shape.profile, limited=limited)
-            if not surprise(shape.plan, seen.as_recorded(shape.profile), shape.profile, present, limited=limited):
-                pace = shape.profile.step_s  # only the part after backward has changed, which needs no recording
+            pace = pace_of(seen, profile, limited=limited)
+            if not surprise(plan, seen.as_recorded(profile), profile, present, limited=limited):
+                pace = profile.step_s  # only the part after backward has changed, which needs no recording
             if pace is None:
                 shape.have_recorded(reason)
             else:
                 shape.why = reason
-                self._correct(shape, shape.profile.lasting(pace))
+                self._correct(shape, profile.lasting(pace))
 
     @property
     def _may_change(self) -> bool:
-        return now() >= self.making.rest_until_s and self._pauses.over
+        return self.making.has_rested and self._pauses.over
 
     def _goes_back(self, shape: Shape, seen: Observed) -> bool:
         """Whether a plan that was followed before had shorter steps. Then it is followed again."""
         if self._agreed is not None or not shape.regions:
             return False
-        assert shape.plan is not None, "these steps followed it"
-        assert shape.profile is not None, "it was made from it"
-        step_s = at_pace(seen, shape.profile)
-        self._know(shape, shape.plan, shape.profile, step_s)
+        plan, profile = shape.followed
+        step_s = at_pace(seen, profile)
+        self._know(shape, plan, profile, shape.once, step_s)
         best = shape.tried.best
         if best is None or best.step_s >= (1 - NOTICEABLE) * step_s or not self._may_change:
             return False
@@ -527,9 +509,7 @@ class Autopilot:
 
     def _correct(self, shape: Shape, recorded: Profile) -> None:
         """Follow another plan if one is better now; otherwise update the old one's profile and prediction."""
-        assert shape.plan is not None, "it is corrected"
-        assert shape.profile is not None, "it was made from a profile"
-        old, before, reason, seen = shape.plan, shape.profile, shape.why, shape.steps.seen
+        (old, before), reason, seen = shape.followed, shape.why, shape.steps.seen
         shape.stage = Stage.FOLLOWED
         profile = self._recording.corrected(recorded, before, seen, self.limits)
         shape.take_other(profile.other_s)
@@ -539,8 +519,7 @@ class Autopilot:
             plan = self.making.plan(shape, profile)
         except BudgetError:
             if shape.once and self._agreed is None:
-                self._budgets.at_most(shape, TIGHTER * (self._budgets.of(shape, self._shapes) or 0))
-                self._choose(shape, "no plan keeps the budget")
+                self._choose_with_less(shape)
                 return
             plan = old  # no plan keeps the budget better
         if self._chooses_codes(shape, plan, profile):
@@ -548,8 +527,8 @@ class Autopilot:
         better = plan is not old and self.making.gains(shape, profile, plan, old)
         if shape.regions and self._agreed is None:
             known = plan if better else replace(old, predicted_step_s=simulate(profile, old, self.limits).step_s)
-            self._know(shape, known, profile, None if better or seen is None else at_pace(seen, profile))
-            if self._tries_others(shape, min(tried.step_s for tried in shape.tried), reason):
+            self._know(shape, known, profile, shape.once, None if better or seen is None else at_pace(seen, profile))
+            if self._tries_others(shape, min(tried.step_s for tried in shape.tried), reason, shape.once):
                 return
         if better:
             self._follow(shape, plan, profile, reason)
@@ -565,16 +544,21 @@ class Autopilot:
         shape = self._shapes.latest() or self._shape
         if self._gave_up or shape.base is None or shape.plan is None:
             return Brought()
-        return bring(self.making.planner, self._recording.on_links(shape.base), self.limits)
+        base = self._recording.on_links(shape.base)
+        fits = tuple(s.nbytes for s in base.storages), tuple((r.place, r.name) for r in base.regions)
+        try:
+            once = self.making.planner.propose(base, replace(self.limits, agreed=True)).once
+        except BudgetError:
+            once = AGAIN  # no choice keeps the budget, so it proposes what the program does
+        return Brought(once=tuple(sorted(once)), fits=fits)
 
     def agreed(self, once: frozenset[int] | None, told: str) -> None:
         """Run these regions once, as all ranks do, until the next call; None: the ranks do not agree, or no longer."""
+        reason = "the ranks have agreed" if once else "the ranks agree no more"
         with self._shared.lock:
             before, self._agreed = self._agreed, None  # `_run_once` changes no regions that ranks have agreed on
             for shape in self._shapes if once != before else ():
-                self._run_once(
-                    shape, once or frozenset(), "the ranks have agreed" if once else "the ranks agree no more"
-                )
+                self._run_once(shape, once or AGAIN, reason)
             self._agreed = once
             self._following.follow(self._shape.plan, self._shape.once, coded=self._shape.codes.used)
         if told:
@@ -591,7 +575,7 @@ class Autopilot:
             limits=self.limits,
             shape=shape.facts(nbytes),
             others=[other.facts(nbytes) for other in self._shapes if other is not shape],
-            recorded_ago=self._pauses.steps - shape.recorded_at + 1,
+            recorded_ago=self._pauses.steps - shape.steps.recorded_at + 1,
             probes=shape.probe is not None,
             rest=shape.rest.left if shape.stage is Stage.RESTING else 0,
             stuck=not self._pauses.steps and self._shared.accounts.optimizer_steps > WARM_UP + 1,

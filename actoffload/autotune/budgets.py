@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from ..errors import BudgetError
 from ..planning.constants import MEMORY_MARGIN, UNSEEN_STEPS
 from ..planning.regions import more_beside
-from ..planning.search import Limits
+from ..planning.search import Limits, tiers_of
 from ..runtime.ranks import several_ranks
 from ..runtime.store import ActivationStore
 from ..sizes import format_size, parse_share
-from .shapes import Shape, Stage
+from .shapes import Shape, Shapes, Stage
 
 OTHER_LIBRARIES = (
     "moving activations cannot help: shard them with FSDP2 (fully_shard) or ZeRO, move them with ZeRO-Offload, or take "
@@ -20,13 +20,10 @@ OTHER_LIBRARIES = (
 
 
 class Budgets:
-    """The bounds of one offloader's steps, in bytes.
+    """The bounds of one offloader's steps, in bytes; ``shapes``: all known ones."""
 
-    Args:
-        store: has the device, and measures the memory beside saved tensors.
-    """
-
-    def __init__(self, store: ActivationStore) -> None:
+    def __init__(self, store: ActivationStore, shapes: Shapes) -> None:
+        self._shapes = shapes
         self._shared, self._tiers, self._run, self._regions = store.shared, store.tiers, store.run, store.regions
         self._config = store.shared.config
         self._given: int | None = None
@@ -48,7 +45,7 @@ class Budgets:
             )
             raise BudgetError(limit, alone, detail, option="device_memory", remedy=OTHER_LIBRARIES)
 
-    def of(self, shape: Shape, known: Iterable[Shape], once: Collection[int] | None = None) -> int | None:
+    def of(self, shape: Shape, once: Collection[int] | None = None) -> int | None:
         """The most bytes that a shape's steps may save with the regions that run ``once``; None for no bound.
 
         Regions that run once may take the memory that the program's own checkpoints would hold, and no more.
@@ -56,7 +53,7 @@ class Budgets:
         once = shape.once if once is None else once
         bounds = [shape.most_bytes]
         if self._config.device_memory is not None:
-            bounds.append(self._left_bytes(shape, known))
+            bounds.append(self._left_bytes(shape))
         elif self._of_the_device and once and shape.base is not None:
             bounds.append(shape.need.own_bytes(shape.base))
         less = self._more_beside(shape, once)
@@ -77,24 +74,23 @@ class Budgets:
             return 0
         return more_beside(shape.base, once)
 
-    def bound(self, shape: Shape, known: Iterable[Shape]) -> None:
+    def bound(self, shape: Shape) -> None:
         """Bound the step of a shape that begins."""
-        self._shared.budget.limit_bytes = self.of(shape, known)
-        like = self._like(shape, known)
+        self._shared.budget.limit_bytes = self.of(shape)
+        like = self._like(shape)
         taken = self._regions.taken
         taken.in_forward, taken.count = like.need.in_forward, like.regions or self._regions.most
 
-    def limits(self, shape: Shape, known: Iterable[Shape], once: Collection[int] | None = None) -> Limits:
+    def limits(self, shape: Shape, once: Collection[int] | None = None) -> Limits:
         """The limits of a plan for a shape with the regions that run ``once``, by default as in its steps now."""
         config = self._config
-        tiers = {"host": ("host",), "nvme": ("nvme",)}.get(config.target, ("host", "nvme"))
         return Limits(
-            device_budget=self.of(shape, known, once),
-            in_forward=self._like(shape, known).need.in_forward,
+            device_budget=self.of(shape, once),
+            in_forward=self._like(shape).need.in_forward,
             host_budget=sum(pool.capacity_bytes for pool in self._tiers.pools) or None,
             nvme_budget=None if config.nvme_budget is None else config.size("nvme_budget", 0),
             pending_bytes=None if config.pending_bytes is None else config.size("pending_bytes", 0),
-            tiers=("host",) if self._tiers.spool is None else tiers,
+            tiers=("host",) if self._tiers.spool is None else tiers_of(config.target),
             agreed=not several_ranks(),
             whole_device=self._of_the_device,
         )
@@ -147,9 +143,9 @@ class Budgets:
         """Whether a step began with optimizer states and gradients, or so many did not that there may never be any."""
         return self._config.device_memory is None or shape.need.settled or shape.need.unsettled >= UNSEEN_STEPS
 
-    def _left_bytes(self, shape: Shape, known: Iterable[Shape]) -> int:
+    def _left_bytes(self, shape: Shape) -> int:
         """The part of ``device_memory`` for saved tensors; 0 while nothing shows the other needs of such a step."""
-        need = self._like(shape, known).need
+        need = self._like(shape).need
         if need.beside is None:
             return 0
         memory = self._tiers.in_use()
@@ -157,10 +153,9 @@ class Budgets:
         grown = 0 if memory is None or need.settled else max(0, memory[0] - need.beside.began_bytes)
         return max(0, self.device_bytes - need.beside.nbytes - need.rounding_bytes - grown)
 
-    @staticmethod
-    def _like(shape: Shape, known: Iterable[Shape]) -> Shape:
+    def _like(self, shape: Shape) -> Shape:
         """The shape, or a larger one if nothing shows what its own steps need beside saved tensors: no more."""
         if shape.need.beside is not None:
             return shape
-        larger = (one for one in known if one.need.beside is not None and one.elements >= shape.elements)
+        larger = (one for one in self._shapes if one.need.beside is not None and one.elements >= shape.elements)
         return min(larger, key=lambda one: one.elements, default=shape)

@@ -13,45 +13,35 @@ from ..planning.constants import NOTICEABLE, PLANNING_SHARE, TRIES
 from ..planning.observed import Observed
 from ..planning.plan import Plan
 from ..planning.profile import Profile
-from ..planning.search import Limits, Proposal
+from ..planning.search import Proposal
 from ..planning.simulator import simulate
 from ..runtime.store import ActivationStore
 from ..sizes import format_size
 from ..tiers.interrupts import expected
 from .budgets import Budgets
-from .shapes import AGAIN, Shape, Shapes
+from .shapes import AGAIN, Shape
 
 T = TypeVar("T")
 
 
 class Making:
-    """Plans of one offloader.
+    """Makes the plans of one offloader: ``planner`` has `search.plan` and `search.propose`."""
 
-    Args:
-        store: has the options and the reporter.
-        budgets: bound the steps; ``shapes``: all known shapes.
-
-    Attributes:
-        planner: has `search.plan` and `search.propose`.
-        rest_until_s: no search begins before.
-    """
-
-    def __init__(self, store: ActivationStore, budgets: Budgets, shapes: Shapes) -> None:
+    def __init__(self, store: ActivationStore, budgets: Budgets) -> None:
         self.planner: Any = search
-        self.rest_until_s = 0.0
-        self._shared, self._budgets, self._shapes = store.shared, budgets, shapes
+        self._rest_until_s = 0.0
+        self._shared, self._budgets = store.shared, budgets
+        self.limits = budgets.limits
 
-    def limits(self, shape: Shape) -> Limits:
-        """The limits of a plan for a shape's steps."""
-        return self._budgets.limits(shape, self._shapes)
-
-    def plan(self, shape: Shape, profile: Profile) -> Plan:
+    def plan(self, shape: Shape, profile: Profile, once: frozenset[int] | None = None) -> Plan:
         """Plan. If a plan without a budget needs more memory than the device has, the memory it has is the budget.
+
+        ``once``: the regions that run once in these steps, by default those of the shape; the budget depends on them.
 
         Raises:
             BudgetError: no plan keeps the budget.
         """
-        return self._timed(self._plan, shape, profile)
+        return self._timed(self._plan, shape, profile, once)
 
     def propose(self, shape: Shape, base: Profile) -> Proposal:
         """Choose the regions that should run once.
@@ -59,16 +49,18 @@ class Making:
         Raises:
             BudgetError: no choice keeps the budget.
         """
-        limits = self._budgets.limits(shape, self._shapes, once=AGAIN)  # each set has its own, less what it leaves held
+        limits = self.limits(shape, AGAIN)  # each set has its own, less what it leaves held
         found: Proposal = self._timed(self.planner.propose, base, limits)
         return found
 
-    def least(self, shape: Shape, profile: Profile, budget: int) -> tuple[int, Plan | None]:
+    def least(
+        self, shape: Shape, profile: Profile, budget: int, once: frozenset[int] | None = None
+    ) -> tuple[int, Plan | None]:
         """Return the lowest budget from this one up that a plan keeps, and the plan; or keep's peak, and None."""
         # A floor is simulated without any room. A plan for it may pass it, and the next error has that plan's peak.
         for _ in range(TRIES):
             try:
-                return budget, self.planner.plan(profile, replace(self.limits(shape), device_budget=budget))
+                return budget, self.planner.plan(profile, replace(self.limits(shape, once), device_budget=budget))
             except BudgetError as error:
                 budget = max(budget, error.floor_bytes)
         return profile.baseline_peak_bytes, None
@@ -113,31 +105,36 @@ class Making:
             shared.reporter.advice["budget"] = told  # another shape needs more: the report has to name that budget
         shared.reporter.advise("budget", told)
 
+    @property
+    def has_rested(self) -> bool:
+        """Whether another search may begin."""
+        return now() >= self._rest_until_s
+
     def _timed(self, find: Callable[..., T], *args: Any) -> T:
         began_s = now()
         try:
             # The pause is proportional to the search: beside short steps slow searches would cost more than they gain.
             return expected(find, *args)
         finally:
-            self.rest_until_s = now() + (now() - began_s) / PLANNING_SHARE
+            self._rest_until_s = now() + (now() - began_s) / PLANNING_SHARE
 
-    def _plan(self, shape: Shape, profile: Profile) -> Plan:
-        limits = self.limits(shape)
+    def _plan(self, shape: Shape, profile: Profile, once: frozenset[int] | None) -> Plan:
+        limits = self.limits(shape, once)
         room = self._budgets.room_bytes if limits.device_budget is None else None
+        found: Plan | None
         try:
-            plan: Plan = self.planner.plan(profile, limits)
-            if room is None or (plan.predicted_peak_bytes or 0) <= room:
-                return plan
+            found = self.planner.plan(profile, limits)
+            if room is None or (found.predicted_peak_bytes or 0) <= room:
+                return found
             shape.at_most(room)
-            plan = self.planner.plan(profile, self.limits(shape))
-            return plan
+            found = self.planner.plan(profile, self.limits(shape, once))
         except BudgetError as error:
             if room is None:
                 raise
-            least, found = self.least(shape, profile, error.floor_bytes)
-            shape.most_bytes = least  # the next step shows whether the device has as much
-            plan = found or self.planner.plan(profile, self.limits(shape))
-            return plan
+            # The next step shows whether the device has as much.
+            shape.most_bytes, found = self.least(shape, profile, error.floor_bytes, once)
+            found = found or self.planner.plan(profile, self.limits(shape, once))
+        return found
 
 
 def passed(observed: Observed, budget: int | None) -> bool:
@@ -152,14 +149,3 @@ class Brought:
     once: tuple[int, ...] | None = None
     fits: tuple[Any, ...] = ()
     problem: str = ""
-
-
-def bring(planner: Any, base: Profile, limits: Limits) -> Brought:
-    """This rank's choice for the step in which all regions run again, with the storages and regions of that step."""
-    fits = tuple(s.nbytes for s in base.storages), tuple((r.place, r.name) for r in base.regions)
-    try:
-        once = planner.propose(base, replace(limits, agreed=True)).once
-        # Without a choice that keeps the budget this rank proposes to run every region again, as the program does.
-    except BudgetError:
-        once = frozenset()
-    return Brought(once=tuple(sorted(once)), fits=fits)

@@ -10,15 +10,7 @@ from statistics import median
 from typing import Generic, TypeVar
 
 from ..events import now
-from ..planning.constants import (
-    LINK_CHANGE,
-    MOST_REST,
-    NO_LOSS,
-    NOTICEABLE,
-    PEAK_CHANGE,
-    REVIEW_STEPS,
-    STEP_CHANGE,
-)
+from ..planning.constants import LINK_CHANGE, MOST_REST, NO_LOSS, NOTICEABLE, PEAK_CHANGE, REVIEW_STEPS, STEP_CHANGE
 from ..planning.observed import Observed
 from ..planning.plan import Plan
 from ..planning.profile import Link, Profile
@@ -32,18 +24,13 @@ from ..tiers.accounts import Accounts
 LINKS = ("host", "disk")
 WAYS = ("write", "read")
 
-
 S = TypeVar("S")
 
 
 class Watch(Generic[S]):
     """The running step, and the steps that a device has not ended yet, because its host may be several steps ahead.
 
-    Args:
-        store: the store whose steps are measured.
-
-    Attributes:
-        shape_is_known: of the running step; ``signatures``: of the models' forwards in it, if nothing moves in it.
+    The ``signatures`` are of the models' forwards in the running step, if nothing moves in it.
     """
 
     def __init__(self, store: ActivationStore) -> None:
@@ -204,17 +191,13 @@ class Recording(Generic[S]):
                 self._rates[key] = rate
 
     def on_links(self, profile: Profile) -> Profile:
-        """A step on the links as they are now. A direction without a rate counts as fast as the other one."""
+        """A step on the links as they are now."""
         links: dict[str, Link | None] = {}
         for name in LINKS:
-            write, read = (self._rates.get((name, way)) for way in WAYS)
-            known, links[name] = write or read, getattr(profile, name)
-            if known is not None:
-                links[name] = replace(
-                    links[name] or Link(write_bytes_per_s=1, read_bytes_per_s=1),
-                    write_bytes_per_s=write or known,
-                    read_bytes_per_s=read or known,
-                )
+            new, links[name] = Link.measured(*(self._rates.get((name, way)) for way in WAYS)), getattr(profile, name)
+            if new is not None:
+                rates = {f"{way}_bytes_per_s": getattr(new, f"{way}_bytes_per_s") for way in WAYS}
+                links[name] = replace(links[name] or new, **rates)
         nearest = "disk" if links["host"] is None else "host"
         if (link := links[nearest]) is not None:
             links[nearest] = replace(link, cost_s_each=self._cost_s_each)
@@ -250,7 +233,7 @@ class Recording(Generic[S]):
 
 
 class StepsUnderPlan:
-    """The last steps under one plan.
+    """The last steps under one plan, which predicted their length and was made from the step of the given number.
 
     Attributes:
         seen: their median; None before there are enough.
@@ -258,7 +241,8 @@ class StepsUnderPlan:
         shows_peak: one of these steps has measured the device's peak (`MemoryBeside.at_peak_bytes`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, predicted_s: float | None = None, recorded_at: int = 0) -> None:
+        self.predicted_s, self.recorded_at = predicted_s, recorded_at
         self.seen: Observed | None = None
         self.shows_peak = False
         self.count = 0
@@ -301,8 +285,6 @@ def surprise(plan: Plan, seen: Observed, before: Profile, after: Profile, *, lim
     """Describe the first difference between the steps and their plan; empty if there is none.
 
     Args:
-        plan: the plan of the steps.
-        seen: the steps.
         before: the step that the plan was made from; ``after``: the same step on the present links.
         limited: whether there is a budget, under which a step may wait, and the device may idle because of hooks.
     """

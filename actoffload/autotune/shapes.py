@@ -8,14 +8,14 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from ..planning.constants import MOST_KNOWN, MOST_REST, NOTICEABLE
+from ..planning.constants import HOOKS_S, MOST_KNOWN, MOST_REST, NO_LOSS, NOTICEABLE
+from ..planning.observed import ShapeFacts
 from ..planning.plan import Plan
 from ..planning.profile import Profile
 from ..planning.regions import with_regions
 from ..planning.search import own_budget
 from ..runtime.decision import InputShapes
 from ..runtime.memory_beside import BLOCK_SIZE, Beside
-from ..tell.facts import ShapeFacts
 from .observations import StepsUnderPlan, differ, link_change
 
 AGAIN: frozenset[int] = frozenset()
@@ -39,14 +39,10 @@ UNRECORDED = (Stage.FOLLOWED, Stage.HOPELESS, Stage.RESTING)
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """The steps of a shape under one choice of regions, as far as they are known.
+    """The steps of a shape with these regions run ``once``, under a plan that they followed or would follow.
 
-    Attributes:
-        once: the regions that run once.
-        plan: the plan that these steps followed, or would follow; ``profile``: the step that it was made from.
-        budget: the most bytes that they might save.
-        beside: as in `NeedBeside`.
-        measured_s: the length of a step; None while it is only predicted.
+    They might save ``budget`` bytes. ``measured_s`` is None while the length of a step is only predicted. ``beside`` is
+    as in `NeedBeside`.
     """
 
     once: frozenset[int]
@@ -96,7 +92,7 @@ class Tries:
         self._known.clear()
 
     def take_other(self, other_s: float) -> None:
-        """Have all steps be as if the part after backward took so long, so that they stay comparable."""
+        """As `Tried.with_other`, so that all steps stay comparable."""
         self._known = [known.with_other(other_s) for known in self._known]
 
     @property
@@ -166,9 +162,9 @@ class Rest:
     """Steps of a shape that run without hooks, as long as the model's forward has the known signature.
 
     Attributes:
-        left: how many are left.
-        allowed: whether any step may be one.
-        signatures: of the model's forwards in the last step in which they were computed; another one does not rest.
+        left: how many are left; ``allowed``: whether any step may be one.
+        signatures: of the model's forwards in the last step in which they were computed. A forward with another one may
+            need more memory, so its hooks stay.
     """
 
     def __init__(self) -> None:
@@ -235,8 +231,6 @@ class Shape:
         most_bytes: a bound of saved bytes beside the options' own; None if there is none.
         need: the memory beside saved tensors; ``rest``: the steps without hooks.
         passed: the regions that ran once in the last step that passed ``device_memory``.
-        recorded_at: the number of the step that the plan was made from.
-        predicted_s: the length of a step, as predicted when the plan was made.
         tried: the steps under the choices of regions so far, this one among them.
         confirmed: later steps took as long as the recorded one, or it was dropped once because of a stall.
         codes: whether its steps are coded.
@@ -253,19 +247,24 @@ class Shape:
         self.most_bytes: int | None = None
         self.need, self.rest = NeedBeside(), Rest()
         self.passed: frozenset[int] | None = None
-        self.recorded_at = 0
-        self.predicted_s: float | None = None
         self.tried = Tries()
         self.confirmed = False
         self.codes = Codes()
+
+    @property
+    def followed(self) -> tuple[Plan, Profile]:
+        """The plan that these steps follow, and the step that it was made from."""
+        assert self.plan is not None, "its steps follow one"
+        assert self.profile is not None, "a plan was made from a profile"
+        return self.plan, self.profile
 
     def take_other(self, other_s: float) -> None:
         """Have all that is known of these steps be as if the part after backward took so long."""
         self.tried.take_other(other_s)
         if self.base is not None:
             self.base = self.base.with_other(other_s)
-        if self.profile is not None and self.profile.forwards == 1 and self.predicted_s is not None:
-            self.predicted_s += other_s - self.profile.other_s
+        if self.profile is not None and self.profile.forwards == 1 and self.steps.predicted_s is not None:
+            self.steps.predicted_s += other_s - self.profile.other_s
 
     def renew_base(self, before: Profile, profile: Profile, *, calm: bool) -> None:
         """Bring the base to the pace of the machine as it is now, and forget what was measured at another one.
@@ -296,14 +295,18 @@ class Shape:
         """Whether, by the plan, a step may run without hooks."""
         return self.rest.allowed and not (self.plan is not None and (self.plan.offloaded_bytes or self.regions))
 
-    def begin_rest(self) -> None:
-        """Run the next steps without hooks."""
-        self.stage, self.rest.left = Stage.RESTING, MOST_REST
+    def begin_rest(self, saved: int, step_s: float) -> None:
+        """Run the next steps without hooks, if nothing moves and hooks of ``saved`` tensors take too much of a step."""
+        # With several forwards alive at once, only handles show where a step ends.
+        alone, alike = self.profile is None or self.profile.forwards == 1, len(self.rest.signatures) == 1
+        if alone and alike and self.nothing_moves and saved * HOOKS_S > NO_LOSS * step_s:
+            self.stage, self.rest.left = Stage.RESTING, MOST_REST
 
     def rested(self, saved: int) -> None:
         """End a step of a rest; ``saved``: as in `Rest.step`."""
         if self.rest.step(saved):
-            self.stage, self.steps = Stage.SAFE if self.plan is None else Stage.FOLLOWED, StepsUnderPlan()
+            self.stage = Stage.SAFE if self.plan is None else Stage.FOLLOWED
+            self.steps = StepsUnderPlan(self.steps.predicted_s, self.steps.recorded_at)
 
     @property
     def elements(self) -> int:
@@ -353,7 +356,7 @@ class Shape:
             once=len(self.once),
             base_s=base_s or (0.0 if self.base is None else self.base.step_s),
             base_bytes=0 if self.base is None else self.base.baseline_peak_bytes,
-            predicted_s=self.predicted_s,
+            predicted_s=self.steps.predicted_s,
             other_bytes=self.need.most_bytes,
             device_bytes=device_bytes,
         )

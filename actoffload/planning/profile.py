@@ -27,6 +27,12 @@ RECOMPUTED = KeepReason.RECOMPUTED.value
 DERIVED = KeepReason.DERIVED.value
 ROUNDING = 1e-9
 
+DROP, LEAVE, BIRTH, ENTER, NEED, DEATH, HOLD, DROP_AT_ONCE = range(8)
+"""Events of a step, in the order of their execution at one moment. `HOLD` and `DROP` are the birth and the death of a
+storage that backward makes. At one moment backward lets go of its region first, then needs the inputs of the next
+region, and then the next recomputation begins: a device does nothing in between, so two regions are never resident
+together. `DROP_AT_ONCE` is the death of such a storage that lives for no time. `ENTER` and `LEAVE` begin and end a
+region's forward; they have the region's place."""
 
 Paced = TypeVar("Paced", "Profile", "Storage", "Region", "RegionSave")
 
@@ -78,6 +84,15 @@ class Storage:
         """Whether backward makes it: a recomputation, or from other storages (`KeepReason.DERIVED`)."""
         return self.kept in (RECOMPUTED, DERIVED)
 
+    @property
+    def life(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Its birth and its death: their moments and their kinds of event."""
+        born, died = moment(self.birth_s), moment(self.last_need_s)
+        if not self.held:
+            return (born, BIRTH), (died, DEATH)
+        # `DROP` comes before `HOLD`, and a death before its own birth would never end.
+        return (born, HOLD), (died, DROP_AT_ONCE if born == died else DROP)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionSave:
@@ -126,11 +141,9 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A path for bytes, measured while the step ran.
+    """A path for bytes, measured while the step ran: it writes away from the device, and reads back towards it.
 
     Attributes:
-        write_bytes_per_s: away from the device.
-        read_bytes_per_s: back towards it.
         latency_s: the time of each transfer beside its bytes, when nothing hides it.
         cost_s_each: lost compute time for each storage moved either way (a device idles while hooks run).
     """
@@ -139,6 +152,12 @@ class Link:
     read_bytes_per_s: float
     latency_s: float = 0.0
     cost_s_each: float = 0.0
+
+    @classmethod
+    def measured(cls, write: float | None, read: float | None) -> Link | None:
+        """A link with these rates, None without any: a direction without a rate counts as fast as the other one."""
+        known = write or read
+        return None if known is None else cls(write_bytes_per_s=write or known, read_bytes_per_s=read or known)
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots, for `cached_property`: each step under a plan reads these sums
@@ -150,8 +169,7 @@ class Profile:
         regions: the checkpointed regions, in the order of execution.
         host: device ↔ host memory; None if there is no such link (CPU tensors, direct storage).
         disk: host memory ↔ disk, or the device ↔ disk where there is no ``host``.
-        forward_s: compute time of all forwards.
-        backward_s: compute time of all backwards.
+        forward_s: compute time of all forwards; ``backward_s``: of all backwards.
         other_s: the rest of the step (the optimizer, the data).
         device: ``"cpu"``, ``"cuda"``, ...
         prefetch_bytes: how far ahead of backward the offloader reads unless a plan sets another window.
@@ -221,11 +239,7 @@ class Profile:
         return 1 + max((storage.tape for storage in self.storages), default=0)
 
     def unit(self, microbatches: int, optimizer_steps: int) -> str:
-        """Name the recorded unit: a step, or the micro-batches of it that end before the next forward begins.
-
-        Args:
-            microbatches: of the run; ``optimizer_steps``: likewise.
-        """
+        """Name the recorded unit of a run: a step, or its micro-batches that end before the next forward begins."""
         # The quotient is 1, or 2 and more. The bound lies between, because a run's counts may end within a step.
         if not optimizer_steps or microbatches < 1.5 * self.forwards * optimizer_steps:
             return "a step"
@@ -244,15 +258,11 @@ class Profile:
     @cached_property
     def baseline_peak_bytes(self) -> int:
         """The most bytes that are resident at once with nothing moved."""
-        # At one moment backward lets go of a region first, then other storages are born and die, then the next
-        # recomputation begins: a device does nothing in between, so the two regions are never resident together. A
-        # storage that a recomputation holds for no time dies last, because it must be born first.
         changes = []
-        for s in self.storages:
-            birth, death = moment(s.birth_s), moment(s.last_need_s)
-            changes.append((birth, 3 if s.held else 1, s.nbytes))
-            changes.append((death, 2 if not s.held else 4 if birth == death else 0, -s.nbytes))
-        return max(accumulate((nbytes for _, _, nbytes in sorted(changes)), initial=0))
+        for storage in self.storages:
+            birth, death = storage.life
+            changes += [(*birth, storage.nbytes), (*death, -storage.nbytes)]
+        return max(accumulate((nbytes for *_, nbytes in sorted(changes)), initial=0))
 
     def with_links(self, *, host: Link | None = None, disk: Link | None = None) -> Profile:
         """The same step on other links; a link that is None stays. Returns this profile if no link differs."""
@@ -360,14 +370,17 @@ def _check_numbers(part: Profile | Storage | Region | RegionSave | Link, where: 
     """Check the seconds, bytes and rates of a part; the names of its fields tell which is which."""
     for field in fields(part):
         value, name = getattr(part, field.name), field.name
-        if value is None and name in ("need_s", "again_s", "backward_end_s"):
+        if not name.endswith(("bytes", "_s")) or (value is None and name in ("need_s", "again_s", "backward_end_s")):
             continue
+        kind: tuple[type, ...]
+        kind, what = (int, float), "a number of 0 or more"
         if name.endswith("bytes"):
-            _require(_is_size(value), value, f"{where}{name} must be a number of bytes, 0 or more")
-        elif name.endswith("_bytes_per_s"):
-            _require(_is_time(value) and value > 0, value, f"{where}{name} must be above 0")
-        elif name.endswith("_s"):
-            _require(_is_time(value), value, f"{where}{name} must be a number of 0 or more")
+            kind, what = (int,), "a number of bytes, 0 or more"
+        # JSON's true is an int in Python, and no number.
+        valid = isinstance(value, kind) and not isinstance(value, bool) and 0 <= value < math.inf
+        if name.endswith("_bytes_per_s"):
+            valid, what = valid and value > 0, "above 0"
+        _require(valid, value, f"{where}{name} must be {what}")
 
 
 def _check_links(**links: Link | None) -> None:
@@ -402,12 +415,3 @@ def _check_storage(profile: Profile, where: str, storage: Storage) -> None:
 def _require(valid: bool, value: object, remedy: str) -> None:
     if not valid:
         raise ConfigError("profile", value, remedy)
-
-
-def _is_time(value: object) -> bool:
-    # JSON's true is an int in Python, and no number of seconds.
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -42,9 +42,9 @@ def more_beside(base: Profile, once: Collection[int]) -> int:
 
 
 def with_regions(base: Profile, once: Collection[int]) -> Profile:
-    """The step of ``base``, in which all regions ran again, with the regions at these places run once.
+    """The step of ``base``, in which all regions ran again, with the regions at these places run once in all forwards.
 
-    A place is decided alike in every forward of the step. The recomputations of these regions disappear, and all that
+    The recomputations of these regions disappear, and all that
     came after them comes sooner. Their held storages are saved in the forward instead, and backward needs them in
     reverse order. An input that only the checkpoint of such a region saved is no longer saved.
 
@@ -53,9 +53,8 @@ def with_regions(base: Profile, once: Collection[int]) -> Profile:
     """
     unknown = sorted(set(once).difference(choosable(base)))
     if unknown:
-        raise ConfigError(
-            "once", unknown, "give places of regions that ran again, of which backward has come to an end"
-        )
+        remedy = "give places of regions that ran again, of which backward has come to an end"
+        raise ConfigError("once", unknown, remedy)
     if not once:
         return base
     chosen = [region for region in base.regions if region.place in once]
@@ -87,15 +86,13 @@ def with_regions(base: Profile, once: Collection[int]) -> Profile:
                 placed.append((s.birth_s, ended, s))
             else:  # an earlier region has saved it; backward needs it in this one first
                 birth_s, before, saved = placed[first]
-                placed[first] = birth_s, before, _needed_by_both(saved, s)
-    regions = []
-    for region in base.regions:
-        region = _moved_region(region, sooner)
-        regions.append(replace(region, again_s=None, recompute_s=0.0, saves=()) if region.place in once else region)
+                need_s = min((n for n in (saved.need_s, s.need_s) if n is not None), default=None)
+                last_s = max(saved.last_need_s, s.last_need_s)
+                placed[first] = birth_s, before, replace(saved, need_s=need_s, last_need_s=last_s)
     return replace(
         base,
         storages=_numbered([storage for *_, storage in sorted(placed, key=lambda one: one[:2])]),
-        regions=tuple(regions),
+        regions=tuple(_moved_region(region, sooner, once=region.place in places) for region in base.regions),
         # Measured at the end of the step: micro-batches have time between them that is neither forward nor backward, so
         # a recomputation of the last one may begin later than ``forward_s + backward_s``.
         backward_s=base.backward_s - (base.step_s - sooner(base.step_s)),
@@ -194,21 +191,17 @@ def _moved(storage: Storage, shift: _Shift) -> Storage:
     return replace(storage, birth_s=birth_s, need_s=need_s, last_need_s=last_s, let_go=let_go)
 
 
-def _moved_region(region: Region, shift: _Shift) -> Region:
-    again_s, end_s = (None if t is None else shift(t) for t in (region.again_s, region.backward_end_s))
+def _moved_region(region: Region, shift: _Shift, *, once: bool) -> Region:
     begin_s, forward_end_s = shift(region.begin_s), shift(region.end_s)
-    return replace(region, begin_s=begin_s, end_s=forward_end_s, again_s=again_s, backward_end_s=end_s)
+    again_s, end_s = (None if t is None else shift(t) for t in (region.again_s, region.backward_end_s))
+    region = replace(region, begin_s=begin_s, end_s=forward_end_s, again_s=again_s, backward_end_s=end_s)
+    return replace(region, again_s=None, recompute_s=0.0, saves=()) if once else region
 
 
 def _born_at(storage: Storage, birth_s: float) -> Storage:
     # Backward may begin as forward ends. Both moments are sums, equal up to rounding.
     need_s = None if storage.need_s is None else max(storage.need_s, birth_s)
     return replace(storage, birth_s=birth_s, need_s=need_s, last_need_s=max(storage.last_need_s, birth_s))
-
-
-def _needed_by_both(saved: Storage, again: Storage) -> Storage:
-    need_s = min((n for n in (saved.need_s, again.need_s) if n is not None), default=None)
-    return replace(saved, need_s=need_s, last_need_s=max(saved.last_need_s, again.last_need_s))
 
 
 def _saved_once(region: Region, shift: _Shift) -> list[tuple[int | None, Storage]]:

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, product
 
 from ..errors import BudgetError, ConfigError
 from ..sizes import format_size
@@ -52,16 +52,16 @@ class Limits(Conditions):
             raise ConfigError("tiers", self.tiers, 'name "host", "nvme" or both')
 
 
+def tiers_of(target: str) -> tuple[str, ...]:
+    """The tiers to which storages may go with an option ``target``."""
+    return (target,) if target in ("host", "nvme") else ("host", "nvme")
+
+
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
 class Proposal:
-    """The regions that should run once, and the predicted step; of several the least is the best.
+    """The places of the regions that should run once, and the predicted step; of several the least is the best.
 
-    Attributes:
-        over_bytes: how far the peak is over the budget.
-        step_s: the length of the step.
-        moved_bytes: its traffic.
-        peak_bytes: its peak.
-        once: the regions, by their places.
+    ``over_bytes`` is how far the peak is over the budget.
     """
 
     over_bytes: float = 0.0
@@ -94,7 +94,7 @@ def propose(base: Profile, limits: Limits) -> Proposal:
     limits = bounded(base, limits)
     if limits.device_budget is None:  # `bounded` sets a budget wherever a region can be chosen
         return Proposal(step_s=base.step_s, peak_bytes=base.baseline_peak_bytes, once=frozenset())
-    return _Regions(base, limits).propose()
+    return _Regions(base, limits).best()
 
 
 def bounded(base: Profile, limits: Limits) -> Limits:
@@ -132,6 +132,11 @@ def _of_regions(limits: Limits, base: Profile, once: Collection[int]) -> Limits:
     if budget is None or not limits.whole_device:
         return limits
     return replace(limits, device_budget=max(0, budget - more_beside(base, once)))
+
+
+def _spread(low: int, high: int) -> list[int]:
+    """A few numbers from ``low`` to ``high``, both among them."""
+    return sorted({low + (high - low) * step // (SPREAD - 1) for step in range(SPREAD)})
 
 
 Score = tuple[float, float, int]
@@ -186,11 +191,10 @@ class Search:
         """The step under a choice; ``budget`` replaces the ``device_budget``."""
         # Simulations are the whole cost of a search, and halving and trimming return to the same choices.
         key = (choice, self.window, budget)
-        found = self._known.get(key)
-        if found is None:
+        if key not in self._known:
             conditions = self.limits if budget is None else replace(self.limits, device_budget=budget)
-            found = self._known[key] = run(self.workload, choice, conditions, window=self.window)
-        return found
+            self._known[key] = run(self.workload, choice, conditions, window=self.window)
+        return self._known[key]
 
     def score(self, choice: Choice) -> Score:
         """Lower is better: first the excess over the limits, then the goal (time or memory), then the bytes moved."""
@@ -284,8 +288,7 @@ class Search:
                 many = middle
             else:
                 few = middle
-        low, high = (many, len(order)) if want_few else (0, few)
-        counts = sorted({low + (high - low) * step // (SPREAD - 1) for step in range(SPREAD)})
+        counts = _spread(many, len(order)) if want_few else _spread(0, few)
         return [(self.score(c), window, c) for c in (self._relieved(self.offload(order[:n])) for n in counts)]
 
     def glance(self) -> Tried:
@@ -295,15 +298,15 @@ class Search:
             return self.score(self.keep), self.windows()[0], self.keep
         order = self.movable()
         leaving = list(accumulate(self.workload.items[number].nbytes for number in order))
+        choices = [self.offload(order[:count]) for count in (1 + bisect_left(leaving, excess), len(order))]
         tried: list[Tried] = []
-        for window in self.windows():
+        for window, choice in product(self.windows(), choices):
             self.window = window
-            for count in 1 + bisect_left(leaving, excess), len(order):
-                choice = self.offload(order[:count])
-                tried.append((self.score(choice), window, choice))
-                # This choice keeps the budget in keep's time, and no other is shorter by enough to matter.
-                if not tried[-1][0][0] and tried[-1][0][1] <= (1 + ALIKE_STEPS) * self.kept.step_s:
-                    return tried[-1]
+            over, step_s, moved = self.score(choice)
+            tried.append(((over, step_s, moved), window, choice))
+            # This choice keeps the budget in keep's time, and no other is shorter by enough to matter.
+            if not over and step_s <= (1 + ALIKE_STEPS) * self.kept.step_s:
+                return tried[-1]
         return min(tried, key=lambda one: one[0])
 
     def _relieved(self, choice: Choice) -> Choice:
@@ -324,10 +327,9 @@ class Search:
 
     def _over(self, reached: int) -> BudgetError:
         """The error for a budget that no choice keeps, with the lowest peak that one does reach."""
-        budget = self.limits.device_budget or 0
-        lowest = self.floor()
+        budget, floor = self.limits.device_budget or 0, self.floor()
         # The error must name a peak above the refused budget. The floor may lie below it: no choice has reached it yet.
-        lowest = lowest if budget < lowest < reached else reached
+        lowest = floor if budget < floor < reached else reached
         return BudgetError(budget, lowest, f"{format_size(lowest)}; the planner reaches {format_size(reached)}")
 
     def _decline(self, reason: str) -> Plan:
@@ -359,16 +361,15 @@ class Search:
         lowest = min(self.predict(other).peak_bytes for other in (choice, self.offload(self.movable())))
         # Simulated anew: the search's own predictions have no contents of the peak, which take time.
         modules: Counter[str] = Counter()
-        for p in run(self.workload, self.keep, self.limits, detail=True).at_peak:
+        peak = run(self.workload, self.keep, self.limits, detail=True).peak
+        for p in peak.storages if peak is not None else ():
             modules[self.workload.profile.storages[p].module or ""] += self.workload.nbytes[p]
         where, nbytes = min(modules.items(), key=lambda pair: (-pair[1], pair[0]), default=("", 0))
-        sets = f"; of the peak of {format_size(self.kept.peak_bytes)} the most, {format_size(nbytes)}, is "
-        sets += where or "outside any module"
+        why = f"what lowers the peak slows the step by more than {NO_LOSS:.1%}"
         if lowest > self._worth_it:
-            return (
-                f"moving lowers the peak by less than {format_size(int(self.kept.peak_bytes - self._worth_it))}{sets}"
-            )
-        return f"what lowers the peak slows the step by more than {NO_LOSS:.1%}{sets}"
+            why = f"moving lowers the peak by less than {format_size(int(self.kept.peak_bytes - self._worth_it))}"
+        most = f"the most, {format_size(nbytes)}, is {where or 'outside any module'}"
+        return f"{why}; of the peak of {format_size(self.kept.peak_bytes)} {most}"
 
 
 def _without(choice: Choice, numbers: Collection[int]) -> Choice:
@@ -401,22 +402,18 @@ class _Regions:
                 self._saved[region.place] += sum(save.nbytes for save in region.saves)
         self._tried: dict[frozenset[int], Proposal] = {}
 
-    def propose(self) -> Proposal:
+    def best(self) -> Proposal:
         """The set with the shortest step within the budget; see the function `propose`."""
         self._try(frozenset())
-        if self._places:
-            self._search()
+        for pattern in self._patterns() if self._places else ():
+            before, around = (0, 0), (0, len(self._places))
+            while around != before:
+                before, around = around, self._close_in(pattern, *around)
         best = min(self._tried.values())
         if best.over_bytes:
             budget = self._limits.device_budget or 0
             raise BudgetError(budget, best.peak_bytes, f"{format_size(best.peak_bytes)}, by any mix of regions")
         return best
-
-    def _search(self) -> None:
-        for pattern in self._patterns():
-            before, around = (0, 0), (0, len(self._places))
-            while around != before:
-                before, around = around, self._close_in(pattern, *around)
 
     def _patterns(self) -> list[Callable[[int], frozenset[int]]]:
         """The sets of regions to try, by their size: the first, the cheapest by the byte, or evenly spread.
@@ -438,8 +435,7 @@ class _Regions:
 
     def _close_in(self, pattern: Callable[[int], frozenset[int]], low: int, high: int) -> tuple[int, int]:
         """Try a few sizes from ``low`` to ``high``; return the neighbours of the best of them."""
-        counts = sorted({low + (high - low) * step // (SPREAD - 1) for step in range(SPREAD)})
-        found = []
+        counts, found = _spread(low, high), []
         # The largest first: it computes for the shortest time, and a short step rules smaller sets out below.
         for count in reversed(counts):
             once = pattern(count)
@@ -454,12 +450,9 @@ class _Regions:
         return counts[max(0, place - 1)], counts[min(len(counts) - 1, place + 1)]
 
     def _try(self, once: frozenset[int]) -> Proposal:
-        found = self._tried.get(once)
-        if found is None:
+        if once not in self._tried:
             search = Search(with_regions(self._base, once), _of_regions(self._limits, self._base, once))
             (over, step_s, moved), search.window, choice = search.glance()
             peak = search.predict(choice).peak_bytes
-            found = self._tried[once] = Proposal(
-                over_bytes=over, step_s=step_s, moved_bytes=moved, peak_bytes=peak, once=once
-            )
-        return found
+            self._tried[once] = Proposal(over_bytes=over, step_s=step_s, moved_bytes=moved, peak_bytes=peak, once=once)
+        return self._tried[once]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from ..errors import StateError
 from .plan import Plan
-from .profile import RECOMPUTED, Profile
+from .profile import BIRTH, DEATH, DROP, DROP_AT_ONCE, ENTER, HOLD, LEAVE, NEED, RECOMPUTED, Profile
 from .transfers import (
     BACKWARD,
     COPIED,
@@ -34,7 +34,7 @@ from .transfers import (
     Clock,
     Transfers,
 )
-from .workload import BIRTH, DEATH, DROP, DROP_AT_ONCE, ENTER, HOLD, KEEP, LEAVE, NEED, NVME, Choice, Workload
+from .workload import KEEP, NVME, Choice, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +43,7 @@ class Conditions:
 
     Attributes:
         device_budget: forward waits for room, and no prefetch passes it.
-        host_budget: most bytes of host memory.
-        nvme_budget: most bytes on disk.
+        host_budget: most bytes of host memory; ``nvme_budget``: of the disk.
         pending_bytes: most bytes on their way out of the device at once. Before the limit is passed, a device's compute
             stream waits, and a CPU tensor stays, or with a ``device_budget`` forward waits.
         in_forward: by the place of a region, bytes that its forward takes beside saved tensors. They count as saved.
@@ -66,11 +65,22 @@ class Peak:
         time_s: when, on the timeline of the step as it ran.
         phase: ``"forward"``, ``"backward"`` or ``"recompute"``.
         bytes_by_kind: ``"kept"``, ``"on its way out"``, ``"brought back"`` and ``"recomputed"``, in bytes.
+        storages: the storages there, by number.
     """
 
     time_s: float
     phase: str
     bytes_by_kind: dict[str, int]
+    storages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """The bytes that went to host memory or disk in a step, came from there, and the most that were there at once."""
+
+    written_bytes: int
+    read_bytes: int
+    peak_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +97,8 @@ class Prediction:
         stayed: the pressed storages, and the storages that backward needed before they had left.
         releases: by storage, how many events after its own save its device memory was released; 0 if backward needed it
             before that.
-        timeline: bytes on the device from each time on. This and the rest are empty without ``detail``.
-        peak: the contents of the device at the peak.
-        at_peak: the storages there.
+        timeline: bytes on the device from each time on; empty without ``detail``.
+        peak: the contents of the device at the peak; None without ``detail``.
     """
 
     step_s: float
@@ -97,21 +106,16 @@ class Prediction:
     backward_wait_s: float
     cost_s: float
     peak_bytes: int
-    host_peak_bytes: int
-    disk_peak_bytes: int
+    host: Traffic
+    disk: Traffic
     pending_peak_bytes: int
-    host_written_bytes: int
-    host_read_bytes: int
-    disk_written_bytes: int
-    disk_read_bytes: int
     cancelled_bytes: int
-    waits: tuple[tuple[int, float], ...] = ()
-    pressed: tuple[int, ...] = ()
-    stayed: tuple[int, ...] = ()
-    releases: tuple[int, ...] = ()
-    timeline: tuple[tuple[float, int], ...] = ()
-    peak: Peak | None = None
-    at_peak: tuple[int, ...] = ()
+    waits: tuple[tuple[int, float], ...]
+    pressed: tuple[int, ...]
+    stayed: tuple[int, ...]
+    releases: tuple[int, ...]
+    timeline: tuple[tuple[float, int], ...]
+    peak: Peak | None
 
     @property
     def wait_s(self) -> float:
@@ -121,7 +125,7 @@ class Prediction:
     @property
     def moved_bytes(self) -> int:
         """Bytes over any link, both ways: the step's traffic."""
-        return self.host_written_bytes + self.host_read_bytes + self.disk_written_bytes + self.disk_read_bytes
+        return sum(way.written_bytes + way.read_bytes for way in (self.host, self.disk))
 
 
 def simulate(
@@ -143,15 +147,10 @@ def simulate(
 
 
 def run(
-    workload: Workload,
-    choice: Choice,
-    conditions: Conditions,
-    *,
-    window: int | None = None,
-    detail: bool = False,
+    workload: Workload, choice: Choice, conditions: Conditions, *, window: int | None = None, detail: bool = False
 ) -> Prediction:
     """Predict one step of a prepared profile under a planner's choice; see `simulate`."""
-    step = _Step(workload, choice, conditions, window, detail=detail)
+    step = _Step(workload, choice, conditions, window or workload.profile.prefetch_bytes, detail=detail)
     step.run()
     return step.prediction()
 
@@ -186,11 +185,10 @@ class _ReadAhead:
         if region is not None:
             self.used_bytes += storage.nbytes
 
-    def arrive(self, p: int, now: float, place: int) -> None:
-        """Backward has reached ``place`` and has ``p``: fetch beyond it."""
+    def arrive(self, p: int, now: float) -> None:
+        """Backward has ``p``: fetch beyond its place."""
         self.forget(p)
-        if place >= self.cursor:
-            self.cursor = place + 1
+        self.cursor = max(self.cursor, self.workload.place[p] + 1)
         # A storage without a record is on no tape, so the offloader does not notice its use.
         if self.workload.recorded[p] and self.ahead < self.window:
             self._fetch(now)
@@ -202,8 +200,7 @@ class _ReadAhead:
             self.ahead -= self.workload.nbytes[p]
 
     def _fetch(self, now: float) -> None:
-        order, state, host = self.workload.order, self.transfers.state, self.transfers.host
-        reach = self.workload.reach
+        order, reach, state, host = self.workload.order, self.workload.reach, self.transfers.state, self.transfers.host
         while self.place < len(order) and self.ahead < self.window:
             p = order[self.place]
             where = state[p]
@@ -246,15 +243,9 @@ class _Step:
     """One step: create it, `run` it, and read its `prediction`."""
 
     def __init__(
-        self,
-        workload: Workload,
-        choice: Choice,
-        conditions: Conditions,
-        window: int | None,
-        *,
-        detail: bool = False,
+        self, workload: Workload, choice: Choice, conditions: Conditions, window: int, *, detail: bool
     ) -> None:
-        self.workload = workload
+        self.workload, self.conditions = workload, conditions
         self.modes = workload.modes(choice)
         self.clock = Clock()
         budgets = conditions.device_budget, conditions.host_budget, conditions.nvme_budget
@@ -263,7 +254,6 @@ class _Step:
         if detail:
             self.device.log = []
             self.device.on_peak = self._note_peak
-        window = window or workload.profile.prefetch_bytes
         self.ahead = _ReadAhead(workload, self.modes, self.transfers, window)
         self.waits: list[tuple[int, float]] = []
         self.refused: list[int] = []
@@ -272,23 +262,26 @@ class _Step:
         """Events so far: saves of recorded storages, and their first uses in backward."""
         self._saved_at = [0] * len(self.modes)
         self._releases = [0] * len(self.modes)
-        self._has_budget = conditions.device_budget is not None
-        self._most_pending = conditions.pending_bytes
-        self._in_forward = conditions.in_forward
         self._at_peak: tuple[list[bool], list[int], list[bool]] | None = None
 
     def run(self) -> None:
         """Execute the events of the step."""
-        modes, state, links, clock = self.modes, self.transfers.state, self.transfers.links, self.clock
-        device = self.device
+        modes, state, links, clock, device = (
+            self.modes,
+            self.transfers.state,
+            self.transfers.links,
+            self.clock,
+            self.device,
+        )
+        in_forward = self.conditions.in_forward
         for base, kind, p in self.workload.events:
             now = base + clock.delay
             # Transfers that end at this moment end first: an event finds the room and the storages that they bring.
             if links.next_end <= now:
                 self.transfers.advance(now)
             if kind in (ENTER, LEAVE):
-                if p in self._in_forward:
-                    self._forward_takes(self._in_forward[p], now, ends=kind == LEAVE)
+                if p in in_forward:
+                    self._forward_takes(in_forward[p], now, ends=kind == LEAVE)
                 continue
             mode = modes[p]
             if kind in (BIRTH, NEED):
@@ -296,7 +289,7 @@ class _Step:
                 if kind == BIRTH:
                     self._save(p, mode, now)
                 else:
-                    self._need(p, now, self.workload.place[p])
+                    self._need(p, now)
                 if self.workload.recorded[p]:
                     self._events += 1
                     # Later than `now` if the event had to wait.
@@ -338,10 +331,9 @@ class _Step:
     def _admit(self, p: int, mode: int, now: float) -> float:
         """Reserve room where ``p`` goes; return the time at which there is room, or -1 if ``p`` has to stay."""
         nbytes, transfers = self.workload.nbytes[p], self.transfers
-        if self._most_pending is not None:
-            now = self._wait_for_pending(nbytes, self._most_pending, now)
-            if now < 0:
-                return now
+        now = self._wait_for_pending(nbytes, now)
+        if now < 0:
+            return now
         # If the disk is full, a storage that is bound for it goes as far as host memory.
         to_disk = mode == NVME and transfers.disk.has_room(nbytes)
         if mode == NVME and not to_disk and not transfers.has_host:
@@ -350,34 +342,35 @@ class _Step:
             since = now
             while not transfers.host.has_room(nbytes):
                 self._let_go(now)  # a spill, which frees host memory, begins only when the device copy is released
-                waits = self._has_budget and (transfers.links.is_busy(SPILL) or transfers.pending)
+                waits = self.device.limit < NEVER and (transfers.links.is_busy(SPILL) or transfers.pending)
                 if not waits or transfers.links.next_end == NEVER:
                     return -1.0
                 now = max(now, transfers.complete_next())
             self.clock.wait(now - since, FORWARD)
-            transfers.host.add(p)
+            transfers.host.add(p, now)
         if to_disk:
-            transfers.disk.add(p)
+            transfers.disk.add(p, now)
         return now
 
-    def _wait_for_pending(self, nbytes: int, most: int, now: float) -> float:
+    def _wait_for_pending(self, nbytes: int, now: float) -> float:
         """Wait until this many more bytes may be on their way out; return the time, or -1 if forward does not wait."""
+        transfers, most = self.transfers, self.conditions.pending_bytes
+        if most is None:
+            return now
         # As the offloader does: a storage larger than the limit may go while at most half of the limit is on its way.
-        transfers = self.transfers
         counted = nbytes if nbytes <= most else (most + 1) // 2
         if not transfers.has_host:
-            return -1.0 if transfers.pending + counted > most and not self._has_budget else now
+            return -1.0 if transfers.pending + counted > most and self.device.limit == NEVER else now
         until = now
         while transfers.pending and transfers.pending + counted > most:
             until = max(until, transfers.complete_next())
         self.clock.wait(until - now, FORWARD)
         return until
 
-    def _need(self, p: int, now: float, place: int) -> None:
-        self.device.phase = "backward"
+    def _need(self, p: int, now: float) -> None:
+        transfers, device = self.transfers, self.device
+        state, device.phase = transfers.state, "backward"
         self.ahead.use(p)
-        transfers = self.transfers
-        state, device = transfers.state, self.device
         if state[p] != ON_DEVICE:
             nbytes = self.workload.nbytes[p]
             if ON_HOST <= state[p] <= ON_DISK:
@@ -396,7 +389,7 @@ class _Step:
                 now = until
         if device.left[p] and self.workload.profile.storages[p].let_go:
             device.remove(p, now)  # before the fetch of the next one, as the offloader does
-        self.ahead.arrive(p, now, place)
+        self.ahead.arrive(p, now)
 
     def _forward_takes(self, nbytes: int, now: float, *, ends: bool) -> None:
         """The forward of a region begins, which takes these bytes, or ends."""
@@ -418,13 +411,13 @@ class _Step:
 
     def _wait_for_room(self, nbytes: int, now: float, kind: int) -> float:
         """Wait until ``nbytes`` fit the budget, or nothing more is leaving; return the time."""
-        if self.device.used + nbytes <= self.device.limit:
+        if self.device.has_room(nbytes):
             return now
         until = now
         # As at an event, copied storages are released first: forward does not wait for room that they already give.
         self._let_go(now)
         # With nothing on its way out no wait ends, and the budget is passed: the peak then shows it to the planner.
-        while self.device.used + nbytes > self.device.limit and self.transfers.releasing > 0:
+        while not self.device.has_room(nbytes) and self.transfers.releasing > 0:
             until = max(until, self.transfers.complete_next())
             self._let_go(until)
         self.clock.wait(until - now, kind)
@@ -432,21 +425,20 @@ class _Step:
 
     def prediction(self) -> Prediction:
         """The simulated step."""
-        transfers, clock, profile = self.transfers, self.clock, self.workload.profile
+        transfers, clock = self.transfers, self.clock
         written, spilled, loaded, fetched = transfers.links.moved
+        # Without host memory the first and the last queue are those between device and disk.
+        ways = (written, fetched), (spilled, loaded)
+        to_host, to_disk = ways if transfers.has_host else ((0, 0), ways[0])
         return Prediction(
-            step_s=profile.step_s + clock.delay,
+            step_s=self.workload.profile.step_s + clock.delay,
             forward_wait_s=clock.waited[FORWARD],
             backward_wait_s=clock.waited[BACKWARD],
             cost_s=clock.cost_s,
             peak_bytes=self.device.peak,
-            host_peak_bytes=transfers.host.peak,
-            disk_peak_bytes=transfers.disk.peak,
+            host=Traffic(written_bytes=to_host[0], read_bytes=to_host[1], peak_bytes=transfers.host.peak),
+            disk=Traffic(written_bytes=to_disk[0], read_bytes=to_disk[1], peak_bytes=transfers.disk.peak),
             pending_peak_bytes=transfers.pending_peak,
-            host_written_bytes=written if transfers.has_host else 0,
-            host_read_bytes=fetched if transfers.has_host else 0,
-            disk_written_bytes=spilled if transfers.has_host else written,
-            disk_read_bytes=loaded if transfers.has_host else fetched,
             cancelled_bytes=transfers.cancelled,
             waits=tuple(self.waits),
             pressed=tuple(self.refused),
@@ -454,7 +446,6 @@ class _Step:
             releases=tuple(self._releases),
             timeline=tuple(self.device.log or ()),
             peak=self._describe_peak(),
-            at_peak=() if self._at_peak is None else tuple(p for p, there in enumerate(self._at_peak[0]) if there),
         )
 
     def _note_peak(self) -> None:
@@ -466,14 +457,14 @@ class _Step:
         if self._at_peak is None:
             return None
         kinds = {"kept": 0, "on its way out": 0, "brought back": 0, "recomputed": 0}
-        for p, (there, state, left) in enumerate(zip(*self._at_peak, strict=True)):
-            if not there:
-                continue
-            if WRITE_QUEUED <= state <= COPIED:
+        holds, states, left = self._at_peak
+        there = tuple(p for p, held in enumerate(holds) if held)
+        for p in there:
+            if WRITE_QUEUED <= states[p] <= COPIED:
                 kind = "on its way out"
             elif self.workload.held[p]:
                 kind = "recomputed"
             else:
-                kind = "brought back" if left else "kept"
+                kind = "brought back" if left[p] else "kept"
             kinds[kind] += self.workload.nbytes[p]
-        return Peak(time_s=self.device.peak_time, phase=self.device.peak_phase, bytes_by_kind=kinds)
+        return Peak(time_s=self.device.peak_time, phase=self.device.peak_phase, bytes_by_kind=kinds, storages=there)

@@ -49,50 +49,47 @@ class Clock:
             self.cost_s += seconds
 
 
-class Destination:
-    """Host memory or disk, and the storages there."""
+class Memory:
+    """The memory of a tier, and the storages there."""
 
     def __init__(self, nbytes: Sequence[int], limit: int | None) -> None:
         self.holds = [False] * len(nbytes)
         self.used = self.peak = 0
+        self.limit = NEVER if limit is None else limit
         self._nbytes = nbytes
-        self._limit = NEVER if limit is None else limit
 
     def has_room(self, nbytes: int) -> bool:
-        return self.used + nbytes <= self._limit
+        return self.used + nbytes <= self.limit
 
-    def add(self, p: int) -> None:
+    def add(self, p: int, now: float) -> None:
         self.holds[p] = True
-        self.used += self._nbytes[p]
+        self.take(self._nbytes[p], now)
+
+    def remove(self, p: int, now: float) -> None:
+        if self.holds[p]:
+            self.holds[p] = False
+            self.take(-self._nbytes[p], now)
+
+    def take(self, nbytes: int, now: float) -> None:
+        """Take bytes, or give them back if the number is below 0."""
+        self.used += nbytes
         if self.used > self.peak:
             self.peak = self.used
 
-    def remove(self, p: int) -> None:
-        if self.holds[p]:
-            self.holds[p] = False
-            self.used -= self._nbytes[p]
 
-
-class Device:
-    """The device: the storages there, its peak, and its log."""
+class Device(Memory):
+    """The device, with the moment and the contents of its peak, and its log."""
 
     def __init__(self, nbytes: Sequence[int], limit: int | None) -> None:
-        self.holds = [False] * len(nbytes)
+        super().__init__(nbytes, limit)
         self.left = [False] * len(nbytes)
         """Whether the storage has left the device before."""
-        self.used = self.peak = 0
-        self.limit = NEVER if limit is None else limit
         self.has_room_early: Callable[[int], bool] = lambda p: True
         """Whether a storage that backward does not need yet fits."""
         self.phase = self.peak_phase = "forward"
         self.peak_time = 0.0
         self.log: list[tuple[float, int]] | None = None
         self.on_peak: Callable[[], None] | None = None
-        self._nbytes = nbytes
-
-    def add(self, p: int, now: float) -> None:
-        self.holds[p] = True
-        self.take(self._nbytes[p], now)
 
     def take(self, nbytes: int, now: float) -> None:
         self.used += nbytes
@@ -100,12 +97,6 @@ class Device:
             self.peak, self.peak_time, self.peak_phase = self.used, now, self.phase
             if self.on_peak is not None:
                 self.on_peak()
-        if self.log is not None:
-            self.log.append((now, self.used))
-
-    def remove(self, p: int, now: float) -> None:
-        self.holds[p] = False
-        self.used -= self._nbytes[p]
         if self.log is not None:
             self.log.append((now, self.used))
 
@@ -179,11 +170,8 @@ class Transfers:
     """Where each storage is, and where it goes when a transfer begins or ends.
 
     Args:
-        workload: the prepared profile.
         clock: charged with the costs of moving bytes.
-        device: most bytes on the device; None for no limit.
-        host: most bytes in host memory.
-        disk: most bytes on disk.
+        device: most bytes there, None for no limit; ``host`` and ``disk`` likewise.
     """
 
     def __init__(
@@ -192,9 +180,11 @@ class Transfers:
         self.nbytes = workload.nbytes
         self.has_host = workload.profile.host is not None
         self.state = [UNSAVED] * len(self.nbytes)
-        self.device = Device(self.nbytes, device)
-        self.host = Destination(self.nbytes, host)
-        self.disk = Destination(self.nbytes, disk)
+        self.device, self.host, self.disk = (
+            Device(self.nbytes, device),
+            Memory(self.nbytes, host),
+            Memory(self.nbytes, disk),
+        )
         self.links = Links(workload, self.state)
         self.pending = self.pending_peak = 0
         """Bytes whose write has not ended, also of storages that need it no more."""
@@ -230,13 +220,13 @@ class Transfers:
             if state == WRITE_QUEUED:
                 self.cancelled += nbytes
                 self.pending -= nbytes
-                self.host.remove(p)
-                self.disk.remove(p)
+                self.host.remove(p, now)
+                self.disk.remove(p, now)
             return 0
         if state in (ON_HOST, SPILL_QUEUED, SPILLING):
             if state == SPILL_QUEUED:  # the spill has not begun, so the storage gives up its room on disk
                 self.cancelled += nbytes
-                self.disk.remove(p)
+                self.disk.remove(p, now)
             if p in self._arrived:  # the whole way was charged as it left the disk
                 self._arrived.remove(p)
             else:
@@ -247,7 +237,7 @@ class Transfers:
             if self.has_host:
                 # No check for room in host memory: a prefetch has made it, and backward cannot do without the storage.
                 self.state[p] = LOADING
-                self.host.add(p)
+                self.host.add(p, now)
                 self.links.enqueue(LOAD, p, now)
             else:
                 self._fetch_to_device(p, now)
@@ -278,10 +268,9 @@ class Transfers:
             self.pending -= nbytes
         if WRITE_QUEUED <= state <= COPIED:
             self.releasing -= nbytes
-        if self.device.holds[p]:
-            self.device.remove(p, now)
-        self.host.remove(p)
-        self.disk.remove(p)
+        self.device.remove(p, now)
+        self.host.remove(p, now)
+        self.disk.remove(p, now)
         self.state[p] = FREED
 
     def advance(self, until: float) -> None:
@@ -301,7 +290,7 @@ class Transfers:
                 state[p] = ON_DISK
             # A fetch that still reads the host copy removes it at its own end.
             if state[p] in (ON_DISK, ON_DEVICE):
-                self.host.remove(p)
+                self.host.remove(p, now)
         elif queue == LOAD:
             if state[p] == LOADING and p == self.needed:
                 self._fetch_to_device(p, now)
@@ -313,7 +302,7 @@ class Transfers:
             state[p] = ON_DEVICE
             # A storage from disk needs its host memory no more. Any other host copy stays until its storage dies.
             if self.disk.holds[p]:
-                self.host.remove(p)
+                self.host.remove(p, now)
         links.start_next(queue, now)
         return now
 

@@ -7,30 +7,19 @@ from dataclasses import dataclass
 
 from ..policy import Decision
 from .plan import Plan, PlanEntry
-from .profile import RECOMPUTED, ROUNDING, Profile, moment
+from .profile import ENTER, HOLD, LEAVE, NEED, RECOMPUTED, ROUNDING, Profile, moment
 
 KEEP, HOST, NVME = range(3)
 """Where a storage goes: it is kept, sent to host memory, or sent to disk."""
 
 TIER_NAMES = {KEEP: "", HOST: "host", NVME: "nvme"}
 
-DROP, LEAVE, BIRTH, ENTER, NEED, DEATH, HOLD, DROP_AT_ONCE = range(8)
-"""Events, in the order of their execution at one moment. `HOLD` and `DROP` are the birth and the death of a storage
-that backward makes. At one moment backward lets go of its region first, then needs the inputs of the next
-region, and then the next recomputation begins. `DROP_AT_ONCE` is the death of such a storage that lives for no time.
-`ENTER` and `LEAVE` begin and end a region's forward; they have the region's place."""
-
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One decision: the storages at one place of every forward, by their numbers, and their bytes.
+    """One decision: the storages at one place of every forward, by their numbers, and the bytes of all.
 
-    Attributes:
-        positions: the numbers of the storages.
-        nbytes: bytes of all of them.
-        movable: whether a plan may move them.
-        birth_s: when the first of them is saved.
-        need_s: when backward needs it; the end of the step if backward never does.
+    The first of them is saved at ``birth_s``. Backward needs it at ``need_s``: the end of the step if it never does.
     """
 
     positions: tuple[int, ...]
@@ -48,7 +37,6 @@ class Workload:
     """A profile, prepared once and used for every plan that a planner tries. Storages are known by their numbers.
 
     Attributes:
-        nbytes: size.
         need: base time of the first use in backward; None if there is no use, or if backward makes the storage.
         events: ``(base time, kind, storage or place)`` in order.
         order: the storages that backward needs, in that order.
@@ -115,12 +103,7 @@ class Workload:
         return HOST if self.profile.host is not None else KEEP
 
     def to_entries(self, choice: Choice, releases: Sequence[int]) -> tuple[PlanEntry, ...]:
-        """The plan entries of a choice.
-
-        Args:
-            choice: a tier for each item.
-            releases: by storage, as `Prediction.releases`.
-        """
+        """The plan entries of a choice; ``releases``: by storage, as `Prediction.releases`."""
         entries = []
         for number, (item, tier) in enumerate(zip(self.items, choice, strict=True)):
             first = self.profile.storages[item.positions[0]]
@@ -163,26 +146,25 @@ class Workload:
                 # An offloader matches entries by place and size, so a storage of another size is not in this item.
                 if not same or storage.nbytes == self.nbytes[same[0]]:
                     same.append(number)
-        return [self._item(tuple(places[index])) for index in sorted(places)]
-
-    def _item(self, positions: tuple[int, ...]) -> Item:
-        first = self.profile.storages[positions[0]]
-        return Item(
-            positions=positions,
-            nbytes=sum(self.nbytes[p] for p in positions),
-            movable=all(self.profile.storages[p].movable for p in positions),
-            birth_s=first.birth_s,
-            need_s=self.profile.step_s if first.need_s is None else first.need_s,
-        )
+        items = []
+        for _, positions in sorted(places.items()):
+            first = storages[positions[0]]
+            items.append(
+                Item(
+                    positions=tuple(positions),
+                    nbytes=sum(self.nbytes[p] for p in positions),
+                    movable=all(storages[p].movable for p in positions),
+                    birth_s=first.birth_s,
+                    need_s=self.profile.step_s if first.need_s is None else first.need_s,
+                )
+            )
+        return items
 
     def _make_events(self) -> list[tuple[float, int, int]]:
         events = []
         for p, storage in enumerate(self.profile.storages):
-            born, died, need_s = moment(storage.birth_s), moment(storage.last_need_s), self.need[p]
-            birth, death = (HOLD, DROP) if self.held[p] else (BIRTH, DEATH)
-            if self.held[p] and born == died:
-                death = DROP_AT_ONCE  # `DROP` sorts before `HOLD`, and a death before its own birth would never end
-            events += [(born, birth, p), (died, death, p)]
+            events += [(*event, p) for event in storage.life]
+            need_s = self.need[p]
             if need_s is not None:
                 events.append((moment(need_s), NEED, p))
         for place, begin_s, end_s in [*((r.place, r.begin_s, r.end_s) for r in self.profile.regions), *self._turns()]:

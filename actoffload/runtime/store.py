@@ -17,13 +17,13 @@ from ..errors import OffloaderClosedError
 from ..events import EventKind, now
 from ..planning.plan import Plan, decided
 from ..policy import KeepReason
-from ..statistics import Statistics
 from ..tiers.accelerator import Accelerator
 from ..tiers.accounts import MANY_DEFERRED
 from ..tiers.cpu_tier import CpuTier
 from ..tiers.interrupts import aborts_when_interrupted, is_interrupt
 from ..tiers.record import Record, Saved, State
 from ..tiers.shared import Shared
+from ..tiers.statistics import Statistics
 from ..tiers.storage_ref import StorageRef
 from ..tiers.tier import Tier
 from ..tiers.tiers import Tiers

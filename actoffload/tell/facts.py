@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ..config import OffloadConfig
 from ..events import now
-from ..planning.observed import Observed
+from ..planning.observed import Observed, PlanFacts
 from ..planning.plan import Plan
 from ..planning.profile import Link, Profile
 from ..planning.search import Limits
 from ..sizes import format_size
-from ..statistics import Statistics
 from ..storage.engines.base import EngineCapabilities, IoKind
 from ..tiers.accounts import Accounts
+from ..tiers.statistics import Statistics
 from .parts import BudgetRow, budget_table
 
 if TYPE_CHECKING:
@@ -30,63 +30,10 @@ CAUSE_TOO = "page-locking"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShapeFacts:
-    """Steps of one shape of inputs, as ``policy="auto"`` knows them.
-
-    Attributes:
-        inputs: the shape, as text.
-        profile: the recorded step that the plan was made from; None before there is one.
-        plan: the plan that these steps follow; None before there is one.
-        seen: the median of the last steps under the plan; None before there are any.
-        regions: checkpointed regions of a forward; ``once``: how many of them run once.
-        base_s: the step in which every region runs again; ``base_bytes``: the peak of saved tensors in it.
-        predicted_s: the step as it was predicted when the plan was made.
-        other_bytes: other memory of the device; ``device_bytes``: the most of all of it, 0 without ``device_memory``.
-    """
-
-    inputs: str
-    profile: Profile | None
-    plan: Plan | None
-    seen: Observed | None
-    regions: int = 0
-    once: int = 0
-    base_s: float = 0.0
-    base_bytes: int = 0
-    predicted_s: float | None = None
-    other_bytes: int = 0
-    device_bytes: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanFacts:
-    """The plans of ``policy="auto"``.
-
-    Attributes:
-        history: why each of the last plans was made, oldest first.
-        limits: the limits of a plan for the recorded shape.
-        shape: the shape that runs; ``others``: the other known shapes.
-        recorded_ago: steps since the recorded step, which is counted as one.
-        probes: whether one storage moves now and then, only to measure a link.
-        rest: the next steps that run without hooks.
-        stuck: no step has ended, because a tensor that a forward saved is always alive.
-    """
-
-    history: Sequence[str]
-    limits: Limits
-    shape: ShapeFacts
-    others: Sequence[ShapeFacts] = ()
-    recorded_ago: int = 0
-    probes: bool = False
-    rest: int = 0
-    stuck: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class Planned:
     """A planned step: the profile that it was planned from, the plan, and the steps that ran under it.
 
-    Attributes:
-        unit: the planned part of training, as `Profile.unit` names it: a step or a micro-batch.
+    ``unit`` is the planned part of training, as `Profile.unit` names it: a step or a micro-batch.
     """
 
     profile: Profile
@@ -217,11 +164,13 @@ def machine_changed(profile: Profile, seen: Observed | None) -> str:
     return f"the machine has changed since the step was recorded: without waits it takes {now_takes}, whatever the plan"
 
 
-def facts_of(store: ActivationStore, planned: Planned | None) -> Facts:
-    """The facts of a run so far; ``planned``: its ``unit`` is found here."""
+def facts_of(store: ActivationStore, plans: PlanFacts | None) -> Facts:
+    """The facts of a run so far, with its plans if ``policy="auto"`` has made any."""
     counts, spool, pools = store.statistics(), store.tiers.spool, store.tiers.pools
-    if planned is not None:
-        planned = replace(planned, unit=planned.profile.unit(counts.microbatches, counts.optimizer_steps))
+    planned = None
+    if plans is not None and (profile := plans.shape.profile) is not None and (plan := plans.shape.plan) is not None:
+        unit = profile.unit(counts.microbatches, counts.optimizer_steps)
+        planned = Planned(profile=profile, plan=plan, limits=plans.limits, seen=plans.shape.seen, unit=unit)
     before, peak_before = store.run.memory_before
     # Advice with a cause of the same meaning would tell the user twice, and once without this run's figures.
     advice = (text for key, text in store.shared.reporter.advice.items() if key != CAUSE_TOO)
@@ -257,9 +206,9 @@ def _step(store: ActivationStore) -> Observed | None:
 
 
 def _disk(spool: Spool | None) -> Link | None:
-    """The measured rates of the disk. A direction without a measurement counts as fast as the other one."""
-    if spool is None:
-        return None
-    write, read = (spool.meters[kind].bytes_per_s for kind in (IoKind.WRITE, IoKind.READ))
-    known = write or read
-    return None if known is None else Link(write_bytes_per_s=write or known, read_bytes_per_s=read or known)
+    """The measured rates of the disk."""
+    return (
+        None
+        if spool is None
+        else Link.measured(*(spool.meters[way].bytes_per_s for way in (IoKind.WRITE, IoKind.READ)))
+    )

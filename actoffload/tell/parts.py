@@ -88,8 +88,14 @@ class Analysis:
         """Everything but the lists of storages and times, ready for JSON."""
 
         def numbers(seen: Prediction) -> dict[str, object]:
-            without = {"timeline", "waits", "pressed", "stayed", "at_peak"}
-            return {name: value for name, value in asdict(seen).items() if name not in without}
+            found = asdict(seen)
+            for name in ("timeline", "waits", "pressed", "stayed"):
+                del found[name]
+            for tier in ("host", "disk"):
+                found |= {f"{tier}_{name}": nbytes for name, nbytes in found.pop(tier).items()}
+            if found["peak"] is not None:
+                del found["peak"]["storages"]
+            return found
 
         return {
             "parts": [asdict(row) | {"what": row.what} for row in self.rows],
@@ -142,7 +148,7 @@ class _Parts:
         self.waited: dict[int, float] = {}
         for position, wait_s in prediction.waits:
             self.waited[position] = self.waited.get(position, 0.0) + wait_s
-        self.at_peak = set(prediction.at_peak)
+        self.at_peak = set() if prediction.peak is None else set(prediction.peak.storages)
 
     def rows(self) -> tuple[Row, ...]:
         parts: dict[str, list[int]] = {}

@@ -7,13 +7,13 @@ from itertools import groupby
 from typing import Any
 
 from ..planning.constants import REVIEW_STEPS, WARM_UP
-from ..planning.observed import Observed
+from ..planning.observed import Observed, PlanFacts, ShapeFacts
 from ..planning.plan import Plan, regions_in_words
 from ..planning.profile import Profile
 from ..planning.search import Limits
 from ..policy import OUTSIDE
 from ..sizes import format_size, format_time
-from .facts import PlanFacts, ShapeFacts, machine_changed
+from .facts import machine_changed
 from .parts import Analysis, BudgetRow, Row, analyse
 
 MOST_ROWS = 24
@@ -44,10 +44,10 @@ def explain_plans(facts: PlanFacts) -> str:
     if facts.probes:
         age += f"; one storage in {REVIEW_STEPS} steps moves only to be measured"
     plan = render_plan(shape.profile, shape.plan, facts.limits, seen=shape.seen)
-    return "\n".join([plan, *([regions(shape)] if shape.regions else []), age, *rest, *lines])
+    return "\n".join([plan, *([regions_line(shape)] if shape.regions else []), age, *rest, *lines])
 
 
-def regions(shape: ShapeFacts) -> str:
+def regions_line(shape: ShapeFacts) -> str:
     """How checkpointed regions run, and the prediction beside the step in which all of them run again."""
     text = f"{shape.regions} checkpointed regions: {shape.once} no longer run again"
     if shape.predicted_s and shape.base_s:

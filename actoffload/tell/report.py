@@ -10,9 +10,9 @@ from ..config import OffloadConfig
 from ..policy import STATIC, KeepReason, reasons
 from ..runtime.trace import rank_and_ranks, trace_path
 from ..sizes import format_size, format_time
-from ..statistics import Statistics
 from ..storage.endurance import render_wear
 from ..tiers.interrupts import expected
+from ..tiers.statistics import Statistics
 from .causes import NEXT, causes
 from .facts import Facts
 

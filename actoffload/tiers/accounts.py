@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..locks import Mailbox
-from ..statistics import Statistics
+from .statistics import Statistics
 
 MANY_DEFERRED = 4096
 """This many deferred entries are counted at once: nothing else may take the lock for long, and they would pile up."""

@@ -182,7 +182,7 @@ class Estimate:
         for name, seen in {"kept": kept, "hidden": hidden, "least": least}.items():
             samples = int(max(0.0, free) * micro_batch / max(1, seen.peak_bytes))
             fits[name] = Fit(seen.peak_bytes, seen.step_s, samples)
-        return fits, hidden.disk_written_bytes
+        return fits, hidden.disk.written_bytes
 
     def _notes(self, counted: str) -> list[str]:
         notes, hardware = [counted], self.hardware

@@ -14,14 +14,12 @@ from ..config import OffloadConfig
 from ..errors import ConfigError
 from ..planning.plan import Plan
 from ..planning.profile import Profile
-from ..planning.search import Limits, best, bounded
+from ..planning.search import Limits, best, bounded, tiers_of
 from ..tell.parts import Analysis, BudgetRow, analyse, budget_table
 from ..tell.plans import render_budgets, render_plan
 from .console import JsonOption, grouped, option, print_json
 
 SIZES = ("device_budget", "host_budget", "nvme_budget")
-TIERS = {"host": ("host",), "nvme": ("nvme",)}
-"""Of the targets that have one."""
 Bytes = Annotated[str | None, option('Bytes, or text such as "8GiB".')]
 
 
@@ -42,7 +40,7 @@ class Budget:
         share, sizes = config.device_share, {name: getattr(config, name) for name in SIZES}
         if share is not None:
             sizes["device_budget"] = int(share * profile.baseline_peak_bytes)
-        return bounded(profile, Limits(**sizes, tiers=TIERS.get(config.target, ("host", "nvme"))))
+        return bounded(profile, Limits(**sizes, tiers=tiers_of(config.target)))
 
 
 @grouped

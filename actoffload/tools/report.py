@@ -17,11 +17,11 @@ import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 
-from ..analysis.trace_file import LINKS, load
-from ..analysis.traced_run import AWAY, KINDS, LABELS, MOST_WAITS, SAVED, Moment, Run, format_number, look_at
 from ..errors import ActOffloadError, ConfigError, TraceFileError, printable
 from ..sizes import format_size, format_time
 from .console import JsonOption, option, plain, print_json, table_of
+from .trace_file import LINKS, load
+from .traced_run import AWAY, KINDS, LABELS, MOST_WAITS, SAVED, Moment, Run, format_number, look_at
 
 READING_SHARE = 0.1
 """Following a trace takes at most this share of the time: it is read anew each time."""

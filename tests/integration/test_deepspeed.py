@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from actoffload.analysis.trace_file import load
-from actoffload.analysis.traced_run import look_at
 from actoffload.errors import ConfigError
+from actoffload.tools.trace_file import load
+from actoffload.tools.traced_run import look_at
 from tests.integration.evidence import assert_evidence
 from tests.integration.processes import Chosen, cases, launch
 

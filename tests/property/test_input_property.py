@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from actoffload import OffloadConfig, Offloader, Plan, Profile
-from actoffload.analysis.trace_file import load
-from actoffload.analysis.traced_run import look_at
 from actoffload.errors import ActOffloadError, ConfigError, TraceFileError, printable
 from actoffload.planning.plan import PlanEntry
 from actoffload.planning.profile import Link, Region, RegionSave, Storage
 from actoffload.planning.search import Limits, best
 from actoffload.tools.app import app
 from actoffload.tools.report import render
+from actoffload.tools.trace_file import load
+from actoffload.tools.traced_run import look_at
 
 T = TypeVar("T")
 

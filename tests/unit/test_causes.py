@@ -23,13 +23,13 @@ from actoffload.planning.observed import Observed
 from actoffload.planning.profile import Profile
 from actoffload.planning.search import Limits
 from actoffload.sizes import format_size
-from actoffload.statistics import Statistics
 from actoffload.storage.engines.base import EngineCapabilities
 from actoffload.tell.causes import CHECKPOINT, MUCH_LATE
 from actoffload.tell.facts import Facts, Planned
 from actoffload.tell.report import MOST_CAUSES, diagnose
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
 from actoffload.tiers.accounts import Accounts
+from actoffload.tiers.statistics import Statistics
 from tests import host_bound
 from tests.harness import Chain, MakeOffloader, batch, simulated, train_step
 from tests.planner_rig import MIB, MakeRig, rigs

@@ -160,7 +160,7 @@ def test_steps_of_a_device_are_as_long_as_they_are_on_it(monkeypatch: pytest.Mon
             training.step(0)
         pilot = attachment.offloader.autopilot
         assert pilot is not None
-        seen = pilot.seen
+        seen = pilot.facts().shape.seen
         attachment.detach()
         attachment.offloader.abort()
     assert seen is not None

@@ -343,13 +343,13 @@ def test_held_inputs_count_once_whatever_step_measured_the_rest(device: Simulate
     shape.need.beside, shape.need.settled, shape.once = Beside(100, 0, {}), True, frozenset({0})
     with _offloader(device_memory="1GiB") as offloader:
         budgets = autopilot_of(offloader)._budgets
-        room = budgets.of(shape, (), AGAIN) or 0
-        assert budgets.of(shape, ()) == room - 70
+        room = budgets.of(shape, AGAIN) or 0
+        assert budgets.of(shape) == room - 70
         shape.need.of = shape.once
-        assert budgets.of(shape, ()) == room, "this step had them beside its saved tensors"
+        assert budgets.of(shape) == room, "this step had them beside its saved tensors"
         shape.need.of = AGAIN
         budgets.at_most(shape, 1000)
-        assert (budgets.of(shape, ()), budgets.of(shape, (), AGAIN)) == (1000, 1070)
+        assert (budgets.of(shape), budgets.of(shape, AGAIN)) == (1000, 1070)
 
 
 @pytest.mark.simulated

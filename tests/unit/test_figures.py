@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from actoffload.analysis.trace_file import load
-from actoffload.analysis.traced_run import Run, look_at
 from actoffload.sizes import format_size
+from actoffload.tools.trace_file import load
+from actoffload.tools.traced_run import Run, look_at
 from tests.programs import run_program
 
 PROGRAM = """

@@ -100,7 +100,7 @@ def test_tiers_are_chosen() -> None:
     tiers = [entry.tier for entry in made.entries if entry.action == "offload"]
     assert {"host", "nvme"} <= set(tiers)
     seen = simulate(profile, made, Conditions(host_budget=host))
-    assert seen.host_peak_bytes <= host
+    assert seen.host.peak_bytes <= host
     assert seen.pressed == ()
     for tier in ("host", "nvme"):
         only = plan(profile, Limits(tiers=(tier,)))
@@ -108,7 +108,7 @@ def test_tiers_are_chosen() -> None:
     assert plan(profile, Limits(tiers=())).declined
     direct = replace(profile, host=None)
     full = plan(direct, Limits(nvme_budget=host))
-    assert 0 < simulate(direct, full, Conditions(nvme_budget=host)).disk_peak_bytes <= host
+    assert 0 < simulate(direct, full, Conditions(nvme_budget=host)).disk.peak_bytes <= host
     assert full.offloaded_bytes <= host
 
 

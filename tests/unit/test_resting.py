@@ -35,7 +35,7 @@ SMALL, LARGE = 16, 2048
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     """Hooks take too much of its steps, however long a busy machine makes them."""
-    monkeypatch.setattr("actoffload.autotune.resting.HOOKS_S", 1.0)
+    monkeypatch.setattr("actoffload.autotune.shapes.HOOKS_S", 1.0)
     return Chain(depth=8)
 
 
@@ -147,7 +147,7 @@ def _unfreeze(model: _Deep) -> None:
 def test_a_call_that_may_save_more_has_its_hooks_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any
 ) -> None:
-    monkeypatch.setattr("actoffload.autotune.resting.HOOKS_S", 1.0)  # one tensor is enough
+    monkeypatch.setattr("actoffload.autotune.shapes.HOOKS_S", 1.0)  # one tensor is enough
     deep = _Deep()
     deep.train(change is _unfreeze)
     deep.backbone.requires_grad_(change is not _unfreeze)
@@ -196,7 +196,7 @@ def test_long_steps_of_few_tensors_have_their_hooks(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hooks cost little there, and measure the links."""
-    monkeypatch.setattr("actoffload.autotune.resting.HOOKS_S", 1e-12)
+    monkeypatch.setattr("actoffload.autotune.shapes.HOOKS_S", 1e-12)
     attachment = _attach(model, tmp_path)
     for _ in range(8):
         train_step(model, batch(SMALL))

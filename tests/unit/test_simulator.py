@@ -59,7 +59,7 @@ def test_the_storage_needed_last_is_not_read_before_nearer_ones_are_used(window:
     kept = [_storage(n, 1.0 + 0.1 * n, 2.5 + 0.5 * (4 - n), last_s=2.9 + 0.5 * (4 - n)) for n in (1, 2, 3)]
     profile = _profile(_storage(0, 0.0, 6.0), *kept, prefetch_bytes=window)
     seen = _seen(profile, "dkkk")
-    assert (seen.peak_bytes, seen.backward_wait_s, seen.disk_read_bytes) == (peak_bytes, 0.0, 100)
+    assert (seen.peak_bytes, seen.backward_wait_s, seen.disk.read_bytes) == (peak_bytes, 0.0, 100)
     assert simulate(profile).peak_bytes == 400
 
 
@@ -68,7 +68,7 @@ def test_a_read_that_nothing_hides_is_waited_for() -> None:
     # Written from 0 to 1, needed at 3 and read only then, as nothing before it tells backward to read ahead.
     assert (seen.step_s, seen.backward_wait_s, seen.waits) == (7.0, 1.0, ((0, 1.0),))
     assert seen.timeline == ((0.0, 100), (1.0, 0), (3.0, 100), (4.0, 0))
-    assert (seen.disk_written_bytes, seen.disk_read_bytes, seen.disk_peak_bytes) == (100, 100, 100)
+    assert (seen.disk.written_bytes, seen.disk.read_bytes, seen.disk.peak_bytes) == (100, 100, 100)
 
 
 def test_a_read_is_hidden_behind_the_need_before_it() -> None:
@@ -85,7 +85,7 @@ def test_a_storage_whose_write_has_not_begun_is_taken_and_the_write_cancelled() 
     seen = _seen(profile, "ddd")
     # 0 has left at 1.0; 1 is being written until 2.5; 2 has not begun at 2.1.
     assert seen.cancelled_bytes == 100
-    assert (seen.disk_written_bytes, seen.disk_read_bytes) == (200, 100)
+    assert (seen.disk.written_bytes, seen.disk.read_bytes) == (200, 100)
     assert seen.step_s == pytest.approx(6.5)  # 0 is read from 2.1 on
 
 
@@ -98,7 +98,7 @@ def test_forward_waits_for_room_under_a_budget() -> None:
     assert _seen(profile, "dk").peak_bytes == 200
     assert _seen(profile, "kk", Conditions(device_budget=150)).peak_bytes == 200  # nothing to wait for
     full = _seen(profile, "dd", Conditions(nvme_budget=100))
-    assert (full.pressed, full.disk_written_bytes) == ((1,), 100), "a disk that is full"
+    assert (full.pressed, full.disk.written_bytes) == ((1,), 100), "a disk that is full"
 
 
 def test_storages_read_early_wait_in_host_memory_for_room_on_the_device() -> None:
@@ -109,12 +109,12 @@ def test_storages_read_early_wait_in_host_memory_for_room_on_the_device() -> Non
     profile = _profile(*leave, first, forward_s=6.0, backward_s=9.0, host=fast, prefetch_bytes=1000)
     assert _seen(profile, "ddddk").peak_bytes == 410
     seen = _seen(profile, "ddddk", Conditions(device_budget=250))
-    assert (seen.peak_bytes, seen.disk_read_bytes, seen.host_read_bytes) == (200, 400, 400)
+    assert (seen.peak_bytes, seen.disk.read_bytes, seen.host.read_bytes) == (200, 400, 400)
     assert seen.backward_wait_s == pytest.approx(0.003), "the copies from host memory alone"
     # A use between two needs, once the storage before has died, begins the copy: then nothing waits.
     between = [_storage(5 + n, 5.1 + 0.1 * n, 13.7 - n, nbytes=1, last_s=13.8 - n) for n in range(3)]
     begun = _seen(replace(profile, storages=(*profile.storages, *between)), "ddddkkkk", Conditions(device_budget=250))
-    assert (begun.backward_wait_s, begun.host_read_bytes) == (0.0, 400)
+    assert (begun.backward_wait_s, begun.host.read_bytes) == (0.0, 400)
 
 
 @pytest.mark.parametrize(("need_s", "wait_s"), [(7.7, 0.301), (8.5, 0.001)])
@@ -126,7 +126,7 @@ def test_a_read_that_backward_needs_takes_room_that_an_early_one_leaves(need_s: 
     profile = _profile(*leave, first, forward_s=6.0, backward_s=5.0, host=fast, prefetch_bytes=1000)
     seen = _seen(profile, "ddk", Conditions(device_budget=250))
     assert seen.backward_wait_s == pytest.approx(wait_s)
-    assert seen.host_read_bytes == 200
+    assert seen.host.read_bytes == 200
     costs = replace(profile, host=replace(fast, cost_s_each=1e-4))
     charged = _seen(costs, "ddk", Conditions(device_budget=250)).cost_s
     assert charged == pytest.approx(2 * 2 * 1e-4), "each way once, wherever the read waits"
@@ -148,10 +148,10 @@ def test_host_and_disk_are_two_hops() -> None:
     # Copied at 0.5, and released as the next one is saved; at 3.5 it is read to the host for 1 s, and then copied back.
     assert seen.timeline == ((0.0, 100), (1.5, 200), (1.5, 100), (4.0, 0), (4.5, 100), (6.0, 0))
     assert seen.releases == (1, 0)
-    assert (seen.host_written_bytes, seen.disk_written_bytes, seen.disk_read_bytes, seen.host_read_bytes) == (100,) * 4
-    assert (seen.host_peak_bytes, seen.disk_peak_bytes) == (100, 100)
+    assert (seen.host.written_bytes, seen.disk.written_bytes, seen.disk.read_bytes, seen.host.read_bytes) == (100,) * 4
+    assert (seen.host.peak_bytes, seen.disk.peak_bytes) == (100, 100)
     to_host = _seen(profile, "hk")
-    assert (to_host.disk_written_bytes, to_host.host_written_bytes, to_host.host_read_bytes) == (0, 100, 100)
+    assert (to_host.disk.written_bytes, to_host.host.written_bytes, to_host.host.read_bytes) == (0, 100, 100)
 
 
 def test_host_memory_that_is_full_keeps_or_waits() -> None:
@@ -197,13 +197,13 @@ def test_a_read_ahead_may_take_the_room_of_the_region_that_backward_has_just_lef
     moved, needed = _storage(0, 0.0, 4.0, nbytes=40), _storage(1, 2.0, 3.5, nbytes=10)
     held = _storage(None, 3.0, None, nbytes=200, last_s=3.5, kept=RECOMPUTED)  # at the same moment as the need after it
     seen = _seen(_profile(moved, needed, held), "dk", Conditions(device_budget=260))
-    assert (seen.disk_read_bytes, seen.backward_wait_s, seen.peak_bytes) == (40, 0.0, 210)
+    assert (seen.disk.read_bytes, seen.backward_wait_s, seen.peak_bytes) == (40, 0.0, 210)
 
 
 def test_a_recomputation_waits_for_its_input() -> None:
     away = _seen(_again_profile(), "dk")
     # The input is written until 0.3, and read from 2 on, as backward comes to the storage before it.
-    assert (away.disk_written_bytes, away.disk_read_bytes, away.backward_wait_s) == (30, 30, 0.0)
+    assert (away.disk.written_bytes, away.disk.read_bytes, away.backward_wait_s) == (30, 30, 0.0)
     late = _seen(_again_profile(disk=replace(LINK, read_bytes_per_s=20.0)), "dk")
     assert late.backward_wait_s == pytest.approx(0.5)
     assert late.step_s == pytest.approx(8.0)
@@ -281,7 +281,7 @@ def test_a_plan_means_the_same_for_every_tape() -> None:
     plan = Plan((PlanEntry(index=0, nbytes=100, action="offload"), PlanEntry(index=1, nbytes=50, action="keep")))
     assert workload.from_plan(plan) == (NVME, KEEP)
     assert workload.from_plan(Plan(())) == (NVME, NVME)  # a storage that the plan does not know leaves
-    assert simulate(profile, plan).disk_written_bytes == 200
+    assert simulate(profile, plan).disk.written_bytes == 200
 
 
 def _everything(workload: Workload) -> Choice:
@@ -307,9 +307,9 @@ def test_rules_for_every_step(seed: int) -> None:
         away = [p for p, mode in enumerate(workload.modes(choice)) if mode in (HOST, NVME)]
         planned = sum(workload.nbytes[p] for p in away)
         unused = sum(workload.nbytes[p] for p in away if workload.need[p] is None)
-        written = seen.host_written_bytes if step.host is not None else seen.disk_written_bytes
+        written = seen.host.written_bytes if step.host is not None else seen.disk.written_bytes
         assert planned - unused <= written + seen.cancelled_bytes <= planned
-        assert seen.disk_read_bytes <= seen.disk_written_bytes
+        assert seen.disk.read_bytes <= seen.disk.written_bytes
         assert seen.peak is not None
         assert sum(seen.peak.bytes_by_kind.values()) == seen.peak_bytes
         assert run(workload, choice, Conditions()).step_s == seen.step_s  # the same without detail, and again

@@ -16,10 +16,10 @@ from actoffload.config import make_config
 from actoffload.planning.observed import Observed
 from actoffload.policy import KeepReason
 from actoffload.runtime import run_so_far
-from actoffload.statistics import Statistics
 from actoffload.tell.facts import Facts
 from actoffload.tell.report import closing_line, render_report
 from actoffload.tiers.accounts import Accounts
+from actoffload.tiers.statistics import Statistics
 from tests.harness import Chain, MakeOffloader, batch, train_step
 
 MIB = 1 << 20

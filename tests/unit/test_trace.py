@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from actoffload.analysis.trace_file import TraceFile, load
-from actoffload.analysis.traced_run import look_at
 from actoffload.errors import ConfigError, TraceFileError
 from actoffload.events import EventKind, TraceEvent
 from actoffload.runtime.trace_writer import TraceWriter, writer_for
 from actoffload.testing.gpt import GPT, GPTConfig
+from actoffload.tools.trace_file import TraceFile, load
+from actoffload.tools.traced_run import look_at
 from tests.harness import WAIT_S, Chain, MakeOffloader, batch, descriptors, train_step
 from tests.programs import warm_python
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from actoffload import OffloadConfig, Offloader
-from actoffload.analysis.trace_file import TraceFile, load
 from actoffload.testing.gpt import GPT, GPTConfig
 from actoffload.testing.simulated_device import NAME, SimulatedDevice
+from actoffload.tools.trace_file import TraceFile, load
 from tests.harness import run_in_threads
 
 pytestmark = pytest.mark.simulated

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from actoffload import OffloadConfig, Offloader
-from actoffload.analysis.trace_file import CounterValues, Span, TraceFile, load
-from actoffload.analysis.traced_run import AWAY, KINDS, LABELS, MOST_MOMENTS, SAVED, Run, format_number, look_at
 from actoffload.errors import TraceFileError
 from actoffload.planning.observed import Observed
 from actoffload.planning.profile import Profile
 from actoffload.sizes import format_size, format_time
 from actoffload.tell.facts import machine_changed
 from actoffload.tools.report import COLOURS, numbers_of, sections, tiles, write_page
+from actoffload.tools.trace_file import CounterValues, Span, TraceFile, load
+from actoffload.tools.traced_run import AWAY, KINDS, LABELS, MOST_MOMENTS, SAVED, Run, format_number, look_at
 from tests.browser import PROGRAM, Page, browser
 from tests.commands import answer, invoke
 from tests.harness import Chain, batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from .policy import STATIC, KeepReason
+from ..policy import STATIC, KeepReason
 
 
 @dataclass(frozen=True, kw_only=True)

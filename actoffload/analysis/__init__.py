@@ -1,1 +1,0 @@
-"""A recorded trace of a run, and the numbers in it."""
