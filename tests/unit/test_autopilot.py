@@ -325,6 +325,32 @@ def test_without_a_plan_that_keeps_the_budget_other_regions_are_chosen_for_less(
 
 
 @pytest.mark.usefixtures("regions")
+def test_each_plan_is_made_within_the_budget_of_its_own_regions(
+    make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also that of the base while other regions run once, and that of regions on paper alone."""
+    offloader = make_offloader(policy="auto", device_budget="1GiB")
+    planner = _Scripted(lambda *_: True, frozenset({0, 1, 2, 3}), frozenset({3}))
+    making, seen = plan_with(offloader, planner).making, []
+    limits, plan = making.limits, planner.plan
+
+    def limits_of(shape: Shape, once: frozenset[int] | None = None) -> Limits:
+        found: Limits = limits(shape, once)
+        return replace(found, host_budget=1 + len(shape.once if once is None else once))
+
+    def plan_seen(profile: Profile, limits: Limits) -> Plan:
+        seen.append((len(profile.once), (limits.host_budget or 0) - 1))
+        return plan(profile, limits)
+
+    monkeypatch.setattr(making, "limits", limits_of)
+    monkeypatch.setattr(planner, "plan", plan_seen)
+    _steps(offloader, WARM_UP + 2)
+    planner.error, planner.errors_left = BudgetError(1 << 30, 1 << 31), 1
+    _steps(offloader, 1)
+    assert seen == [(0, 0), (4, 4), (4, 4), (0, 0), (1, 1)]
+
+
+@pytest.mark.usefixtures("regions")
 def test_regions_with_which_a_step_passed_the_number_are_tried_once_more_with_less(
     make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
