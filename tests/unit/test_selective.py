@@ -217,7 +217,7 @@ def test_contexts_that_ours_cannot_replace_stay(offloader: Offloader) -> None:
 
     def of_the_program(policy: Any) -> Any:
         first, second = plain_contexts(policy)
-        return first, _OfTheProgram(None, second.storage, False)
+        return first, _OfTheProgram(getattr(second, "policy_fn", None), second.storage, False)
 
     expected = gradients_of(function, x)
     assert_same(gradients_of(partial(region, function, make=of_the_program), x, context=offloader), expected)
