@@ -81,7 +81,7 @@ def _report_what_is_misspelt() -> None:
 
 
 def _warn_if_nothing_was_attached() -> None:
-    counted = getattr(sys.modules.get("actoffload.runtime.optimizer_steps"), "_steps", None)  # by any offloader
+    counted = getattr(sys.modules.get("actoffload.runtime.run_so_far"), "_steps", None)  # by any offloader
     if _stepped and not counted and os.environ.get("RANK", "0") == "0":
         text = f"ACTOFFLOAD={os.environ.get('ACTOFFLOAD')} moved nothing: this program trained with no Trainer of "
         text += "transformers or torchtitan, Accelerator or DeepSpeed engine, or one that a section switches off. "
