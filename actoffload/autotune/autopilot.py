@@ -392,6 +392,8 @@ class Autopilot:
             BudgetError: no plan keeps a budget in bytes, and the last step did not keep it either.
         """
         budget = self.limits.device_budget
+        if budget is not None and not self.making.knows_a_link(shape, profile):
+            return  # the next step is recorded as well
         try:
             plan = self.making.plan(shape, profile)
         except BudgetError as error:

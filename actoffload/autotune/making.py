@@ -65,6 +65,15 @@ class Making:
                 budget = max(budget, error.floor_bytes)
         return profile.baseline_peak_bytes, None
 
+    def knows_a_link(self, shape: Shape, profile: Profile) -> bool:
+        """Whether a plan can move what the step may move: on paper nothing moves before a transfer has measured a link.
+
+        The first writes may all end after their step, or be cancelled. No budget counts as too low because of that.
+        """
+        links = {"host": profile.host, "nvme": profile.disk}
+        known = any(links[tier] is not None for tier in self.limits(shape).tiers)
+        return known or not any(storage.movable for storage in profile.storages)
+
     def refuse_if_too_low(self, shape: Shape, profile: Profile, observed: Observed) -> None:
         """Raise if the first step has passed a budget in bytes that no plan will keep: later steps would pass it too.
 
@@ -76,7 +85,7 @@ class Making:
             return  # a share becomes bytes only now: the next step shows whether it can be kept
         if any(region.again_s is not None for region in profile.regions):
             return  # these regions' storages may leave if the regions run once: choose regions first
-        if passed(observed, budget) and not (profile.host is None and profile.disk is None):
+        if passed(observed, budget) and self.knows_a_link(shape, profile):
             least, _ = self.least(shape, profile, budget)
             if least > budget:
                 raise BudgetError(budget, least)

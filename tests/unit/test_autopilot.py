@@ -330,7 +330,7 @@ def test_each_plan_is_made_within_the_budget_of_its_own_regions(
 ) -> None:
     """Also that of the base while other regions run once, and that of regions on paper alone."""
     offloader = make_offloader(policy="auto", device_budget="1GiB")
-    planner = _Scripted(lambda *_: True, frozenset({0, 1, 2, 3}), frozenset({3}))
+    planner = _Script(lambda *_: True, frozenset({0, 1, 2, 3}), frozenset({3}))
     making, seen = plan_with(offloader, planner).making, []
     limits, plan = making.limits, planner.plan
 

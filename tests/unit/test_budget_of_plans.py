@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from actoffload import Offloader, Plan
+from actoffload.errors import BudgetError
 from actoffload.planning import search
+from actoffload.planning.constants import WARM_UP
 from actoffload.planning.plan import PlanEntry
 from actoffload.policy import KeepReason
 from actoffload.testing.faults import GateEngine, SlowEngine
@@ -511,3 +513,25 @@ def test_a_plan_leaves_room_for_another_forward(steps: list[int], budget: int, d
             peaks.append(accounts_of(offloader).resident_peak_bytes / x.nbytes)
         assert peaks.pop(4) <= budget + 1
         assert max(peaks) <= budget, peaks
+
+
+@pytest.mark.simulated
+def test_a_budget_is_refused_only_after_the_disk_was_measured(device: SimulatedDevice, tmp_path: Path) -> None:
+    """The first writes may end after the step. On paper nothing moves to a disk of unknown speed."""
+    x, small = _input(NAME), _input(NAME)[: RECORD_BYTES // 8].detach().requires_grad_()
+    options: dict[str, Any] = {"target": "nvme", "path": str(tmp_path), "engine": GateEngine, "min_bytes": RECORD_BYTES}
+    with simulated(policy="auto", device_budget=2 * RECORD_BYTES, **options) as offloader:
+
+        def steps(count: int, *, measured: bool) -> None:
+            for _ in range(count):
+                with offloader:
+                    loss = _waves(x).sum() + _waves(small).sum()  # the small ones stay, and pass the budget
+                loss.backward()
+                if measured:
+                    offloader.synchronize()
+
+        steps(WARM_UP + 2, measured=False)
+        only_engine(offloader).open()
+        with pytest.raises(BudgetError) as caught:
+            steps(3, measured=True)
+        assert caught.value.floor_bytes < offloader.statistics().baseline_peak_bytes
