@@ -145,6 +145,7 @@ def test_parameters_and_buffers_with_other_memory_are_known_in_the_next_forward(
     assert held
 
 
+@pytest.mark.filterwarnings("ignore:.*jit.script:FutureWarning")
 @pytest.mark.parametrize("scripted", [False, True])
 def test_modules_of_finds_the_modules_that_pytorch_names(scripted: bool) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Tanh(), nn.Linear(2, 2)))
