@@ -446,9 +446,33 @@ PyObject* setup(PyObject*, PyObject* arguments, PyObject* names) {
   Py_RETURN_NONE;
 }
 
+// `same_counter` of identity.py, without giving up the GIL; None for objects that only borrow their tensors.
+PyObject* same_counter(PyObject*, PyObject* arguments) {
+  PyObject *one, *other;
+  if (!PyArg_ParseTuple(arguments, "O!O!:same_counter", known.tensor, &one, known.tensor, &other)) {
+    return nullptr;
+  }
+  const at::TensorBase *const first = tensor_place.in(one), *const second = tensor_place.in(other);
+  for (const at::TensorBase* const tensor : {first, second}) {
+    if (tensor == nullptr || !tensor->defined() || !tensor->unsafeGetTensorImpl()->version_counter().enabled()) {
+      Py_RETURN_NONE;
+    }
+  }
+  c10::VariableVersion counter = first->unsafeGetTensorImpl()->version_counter();
+  const auto version = counter.current_version();
+  if (version_of(*second) != version) {
+    Py_RETURN_FALSE;
+  }
+  counter.set_version(version + 1);
+  const bool shared = version_of(*second) != version;
+  counter.set_version(version);
+  return PyBool_FromLong(shared);
+}
+
 PyMethodDef functions[] = {
     {"setup", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(setup)), METH_VARARGS | METH_KEYWORDS,
      "Tell the module of PyTorch's types and of the package. Once, before all else."},
+    {"same_counter", same_counter, METH_VARARGS, "Whether two tensors share a version counter; None if it is not known."},
     {"finalizer", finalizer, METH_O, "A `__del__` that runs a function whole, and lets no interrupt be lost in it."},
     {nullptr, nullptr, 0, nullptr}};
 

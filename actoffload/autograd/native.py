@@ -23,6 +23,7 @@ from ..memory.cpu_allocator import HeldBlock
 from ..memory.native_build import SWITCH, Refused, told
 from ..memory.slots import Slot
 from ..policy import STATIC, KeepReason
+from ..runtime import identity
 from ..runtime.untraced import untraced
 from ..tiers.storage_ref import StorageRef
 from .exclusions import OPEN_REGIONS
@@ -111,7 +112,8 @@ def _load() -> Any:
         let_go=untraced(let_go),
         samples=_samples(),
     )
-    # Last, as `setup` may refuse this PyTorch: the Python hooks then keep their own finalizers.
+    # Last, as `setup` may refuse this PyTorch: the Python hooks then keep their own.
+    identity.Compiled.same_counter = module.same_counter
     for owner in FINALIZED:
         owner.__del__ = module.finalizer(owner.__del__)
     return module

@@ -128,12 +128,24 @@ class IdentityMap:
             del self.records[number]  # with the probe, which holds the storage if the record stays
 
 
+class Compiled:
+    """The part of `same_counter` that the compiled hooks do, once they are loaded.
+
+    They hold the GIL throughout. Without them a thread that unpacks meanwhile may see the bump, and raise.
+    """
+
+    same_counter: Callable[[Tensor, Tensor], bool | None] = staticmethod(lambda one, other: None)
+
+
 def same_counter(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors of the same version share their version counter.
 
     Views and aliases do. The outputs of ``unsafe_chunk`` (which GRU cells change in place one by one) and of ``.data``
     share a storage, but each counts its own changes, so that equal versions prove nothing about the bytes.
     """
+    shared = Compiled.same_counter(one, other)
+    if shared is not None:
+        return shared
     version = one._version
     if other._version != version:
         return False

@@ -183,11 +183,11 @@ class ActivationStore:
         # A recorded step needs records, and so does backward, whose saves are not the plan's.
         if self.profiler.running or torch._C._current_graph_task_id() != -1:
             return None
-        if nbytes != storage.nbytes() or self.identities.has(storage):  # a part, or another version
-            return None
         self.speak()
         accounts, reason = shared.accounts, self.decision.why_planned
-        with shared.lock:
+        with shared.lock:  # first: two threads may save one storage, and of two places only the last could be found
+            if nbytes != storage.nbytes() or self.identities.has(storage):  # a part, or another version
+                return None
             accounts.deferred.append((reason._value_, nbytes, True))
             if len(accounts.deferred) >= MANY_DEFERRED:
                 self._count_dropped()
@@ -446,15 +446,15 @@ class ActivationStore:
             last = self.shared.lock.run_if_free(self._count_dropped_and_look)
             if last is None:
                 return  # a thread holds the lock, and counts them when it releases it
-            if last:  # closing joins the engine's threads, and this thread may be one of them
+            # In another thread: closing joins the engine's threads, and this thread may be one of them.
+            if last and not self.shared.stopped:
                 threading.Thread(target=self._shut, kwargs={"wait": True}, name="actoffload-close", daemon=True).start()
 
     def _count_dropped_and_look(self) -> bool:
         """Count the dead handles; return whether the store was closed and has no record left, so that it can shut."""
         self._count_dropped()
         # Storages that a plan keeps need nothing of ours, and nothing runs as the last of them dies.
-        alive = self.shared.accounts.live_records - len(self.identities.kept)
-        return self.closed and alive == 0 and not self.shared.stopped
+        return self.closed and self.shared.accounts.live_records == len(self.identities.kept)
 
     def _count_dropped(self) -> None:
         """Count the handles that died. The lock is held."""
@@ -529,7 +529,10 @@ class ActivationStore:
             return
         self.closed = True  # before the wait: from now on, no save begins a move that would prolong it
         self.synchronize()
-        self._shut_if_over()
+        with self.shared.lock:
+            over = self._count_dropped_and_look()
+        if over:  # also if another thread shuts it: each call waits
+            self._shut(wait=True)
 
     def abort(self) -> None:
         """Stop at once: cancel queued transfers, release everything, lose bytes that are not in memory. Idempotent."""
@@ -553,12 +556,6 @@ class ActivationStore:
         finally:
             self.abort()
         return True
-
-    def _shut_if_over(self) -> None:
-        with self.shared.lock:
-            over = self._count_dropped_and_look()
-        if over:
-            self._shut(wait=True)
 
     def _shut(self, *, wait: bool) -> None:
         with self.shared.lock:
@@ -587,10 +584,13 @@ class ActivationStore:
         self.tiers.count_waits()
         elsewhere = {**self.tiers.counts(), "process_before_bytes": self.run.process_before_bytes}
         elsewhere |= {"regions": len(self.regions.last), "regions_once": sum(self.regions.last)}
-        self._shut_if_over()
         with self.shared.lock:
+            over = self._count_dropped_and_look()
             self.run.optimizer.count()
-            return self.shared.accounts.freeze(**elsewhere)
+            statistics = self.shared.accounts.freeze(**elsewhere)
+        if over and not self.shared.stopped:  # without the lock, as in `_shut`
+            self._shut(wait=True)
+        return statistics
 
     @property
     def plan(self) -> Plan:

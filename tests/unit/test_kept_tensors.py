@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.harness import (
     accounts_of,
     assert_empty,
     hinder,
+    lock_of,
     no_garbage_collection,
     profile_of,
     recorder_of,
@@ -398,6 +400,62 @@ def test_a_storage_that_a_plan_keeps_counts_as_long_as_it_lives(make_offloader: 
             thread.join()
     assert offloader.store.shared.stopped
     assert_empty(offloader)
+
+
+def test_two_threads_may_save_a_storage_that_a_plan_keeps(make_offloader: MakeOffloader) -> None:
+    offloader = _keeping(make_offloader, "policy")
+    shared = _input().detach() * 1.0
+    meet = threading.Barrier(3, timeout=30)
+
+    def forward() -> None:
+        with offloader:
+            out = (_input().sin() * 1.0).cos()  # the first storage of a forward has a record
+            meet.wait()
+            meet.wait()
+            (out * shared).sum().backward()
+
+    threads = [threading.Thread(target=forward) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    meet.wait()
+    with lock_of(offloader):
+        meet.wait()
+        time.sleep(0.2)  # both find that the storage is new, unless they look under the lock
+    for thread in threads:
+        thread.join()
+    assert_empty(offloader)
+
+
+def test_counters_are_compared_in_one_step(monkeypatch: pytest.MonkeyPatch, make_offloader: MakeOffloader) -> None:
+    """A bump of the version that another thread sees is an error in its backward, so no Python may come in between."""
+    offloader = _keeping(make_offloader, "policy")
+
+    def bump(*_: Any) -> None:
+        raise AssertionError("in Python")
+
+    monkeypatch.setattr(torch._C._autograd, "_unsafe_set_version_counter", bump)
+    with offloader:
+        _sines(_input())
+        saved = _input() * 1.0
+        graphs = [saved.sin(), saved.cos()]
+    assert offloader.statistics().deduplicated_bytes >= NBYTES
+    del graphs
+
+
+def test_each_call_of_close_waits(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may have begun to close it, and has not ended."""
+    offloader = _keeping(make_offloader, "policy")
+    waited: list[bool] = []
+    close = offloader.store.tiers.close
+
+    def noted(*, wait: bool) -> None:
+        waited.append(wait)
+        close(wait=wait)
+
+    monkeypatch.setattr(offloader.store.tiers, "close", noted)
+    offloader.close()
+    offloader.close()
+    assert waited == [True, True]
 
 
 @BOTH_HOOKS

@@ -29,7 +29,8 @@ class MemoryEngine(PosixEngine):
         if not hasattr(os, "memfd_create"):
             raise EngineUnavailableError("engine='memory': this system has no files in memory; use 'posix'")
         fd = os.memfd_create("actoffload")
-        weakref.finalize(self, os.close, fd)  # not `close`: tests look at the memory after that
+        # Not in `close`: tests look at the memory after that. Not at exit, when queued requests may still use it.
+        weakref.finalize(self, os.close, fd).atexit = False
         super().__init__(replace(file, fd=fd, direct=False), threads=1 if threads is None else threads)
         self._capabilities = replace(self._capabilities, needs_file=False)
 
