@@ -321,7 +321,7 @@ def pool_bytes(offloader: Offloader) -> int:
     """Host memory that is in use."""
     for pool in pools_of(offloader):
         pool.reclaim()
-    return sum(pool.allocated_bytes for pool in pools_of(offloader))
+    return sum(pool.slots.allocated_bytes for pool in pools_of(offloader))
 
 
 def assert_empty(offloader: Offloader) -> None:

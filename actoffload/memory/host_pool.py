@@ -7,7 +7,6 @@ page-locked once, ahead of its use, and cut into slots.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import threading
 import weakref
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from ..locks import Mailbox, renewed_in_child
 from .slab import ALIGNMENT, OF_THE_PARENT, Device, OwnedMemory, Slab, Slabs, round_up
-from .slots import Piece, Slot
+from .slots import Piece, Slot, Slots, overwrite
 
 T = TypeVar("T")
 
@@ -106,8 +105,7 @@ class HostPool:
     """Slots of host memory, at most ``capacity_bytes`` of them at once. Thread-safe.
 
     Page-locking takes long, so a thread does it, one slab at a time and one slab ahead of demand. Memory that is
-    mapped beyond the capacity is never page-locked, and is unmapped as soon as it is idle. Free pieces stay whole: a
-    step needs the sizes of the step before.
+    mapped beyond the capacity is never page-locked, and is unmapped as soon as it is idle.
 
     Args:
         budget: Most bytes mapped, by it and by the pools that share the budget; or a number, for it alone.
@@ -117,7 +115,7 @@ class HostPool:
         poison: Overwrite every slot with 0xFF when it becomes free.
 
     Attributes:
-        allocated_bytes: Bytes in slots; ``peak_bytes``: the most there were; ``growth_bytes``: of the slab on its way.
+        slots: Counts the bytes in slots; ``slabs``: those that are mapped; ``growth_bytes``: of the slab on its way.
         growing: More memory is on its way: a refused request may succeed after ``on_growth``.
         pin_failed: Some memory could not be page-locked.
     """
@@ -133,16 +131,14 @@ class HostPool:
     ) -> None:
         self._budget = HostBudget(budget) if isinstance(budget, int) else budget
         self.capacity_bytes = self._budget.capacity_bytes
-        self.allocated_bytes = self.peak_bytes = self.growth_bytes = 0
+        self.growth_bytes = 0
         self.growing = False
         self.pin_failed = False
         self._slab_bytes = slab_bytes
         self._device = device
         self._on_growth = on_growth
         self.slabs = Slabs()
-        self._poison = poison
-        self._free: dict[int, list[Piece]] = {}  # by size; their slabs count them as in use
-        self._dropped: Mailbox[Piece] = Mailbox()  # filled by finalizers
+        self.slots = Slots(partial(overwrite, device=device) if poison else None)
         self._locker: SlabThread[Slab | None] = SlabThread("actoffload-page-lock")
         self._unlocker: SlabThread[Slab] = SlabThread("actoffload-page-unlock")
         self._steps = 0
@@ -158,15 +154,13 @@ class HostPool:
         if nbytes < 1:
             raise ValueError(f"nbytes={nbytes}: must be positive")
         with self._lock:
-            self._take_dropped()
-            slot = None
-            if self.slabs.mapped_bytes <= self.capacity_bytes and (pieces := self._free.get(round_up(nbytes))):
-                slot = self._hand_out(pieces.pop())
+            self.slots.take_dropped()
+            slot = self.slots.again(nbytes) if self.slabs.mapped_bytes <= self.capacity_bytes else None
             if slot is None:
                 self._reclaim()
                 slot = self._find(nbytes)
             if slot is not None:
-                unused_bytes = self.slabs.mapped_bytes - self.allocated_bytes
+                unused_bytes = self.slabs.mapped_bytes - self.slots.allocated_bytes
                 if self._device.pin is not None and 2 * unused_bytes < self._slab_bytes:
                     self._grow(1)
                 return slot
@@ -198,8 +192,8 @@ class HostPool:
     def idle_bytes(self) -> int:
         """Return how many mapped bytes have pages and are in no slot; the peak of slots bounds the pages."""
         with self._lock:
-            self._take_dropped()
-            return max(0, min(self.slabs.mapped_bytes, self.peak_bytes) - self.allocated_bytes)
+            self.slots.take_dropped()
+            return max(0, min(self.slabs.mapped_bytes, self.slots.peak_bytes) - self.slots.allocated_bytes)
 
     def reclaim(self) -> None:
         """Take back the slots that have died."""
@@ -275,11 +269,11 @@ class HostPool:
         """
         self._lock = threading.RLock()
         self._locker.thread, self._unlocker.thread, self.growing = None, None, False
-        self._free.clear()
+        self.slots.free.clear()
         if self._device.pin is not None:
             self.slabs.unlist_all()
             self.capacity_bytes = 0
-            self._poison = False
+            self.slots.overwrite = None
         self._device = OF_THE_PARENT
 
     def _find(self, nbytes: int) -> Slot | None:
@@ -288,31 +282,8 @@ class HostPool:
             return None
         offset, events = slab.take(nbytes)
         self.slabs.relist(slab)
-        return self._hand_out(Piece(slab.address + offset, round_up(nbytes), slab, offset, events, []))
-
-    def _hand_out(self, piece: Piece) -> Slot:
-        """Return a slot in a piece that is not in use."""
-        piece.slab.used = True
-        self.allocated_bytes += piece.nbytes
-        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
-        return Slot(piece, self._dropped)
-
-    def _take_dropped(self) -> None:
-        """Make the pieces of the slots that have died free."""
-        while self._dropped:  # not `drain`, as in `Disk.work_off`
-            piece = self._dropped.popleft()
-            if self._poison:
-                self._overwrite(piece)
-            self.allocated_bytes -= piece.nbytes
-            self._free.setdefault(piece.nbytes, []).append(piece)
-
-    def _overwrite(self, piece: Piece) -> None:
-        """For debugging: overwrite a free piece, once no copy uses it any more."""
-        for event in piece.events:
-            self._device.wait_for(event)
-        if all(map(self._device.is_done, piece.events)):  # one may not even have begun
-            piece.events.clear()
-            ctypes.memset(piece.address, 0xFF, piece.nbytes)
+        piece = Piece(slab.address + offset, round_up(nbytes), slab, offset, events, [])
+        return self.slots.hand_out(piece)
 
     def _grow(self, nbytes: int) -> bool:
         """Map a slab with room for ``nbytes``, or begin to; return False when the capacity does not allow it."""
@@ -388,15 +359,13 @@ class HostPool:
                 self.growth_bytes = 0
             else:
                 self._add(grown)
-        self._take_dropped()
-        while self._free:
-            for piece in self._free.popitem()[1]:
-                slab = piece.slab
-                slab.give_back(piece.offset, piece.nbytes, piece.events)
-                if slab.room >= 0:
-                    self.slabs.relist(slab)
-                    if slab.idle and self.slabs.mapped_bytes > self.capacity_bytes:
-                        self._unmap(slab)
+        for piece in self.slots.drain():
+            slab = piece.slab
+            slab.give_back(piece.offset, piece.nbytes, piece.events)
+            if slab.room >= 0:
+                self.slabs.relist(slab)
+                if slab.idle and self.slabs.mapped_bytes > self.capacity_bytes:
+                    self._unmap(slab)
 
 
 def _close_closed() -> None:

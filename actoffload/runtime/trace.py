@@ -275,7 +275,7 @@ class Recorder:
         self._writer.counter("memory with nothing moved", begin_s, {"bytes": unmoved})
         if self._memory.on_device:
             self._writer.counter("process memory", begin_s, {"bytes": rss_bytes()})
-        pools = sum(pool.allocated_bytes for pool in self._tiers.pools)
+        pools = sum(pool.slots.allocated_bytes for pool in self._tiers.pools)
         disk = self._tiers.spool.allocated_bytes if self._tiers.spool is not None else 0
         kept_free = self._memory.reserved() - total if self._memory.on_device else unneeded
         for name, nbytes in (("host pool", pools), ("disk", disk), ("kept free", kept_free)):

@@ -207,7 +207,7 @@ class DeviceTier(Tier):
 
     def _spill_overflow(self) -> None:
         limit = SPILL_ABOVE * self._pool.capacity_bytes
-        while self._hosted and self._pool.allocated_bytes - self.shared.pending_bytes > limit:
+        while self._hosted and self._pool.slots.allocated_bytes - self.shared.pending_bytes > limit:
             record = next(iter(self._hosted))
             del self._hosted[record]
             if record.state is State.HOSTED:

@@ -97,7 +97,7 @@ class Tiers:
             "host_read_bytes": self._copies.read_bytes if self._copies else 0,
             "nvme_written_bytes": spool.written_bytes if spool else 0,
             "nvme_read_bytes": spool.read_bytes if spool else 0,
-            "host_peak_bytes": sum(pool.peak_bytes for pool in self.pools),
+            "host_peak_bytes": sum(pool.slots.peak_bytes for pool in self.pools),
             "nvme_peak_bytes": spool.peak_allocated_bytes if spool else 0,
             "process_peak_bytes": peak_rss_bytes(),
             "device_peak_bytes": max(self._peak_bytes, (self.allocated_bytes or (0, 0))[1]),

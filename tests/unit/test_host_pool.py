@@ -38,7 +38,7 @@ def interrupted(*_: Any) -> Any:
 
 def _in_use(pool: HostPool) -> int:
     pool.reclaim()
-    return pool.allocated_bytes
+    return pool.slots.allocated_bytes
 
 
 def test_the_slab_with_the_least_room_is_found_until_it_is_unlisted() -> None:
@@ -64,11 +64,11 @@ def test_sizes_are_exact_to_a_page(nbytes: int) -> None:
     slot = _acquire(pool, nbytes)
     assert slot.address % ALIGNMENT == 0
     assert nbytes <= slot.nbytes < nbytes + ALIGNMENT
-    assert pool.allocated_bytes == slot.nbytes
+    assert pool.slots.allocated_bytes == slot.nbytes
     assert pool.tensor(slot, 0, nbytes).untyped_storage().nbytes() == nbytes
     del slot
     assert _in_use(pool) == 0
-    assert pool.peak_bytes == -(-nbytes // ALIGNMENT) * ALIGNMENT
+    assert pool.slots.peak_bytes == -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def test_the_capacity_holds_unless_forced() -> None:
