@@ -18,7 +18,7 @@ from ..events import now
 from .arena import Disk, Extent, SpoolStatistics
 from .engines.base import IoKind, Range, SpoolFile, StorageEngine
 from .meters import LinkShare, RateMeter
-from .transfers import Transfer, closed_error
+from .transfers import Callbacks, Transfer, closed_error
 
 
 class Spool:
@@ -123,8 +123,8 @@ class Spool:
             OffloaderClosedError: The spool is closed.
             StateError: The extent is freed, too small or in use, or something is not aligned.
         """
-        transfer = Transfer(IoKind.WRITE, extent, length, self._post, dict.fromkeys(records, True), before=before)
-        transfer.on_done, transfer.keepalive = on_done, keepalive
+        callbacks = Callbacks(before, on_done, None, keepalive)
+        transfer = Transfer(IoKind.WRITE, extent, length, self._post, dict.fromkeys(records, True), callbacks)
         return self._start(transfer, ranges or ((address, length),), held)
 
     def read(
@@ -147,8 +147,8 @@ class Spool:
         shorter. With ``verify`` the length must be the one that was written. ``on_part`` is called as ``on_done`` is,
         after each request but the last: see ``Transfer.arrived_bytes``.
         """
-        transfer = Transfer(IoKind.READ, extent, length, self._post, dict.fromkeys(records, True), skip)
-        transfer.on_done, transfer.on_part, transfer.keepalive = on_done, on_part, keepalive
+        callbacks = Callbacks(None, on_done, on_part, keepalive)
+        transfer = Transfer(IoKind.READ, extent, length, self._post, dict.fromkeys(records, True), callbacks, skip)
         return self._start(transfer, ranges or ((address, length),), held)
 
     def go_on(self, transfer: Transfer, nbytes: int | None = None) -> None:

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import ChecksumError, OffloaderClosedError, StateError
 from ..locks import Claim
@@ -25,9 +25,18 @@ _MEMORY = "/proc/self/mem"
 _CANCELLED = object()
 
 
+class Callbacks(NamedTuple):
+    """The functions that a transfer calls for its caller, and the objects that it keeps alive: see `Spool.write`."""
+
+    before: Callable[[], None] | None = None
+    on_done: Callable[[Transfer], None] | None = None
+    on_part: Callable[[], None] | None = None
+    keepalive: object = None
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Transfer:
-    """A write or a read of one extent; `Spool.write` describes the callbacks.
+    """A write or a read of one extent.
 
     ``wait`` returns once nothing of it touches memory or disk any more, finished or cancelled; ``on_done`` may run just
     after. It drops its callbacks when it ends, so that it keeps nothing alive.
@@ -38,11 +47,8 @@ class Transfer:
     length: int
     on_end: Callable[[Transfer], None]  # of the spool, before `on_done`
     records: dict[Any, bool]  # the owners of the bytes, and whether each still needs it; the caller's lock guards it
+    callbacks: Callbacks
     skip: int = 0  # bytes at the beginning of the extent that are not moved
-    before: Callable[[], None] | None = None
-    on_done: Callable[[Transfer], None] | None = None
-    on_part: Callable[[], None] | None = None
-    keepalive: object = None
     began_s: float = 0.0  # when it was enqueued
     error: BaseException | None = None  # why it failed; after `Spool.abort` an `OffloaderClosedError`
     _claim: Claim = field(default_factory=Claim)  # of `_CANCELLED`, or of the thread that finishes it
@@ -114,7 +120,7 @@ class Transfer:
             length = min(request_bytes, self.length - begin)
             offset = self._offset + begin
             request = IoRequest(self.kind, address + begin, length, offset, ranges=memory if several else ())
-            request.before = self.before
+            request.before = self.callbacks.before
             if verify and self.kind is IoKind.WRITE:
                 request.before = partial(self._before_verified, offset, request.memory)
             request.on_done = self._request_done
@@ -185,8 +191,9 @@ class Transfer:
             raise StateError(f"{kind} from byte {skip} of {extent!r}: not a multiple of {alignment} bytes")
 
     def _before_verified(self, offset: int, memory: Sequence[Range]) -> None:
-        if self.before is not None:
-            self.before()
+        before = self.callbacks.before  # once: another thread may end it meanwhile
+        if before is not None:
+            before()
         self.extent.checksums[offset] = crc32(memory)
 
     def _request_done(self, request: IoRequest) -> None:
@@ -196,7 +203,7 @@ class Transfer:
         if error is not None and self.error is None:
             self.error = error
         self._left.discard(request)
-        on_part = self.on_part
+        on_part = self.callbacks.on_part
         if on_part is not None and self._left:
             on_part()
         self._end_if_last()
@@ -222,13 +229,12 @@ class Transfer:
         if self.extent.writer is self:
             self.extent.valid_bytes = self.length if finished and self.error is None else 0
             self.extent.writer = None
-        on_done, keepalive = self.on_done, self.keepalive
-        self.before = self.on_done = self.on_part = self.keepalive = None
+        callbacks, self.callbacks = self.callbacks, Callbacks()
         self.on_end(self)  # first: on_done may want to free the extent and find the room
         self._ended.set()
-        if finished and on_done is not None:
-            call_back(on_done, self)
-        del keepalive  # it lives until here, so that memory is freed with no lock held
+        if finished and callbacks.on_done is not None:
+            call_back(callbacks.on_done, self)
+        del callbacks  # `keepalive` lives until here, so that memory is freed with no lock held
 
 
 def crc32(ranges: Sequence[Range]) -> int:
