@@ -13,6 +13,7 @@ from torch import Tensor
 
 from actoffload.autograd import native
 from actoffload.policy import Decision, TensorFacts
+from actoffload.runtime.identity import Compiled
 from tests.unit.saving import Save
 
 ELEMENTS = 256
@@ -49,6 +50,9 @@ class SavedTensor:
 
 @contextmanager
 def in_python() -> Iterator[None]:
-    """Contexts entered meanwhile have hooks in Python, as without a compiler."""
-    with mock.patch.object(native, "load", return_value=None):
+    """Contexts entered meanwhile have hooks in Python, and all comparisons are in Python, as without a compiler."""
+    with (
+        mock.patch.object(native, "load", return_value=None),
+        mock.patch.object(Compiled, "same_counter", return_value=None),
+    ):
         yield
