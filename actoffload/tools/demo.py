@@ -155,7 +155,11 @@ def show(spec: dict[str, Any], modes: Sequence[Mode], equal: bool) -> None:
     if equal:
         console.print("Losses are equal bit for bit in every step of every mode.", style="green")
     else:
-        console.print("LOSSES DIFFER between the modes: this is a bug; please report it.", style="bold red")
+        losses_of = {mode["mode"]: mode["losses_hex"] for mode in modes}
+        step, losses = next(pair for pair in enumerate(zip(*losses_of.values(), strict=True)) if len(set(pair[1])) > 1)
+        found = ", ".join(f"{name} {loss}" for name, loss in zip(losses_of, losses, strict=True))
+        text = f"LOSSES DIFFER from step {step + 1} on ({found}): this is a bug; please report it."
+        console.print(text, style="bold red", highlight=False)
 
 
 def _column(mode: Mode, counted: dict[str, int]) -> dict[str, str]:
