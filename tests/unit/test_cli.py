@@ -175,7 +175,7 @@ def test_an_unwritable_directory_is_a_finding_beside_all_others(
 
 def result(losses: Sequence[float], step_s: Sequence[float] = (9.0, 2.0), others: float = 0.0) -> dict[str, Any]:
     facts = {"device": "cpu", "losses": list(losses), "step_s": list(step_s), "peak_bytes": 1 << 30}
-    return facts | {"others_cpu_share": others}
+    return facts | {"others_cpu_share": others, "weights": f"of {losses[-1].hex()}"}
 
 
 @pytest.mark.usefixtures("warm_workers")
@@ -185,8 +185,9 @@ def test_the_demo_is_identical_and_its_counters_agree(tmp_path: Path, capsys: py
     assert (keep["mode"], nvme["mode"]) == ("keep", "nvme")
     assert report["identical"]
     assert report["loss_falls"]
-    assert keep["losses_hex"] == nvme["losses_hex"]
+    assert keep["losses_hex"] == nvme["losses_hex"], "one thread computes here"
     assert len(set(nvme["losses_hex"])) == 3
+    assert keep["weights"] == nvme["weights"]
     statistics = nvme["statistics"]
     # On a busy machine backward may need each tensor before its write begins.
     assert statistics["nvme_written_bytes"] + statistics["forwarded_bytes"] > 0
@@ -196,7 +197,7 @@ def test_the_demo_is_identical_and_its_counters_agree(tmp_path: Path, capsys: py
     demo.show(report["spec"], report["modes"], report["identical"])
     shown = capsys.readouterr().out
     assert "saved activations, peak" in shown
-    assert "Losses are equal bit for bit" in shown
+    assert "Weights are equal bit for bit" in shown
 
 
 def test_a_worker_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,6 +211,7 @@ def test_one_bit_of_difference_fails_the_demo(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(demo, "take_turns", lambda *_, **__: results)
     monkeypatch.setattr(demo, "find_device", lambda: "cpu")
     assert json.loads(invoke("demo", "--json", status=1))["identical"] is False
+    assert "WEIGHTS DIFFER from keep's after the last step (nvme)" in " ".join(invoke("demo", status=1).split())
     results["nvme"] = result((3.0, 2.0))
     assert answer("demo")["identical"] is True
 

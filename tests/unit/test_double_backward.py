@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from actoffload import Offloader
 from actoffload.testing.faults import SlowEngine
 from actoffload.testing.simulated_device import NAME, SimulatedDevice
-from tests.harness import MakeOffloader, accounts_of, assert_empty, assert_same_bits, simulated
+from tests.harness import MakeOffloader, accounts_of, assert_empty, assert_same_bits, same_bits, simulated
 from tests.unit.saving import Doubled
 
 KIB = 1 << 10
@@ -217,3 +218,12 @@ def test_a_checkpoint_in_a_graph_that_is_built(make_offloader: MakeOffloader) ->
     offloader = make_offloader(policy="all", min_bytes=1)
     assert_same_bits(run(step, "layers", offloader), run(step, "layers", None))
     assert offloader.statistics().microbatches == 2
+
+
+def test_a_hessian_of_torch_autograd_functional(make_offloader: MakeOffloader) -> None:
+    x = torch.randn(8, dtype=torch.float64)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    expected = torch.autograd.functional.hessian(lambda x: net(x).sum(), x)
+    with make_offloader(policy="all", min_bytes=1), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert same_bits(torch.autograd.functional.hessian(lambda x: net(x).sum(), x), expected)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from actoffload import Decision, Offloader, Plan, TensorFacts
+from actoffload.autograd import native
 from actoffload.errors import SavedTensorModifiedError
 from actoffload.planning.plan import PlanEntry
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
@@ -426,6 +427,7 @@ def test_two_threads_may_save_a_storage_that_a_plan_keeps(make_offloader: MakeOf
     assert_empty(offloader)
 
 
+@pytest.mark.skipif(native.load() is None, reason=native.refusal())
 def test_counters_are_compared_in_one_step(monkeypatch: pytest.MonkeyPatch, make_offloader: MakeOffloader) -> None:
     """A bump of the version that another thread sees is an error in its backward, so no Python may come in between."""
     offloader = _keeping(make_offloader, "policy")
