@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from actoffload import OffloadConfig, Offloader
+from actoffload.autograd.hook_stack import _take_all
 from actoffload.memory import native_build
 from actoffload.storage.engines.base import SpoolFile
 from actoffload.storage.spool import Spool
@@ -192,6 +193,14 @@ def file(tmp_path: Path) -> Iterator[SpoolFile]:
 @pytest.fixture
 def device() -> SimulatedDevice:
     return install()
+
+
+@pytest.fixture(autouse=True)
+def _no_context_stays_open() -> Iterator[None]:
+    """A test that leaves hooks on autograd's stack fails itself, instead of a later one."""
+    yield
+    left = _take_all()
+    assert not left, f"hooks are left on the stack: {left}"
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from .hook_stack import OUR_UNPACKS
 _COMPUTE_AGAIN = ("torch.utils.checkpoint", "torch_remat")
 """The packages with hooks that hold no tensor: backward computes those tensors again."""
 _MOST_NODES = 10_000
-"""So many nodes are read at most: PyTorch frees a longer chain of such nodes recursively, see `originals.MOST`."""
+"""The search reads no more nodes: PyTorch frees a longer chain of such nodes recursively, see `originals.MOST`."""
 ADVICE = (
     "saved tensor hooks of the program's own ({}) take {} tensors of the first forward in place of actoffload's. These "
     "tensors neither move nor count: switch those hooks off, or attach only the modules without them"

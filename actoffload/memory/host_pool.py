@@ -73,7 +73,7 @@ class SlabThread(Generic[T]):
     """Work on slabs in a thread of its own, as each slab takes milliseconds or more.
 
     Attributes:
-        done: The thread appends what it is through with, and the holder of the pool's lock takes it.
+        done: The thread appends the slabs that are ready, and the holder of the pool's lock takes them.
     """
 
     def __init__(self, name: str) -> None:

@@ -134,10 +134,11 @@ class CopyStreams:
     def saved_again(self, tensor: Tensor, reported: Stream = None) -> None:
         """Order the reuse of memory that was saved once more after the current stream, perhaps another one.
 
-        The graph would hold the memory until that stream's backward. It may be released already, and still its owner's.
+        Plain autograd would hold the memory until that stream's backward. Here the record may have released it already,
+        while the program still owns it.
 
-        ``reported``: a stream of which the allocator knows, or will as the memory is released, that it uses this
-        memory. That holds for all work that is enqueued on it until its owner frees the memory.
+        ``reported``: a stream that the allocator knows to use this memory, or will know once the memory is released. It
+        then waits for all work that is enqueued on that stream until the owner frees the memory.
         """
         if self.inert:
             return
