@@ -176,7 +176,7 @@ def test_memory_falls_and_what_has_left_comes_back(make_offloader: MakeOffloader
     built = accounts_of(offloader).baseline_bytes - before
     assert built > 6 * TENSOR_BYTES, "the backward saved a graph"
     assert accounts_of(offloader).resident_bytes < built / 8
-    inputs = [x, *(layer[0].weight for layer in net)]
+    inputs = [x, *net.parameters()]
     found = torch.autograd.grad(force.square().sum(), inputs)
     assert_same_bits([force, *found], [expected, *torch.autograd.grad(expected.square().sum(), inputs)])
 
