@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
@@ -25,6 +26,7 @@ from actoffload.storage.spool_files import open_arena
 from actoffload.testing.simulated_device import SimulatedDevice, install
 from tests.programs import warm_python
 from tests.spools import MIB, MakeSpool
+from tests.unit.saved_tensors import in_python
 
 try:
     import hypothesis
@@ -160,6 +162,13 @@ def make_offloader(tmp_path: Path) -> Iterator[Callable[..., Offloader]]:
     yield make
     for offloader in made:
         offloader.abort()
+
+
+@pytest.fixture(params=["compiled", "in Python"])
+def both_hooks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run the test with the compiled hooks, and with the hooks in Python."""
+    with in_python() if request.param == "in Python" else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture

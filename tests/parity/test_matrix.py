@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,7 +20,12 @@ from .tower import CHECKPOINTS, LAYERS, Tower, tokens, tower
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")  # warnings of the compiler
 
-SHAPES = ("one", "many", "retained", "unused")
+SEEDS = {"one": [0], "many": [0, 1, 2], "retained": [0], "unused": [0, 1]}
+"""The micro-batches of each shape of a step.
+
+With backward outside of the context, all forwards come first, and backward begins with the first one. The shape
+"retained" runs each backward twice. With "unused", the side branch is alive during backward and never differentiated.
+"""
 
 
 @pytest.fixture
@@ -39,74 +44,48 @@ def _release_the_models() -> Iterator[None]:
     tower.cache_clear()
 
 
-class Step:
-    """One training step: a shape, with backward inside or outside the context; see `gradients` for ``settled``."""
+def step(
+    model: Tower, shape: str, offloader: Offloader | None = None, *, inside: bool, settled: bool = False
+) -> list[Tensor | None]:
+    """The losses and every gradient of one step, with backward inside or outside; see `gradients` for ``settled``."""
 
-    def __init__(
-        self, model: Tower, offloader: Offloader | None = None, *, inside: bool, settled: bool = False
-    ) -> None:
-        self.model = model
-        self.offloader = offloader
-        self.inside = inside
-        self.settled = settled
-        self.device = next(model.parameters()).device.type
-
-    def run(self, shape: str) -> list[Tensor | None]:
-        """The losses and every gradient."""
-        self.model.zero_grad()
-        torch.manual_seed(3)
-        losses: list[Tensor] = getattr(self, shape)()
-        return [*losses, *(parameter.grad for parameter in self.model.parameters())]
-
-    def one(self) -> list[Tensor]:
-        return self._each([0], lambda loss, side: loss + side.mean())
-
-    def many(self) -> list[Tensor]:
-        """Micro-batches; with backward outside the forwards all come first, and backward begins with the first."""
-        return self._each([0, 1, 2], lambda loss, side: loss + side.mean())
-
-    def retained(self) -> list[Tensor]:
-        return self._each([0], lambda loss, side: loss + side.mean(), times=2)
-
-    def unused(self) -> list[Tensor]:
-        """The side branch is alive during backward and never differentiated."""
-        return self._each([0, 1], lambda loss, side: loss)
-
-    def _each(self, seeds: list[int], total: Callable[[Tensor, Tensor], Tensor], times: int = 1) -> list[Tensor]:
-        losses, sides = [], []
-        for seed in seeds:
-            with self.offloader or nullcontext():
-                loss, side = self.model(tokens(seed, self.device))
-                losses.append(total(loss, side))
-                sides.append(side)
-                if self.inside:
-                    self._backward(losses[-1], times)
-        if not self.inside:
-            for loss in losses:
-                self._backward(loss, times)
-        return [loss.detach() for loss in losses]
-
-    def _backward(self, loss: Tensor, times: int) -> None:
-        for remaining in reversed(range(times)):
-            if self.settled:
-                settle(self.offloader)
+    def backward(loss: Tensor) -> None:
+        for remaining in reversed(range(2 if shape == "retained" else 1)):
+            if settled:
+                settle(offloader)
             loss.backward(retain_graph=remaining > 0)
+
+    model.zero_grad()
+    torch.manual_seed(3)
+    device = next(model.parameters()).device.type
+    losses, sides = [], []
+    for seed in SEEDS[shape]:
+        with offloader or nullcontext():
+            loss, side = model(tokens(seed, device))
+            losses.append(loss if shape == "unused" else loss + side.mean())
+            sides.append(side)
+            if inside:
+                backward(losses[-1])
+    if not inside:
+        for loss in losses:
+            backward(loss)
+    return [*(loss.detach() for loss in losses), *(parameter.grad for parameter in model.parameters())]
 
 
 def check(model: Tower, shape: str, offloader: Offloader, maker: Maker, *, inside: bool) -> None:
-    reference = Step(model, inside=inside).run(shape)
+    reference = step(model, shape, inside=inside)
     assert sum(gradient is not None for gradient in reference) > 20
     before = offloader.statistics()
-    assert_same_bits(Step(model, offloader, inside=inside, settled=True).run(shape), reference)
+    assert_same_bits(step(model, shape, offloader, inside=inside, settled=True), reference)
     maker.assert_moved(offloader, before)
     for _ in range(2):  # the learned order; copies still under way when backward begins
-        assert_same_bits(Step(model, offloader, inside=inside).run(shape), reference)
+        assert_same_bits(step(model, shape, offloader, inside=inside), reference)
     assert offloader.statistics().live_records == 0
 
 
 def cases() -> Iterator[Any]:
     """Backend, shape, checkpoint; PyTorch itself refuses ``retain_graph`` through an eager selective checkpoint."""
-    for backend, shape, kind in itertools.product((None, "aot_eager"), SHAPES, CHECKPOINTS):
+    for backend, shape, kind in itertools.product((None, "aot_eager"), SEEDS, CHECKPOINTS):
         if (backend, shape, kind) != (None, "retained", "selective"):
             yield pytest.param(backend, shape, kind, marks=[pytest.mark.pairs] if backend else [])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from actoffload import Offloader
 from tests.harness import assert_same_bits, same_bits
+
+from .compare import settle
 
 MOST_SAMPLES = 6
 MOST_THOROUGH_SAMPLES = 12
@@ -91,12 +94,9 @@ def run(function: Callable[..., Any], sample: Any, offloader: Offloader | None) 
     """
     inputs = Inputs(sample)
     seed(1)
-    if offloader is None:
+    with offloader or nullcontext():
         outputs = outputs_of(function, sample, inputs)
-    else:
-        with offloader:
-            outputs = outputs_of(function, sample, inputs)
-        offloader.synchronize()
+    settle(offloader)
     wanted = [out for out in outputs if out.requires_grad]
     seed(2)
     cotangents = [torch.randn(out.shape, dtype=out.dtype).to(out.device) for out in wanted]

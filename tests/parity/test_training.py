@@ -43,20 +43,15 @@ def train(offloader: Offloader | None, *, kind: str = "none", inside: bool = Fal
             loss, side = model(batch)
             total = loss + side.square().mean()
             if inside:
-                _settle(step, offloader)
+                settle(offloader if step % 2 else None)
                 total.backward()
         if not inside:
-            _settle(step, offloader)
+            settle(offloader if step % 2 else None)
             total.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         losses.append(total.detach())
     return [*losses, *(parameter.detach() for parameter in model.parameters())]
-
-
-def _settle(step: int, offloader: Offloader | None) -> None:
-    if step % 2:
-        settle(offloader)
 
 
 class Odd(Policy):
@@ -146,27 +141,19 @@ def test_several_paths(make_offloader: Maker, tmp_path: Path) -> None:
     assert all(nbytes > x.nbytes // 2 for nbytes in moved.values())
 
 
-def test_decorator_and_shared_offloader(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"path": tmp_path, "min_bytes": 0, "allow_any_filesystem": True}
+def test_decorator(tmp_path: Path) -> None:
     x = torch.linspace(0, 1, 5000).requires_grad_()
 
     def forward() -> Tensor:
         return (x * 1).sin().exp().sum()
 
-    decorated = actoffload.offload_activations("nvme", **options)(forward)
-    (reference,) = torch.autograd.grad(forward(), x)
-    with actoffload.offload_activations("nvme", **options) as offloader:
-        pass
-    try:
-        loss = decorated()
-        offloader.synchronize()
-        assert_same_bits(torch.autograd.grad(loss, x), [reference])
-        statistics = offloader.statistics()
-        assert statistics.nvme_written_bytes > 0
-        assert statistics.nvme_read_bytes > 0
-        assert statistics.steps == 2
-    finally:
-        offloader.close()
+    context = actoffload.offload_activations("nvme", path=tmp_path, min_bytes=0, allow_any_filesystem=True)
+    loss = context(forward)()
+    context.offloader.synchronize()
+    assert_same_bits(torch.autograd.grad(loss, x), torch.autograd.grad(forward(), x))
+    assert context.offloader.statistics().nvme_written_bytes > 0
+    assert context.offloader.statistics().nvme_read_bytes > 0
+    context.offloader.close()
 
 
 def test_a_step_in_a_step(make_offloader: Maker) -> None:

@@ -122,13 +122,15 @@ def test_the_host_budget_holds_for_the_sum_and_idle_memory_goes_to_another(optio
 
 
 @pytest.mark.parametrize("end", ["close", "abort", "drop"])
-def test_the_end_of_one_leaves_the_other_alone(end: str, options: dict[str, Any]) -> None:
+def test_the_end_of_one_leaves_the_other_alone_and_gives_it_all_of_the_disk(end: str, options: dict[str, Any]) -> None:
     models: list[nn.Module] = [Chain(), Chain()]
     expected = [train_step(model, batch()) for model in models]
-    one, other = (attach(model, **options) for model in models)
+    one, other = (attach(model, nvme_budget="8MiB", **options) for model in models)
     kept = models[0](batch()).square().sum() if end == "abort" else None
     loss = models[1](batch()).square().sum()
-    other.offloader.synchronize()
+    for attached in (one, other):
+        attached.offloader.synchronize()
+    assert (spool_statistics(one.offloader).allocated_bytes > 0) == (end == "abort")
     taken = spool_statistics(other.offloader).allocated_bytes
     if end == "drop":
         models[0] = nn.Identity()
@@ -141,22 +143,11 @@ def test_the_end_of_one_leaves_the_other_alone(end: str, options: dict[str, Any]
     assert_same_gradients(gradients(models[1]), expected[1])
     assert_same_gradients(train_step(models[1], batch(), between=other.offloader.synchronize), expected[1])
     assert_empty(other.offloader)
+    spool_of(other.offloader).free(spool_of(other.offloader).allocate(8 * MIB))
     if kept is not None:
         with pytest.raises(OffloaderClosedError):
             kept.backward()
     del kept
-
-
-def test_disk_room_of_an_aborted_one_is_free_for_the_other(options: dict[str, Any]) -> None:
-    one, other = (attach(Chain(), nvme_budget="8MiB", **options) for _ in range(2))
-    loss = one.module(batch(ROWS)).sum()
-    one.offloader.synchronize()
-    taken = spool_statistics(one.offloader).allocated_bytes
-    assert taken > 4 * MIB
-    one.offloader.abort()
-    held = spool_of(other.offloader).allocate(8 * MIB)
-    spool_of(other.offloader).free(held)
-    del loss
 
 
 def test_an_interrupt_in_one_restarts_the_other(options: dict[str, Any], monkeypatch: Any) -> None:

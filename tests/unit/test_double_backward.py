@@ -162,11 +162,11 @@ def test_a_budget_holds_on_a_device_while_backward_builds_a_graph(
         assert offloader.statistics().resident_peak_bytes <= budget
 
 
-def test_memory_falls(make_offloader: MakeOffloader) -> None:
+def test_memory_falls_and_what_has_left_comes_back(make_offloader: MakeOffloader) -> None:
     """When the writes have ended, hardly a byte of the graph is in memory; without moving all of it would be."""
-    offloader = make_offloader(policy="all", min_bytes=1)
-    net = network("layers")
+    offloader, net = make_offloader(policy="all", min_bytes=1), network("layers")
     x = torch.randn(ROWS, WIDTH).requires_grad_()
+    (expected,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
     with offloader:
         energy = net(x)
         offloader.synchronize()
@@ -176,7 +176,9 @@ def test_memory_falls(make_offloader: MakeOffloader) -> None:
     built = accounts_of(offloader).baseline_bytes - before
     assert built > 6 * TENSOR_BYTES, "the backward saved a graph"
     assert accounts_of(offloader).resident_bytes < built / 8
-    force.sum().backward()
+    inputs = [x, *net.parameters()]
+    found = torch.autograd.grad(force.square().sum(), inputs)
+    assert_same_bits([force, *found], [expected, *torch.autograd.grad(expected.square().sum(), inputs)])
 
 
 WAYS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {

@@ -45,6 +45,13 @@ KIB = 1 << 10
 MIB = 1 << 20
 
 
+@pytest.fixture(autouse=True)
+def _no_garbage_collection() -> Iterator[None]:
+    """Only reference counts free anything."""
+    with no_garbage_collection():
+        yield
+
+
 class _ForwardFailedError(Exception):
     pass
 
@@ -81,21 +88,20 @@ def test_three_hundred_steps_of_which_most_never_run_backward_leave_nothing(make
     offloader = make_offloader()
     resident: list[int] = []
     open_files: list[int] = []
-    with no_garbage_collection():
-        for step in range(300):
-            if step % 3 == 0:
-                assert_same_gradients(train_step(model, x, offloader), expected)
-            elif step % 6 == 1:
-                _fail_in_forward(offloader, model, x)
-            elif step % 12 == 2:
-                _return_the_branch_that_runs(offloader, model, x)
-                model.zero_grad(set_to_none=True)
-            else:
-                _drop_after_forward(offloader, model, x, step)
-            if step % 10 == 9:
-                assert_empty(offloader)
-                open_files.append(descriptors())
-                resident.append(resident_set_bytes())
+    for step in range(300):
+        if step % 3 == 0:
+            assert_same_gradients(train_step(model, x, offloader), expected)
+        elif step % 6 == 1:
+            _fail_in_forward(offloader, model, x)
+        elif step % 12 == 2:
+            _return_the_branch_that_runs(offloader, model, x)
+            model.zero_grad(set_to_none=True)
+        else:
+            _drop_after_forward(offloader, model, x, step)
+        if step % 10 == 9:
+            assert_empty(offloader)
+            open_files.append(descriptors())
+            resident.append(resident_set_bytes())
     statistics = offloader.statistics()
     assert statistics.steps == 300
     assert statistics.nvme_written_bytes > 50 * MIB // 2, "of 50 dropped graphs all was written"
@@ -110,16 +116,15 @@ def test_three_hundred_steps_of_which_most_never_run_backward_leave_nothing(make
 def test_nothing_needs_the_garbage_collector(make_offloader: MakeOffloader, min_bytes: int, end: str) -> None:
     offloader = make_offloader(min_bytes=min_bytes)
     model, x = Chain(), batch()
-    with no_garbage_collection():
-        with offloader:
-            loss = model(x).exp().sum()  # exp saves its own output: the classic cycle
-        assert offloader.statistics().packed_tensors >= 12
-        assert accounts_of(offloader).baseline_bytes > 0
-        if end == "the graph is dropped":
-            del loss
-        else:
-            loss.backward()
-        assert_empty(offloader)
+    with offloader:
+        loss = model(x).exp().sum()  # exp saves its own output: the classic cycle
+    assert offloader.statistics().packed_tensors >= 12
+    assert accounts_of(offloader).baseline_bytes > 0
+    if end == "the graph is dropped":
+        del loss
+    else:
+        loss.backward()
+    assert_empty(offloader)
 
 
 def test_handles_dropped_in_other_threads(make_offloader: MakeOffloader) -> None:
@@ -130,16 +135,15 @@ def test_handles_dropped_in_other_threads(make_offloader: MakeOffloader) -> None
         while graphs:
             graphs.pop()
 
-    with no_garbage_collection():
-        for _ in range(10):
-            graphs: list[Tensor] = []
-            with offloader:
-                for _ in range(4):
-                    graphs.append(model(x).sum())
-            half = [graphs[:2], graphs[2:]]
-            graphs.clear()
-            meanwhile = partial(train_step, model, x, offloader)  # packs and unpacks
-            run_in_threads(*(partial(drop_all, part) for part in half), meanwhile)
+    for _ in range(10):
+        graphs: list[Tensor] = []
+        with offloader:
+            for _ in range(4):
+                graphs.append(model(x).sum())
+        half = [graphs[:2], graphs[2:]]
+        graphs.clear()
+        meanwhile = partial(train_step, model, x, offloader)  # packs and unpacks
+        run_in_threads(*(partial(drop_all, part) for part in half), meanwhile)
     assert_empty(offloader)
 
 
@@ -166,12 +170,11 @@ def test_an_error_in_a_policy_leaves_no_record(make_offloader: MakeOffloader) ->
 
     offloader = make_offloader(policy=Failing())
     x = torch.randn(64, 64, requires_grad=True)
-    with no_garbage_collection():
-        y = x * 2
-        for _ in range(2):
-            with pytest.raises(_ForwardFailedError), offloader:
-                y.exp()
-            assert_empty(offloader)
+    y = x * 2
+    for _ in range(2):
+        with pytest.raises(_ForwardFailedError), offloader:
+            y.exp()
+        assert_empty(offloader)
 
 
 def test_each_round_of_backward_holds_a_reloaded_storage_until_its_last_unpack(make_offloader: MakeOffloader) -> None:
@@ -239,12 +242,6 @@ class StopAt:
             self._go.set()
 
 
-@pytest.fixture
-def _no_garbage_collection() -> Iterator[None]:
-    with no_garbage_collection():
-        yield
-
-
 def _saved_once(where: str = "cpu") -> Tensor:
     return (torch.linspace(-1, 1, NUMEL, device=where).requires_grad_() * 1.0).sin().sum()
 
@@ -260,7 +257,6 @@ def _assert_released(offloader: Offloader) -> None:
 
 
 @ON_EACH_DEVICE
-@pytest.mark.usefixtures("_no_garbage_collection")
 def test_a_handle_that_dies_while_a_write_ends_is_released_at_once(make_offloader: MakeOffloader, where: str) -> None:
     stop = StopAt(EventKind.WRITE, RECORD_BYTES, "" if where == "cpu" else "to disk")
     offloader = make_offloader(engine=GateEngine, trace=stop)
@@ -278,7 +274,6 @@ def test_a_handle_that_dies_while_a_write_ends_is_released_at_once(make_offloade
     assert not waiting.is_alive()
 
 
-@pytest.mark.usefixtures("_no_garbage_collection")
 def test_a_handle_that_dies_in_the_thread_that_holds_the_lock_is_too(make_offloader: MakeOffloader) -> None:
     """A finalizer may run inside an engine's completion."""
     graph: list[Tensor] = []
@@ -297,7 +292,6 @@ def test_a_handle_that_dies_in_the_thread_that_holds_the_lock_is_too(make_offloa
     _assert_released(offloader)
 
 
-@pytest.mark.usefixtures("_no_garbage_collection")
 def test_a_failed_forward_is_not_counted_amid_a_change(make_offloader: MakeOffloader) -> None:
     """The collector may close a generator in the thread that holds the lock; the lock's release counts the dead."""
     offloader = make_offloader()
@@ -315,7 +309,6 @@ def test_a_failed_forward_is_not_counted_amid_a_change(make_offloader: MakeOfflo
     _assert_released(offloader)
 
 
-@pytest.mark.usefixtures("_no_garbage_collection")
 def test_regions_abort_their_store_and_do_not_keep_it_alive(tmp_path: Path) -> None:
     for interrupted in (True, False):
         offloader = Offloader(OffloadConfig(path=str(tmp_path), announce="none"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
@@ -30,6 +29,7 @@ from tests.harness import (
     assert_empty,
     assert_same_bits,
     batch,
+    run_in_threads,
 )
 
 
@@ -137,11 +137,11 @@ SHAPES: dict[str, list[str]] = {
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("regions", [1, 2])
+@pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("raises", [False, True])
 def test_a_region_takes_ours_off_and_leaves_the_programs(
-    shape: str, regions: int, raises: bool, make_offloader: MakeOffloader
+    shape: str, nested: bool, raises: bool, make_offloader: MakeOffloader
 ) -> None:
     """Inside a region autograd calls the program's innermost hooks; after it, the hooks that it called before."""
     kinds: dict[str, Any] = {name: make_offloader(policy="all", min_bytes=0) for name in ("ours", "other")}
@@ -163,10 +163,10 @@ def test_a_region_takes_ours_off_and_leaves_the_programs(
 
         outside = called(torch.sin)
         assert sum(outside) == 1
-        with contextlib.suppress(ValueError), contextlib.ExitStack() as inner:
-            for _ in range(regions):
-                inner.enter_context(no_offload())
-            inside = called(torch.exp)
+        with contextlib.suppress(ValueError), no_offload():
+            with no_offload() if nested else contextlib.nullcontext():
+                inside = called(torch.exp)
+            assert called(torch.exp) == inside
             if raises:
                 raise ValueError
         assert inside == [0, 0, *(int(one is programs[-1]) for one in programs)]
@@ -229,40 +229,39 @@ def test_contexts_that_are_left_in_another_order(ours: str, make_offloader: Make
 
 def test_a_region_is_its_own_threads(make_offloader: MakeOffloader) -> None:
     offloader, region = make_offloader(), no_offload()
-    x = batch().requires_grad_()
-    entered, leave = threading.Event(), threading.Event()
 
-    def stay() -> None:
-        with region:
-            entered.set()
-            leave.wait()
-
-    other = threading.Thread(target=stay)
-    other.start()
-    entered.wait()
-    try:
+    def in_another_thread() -> None:
         with pytest.raises(StateError, match="left in a thread that did not enter it"):
             region.__exit__()
         with offloader:
-            y = x.sin()
+            y = batch().requires_grad_().sin()
         assert offloader.statistics().packed_tensors == 1
         y.sum().backward()
-    finally:
-        leave.set()
-        other.join()
+
+    with region:
+        run_in_threads(in_another_thread)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_region_in_a_checkpointed_block(reentrant: bool, make_offloader: MakeOffloader) -> None:
-    """The block runs again in backward, in the context and outside of it: the checkpoint's own hooks stay on."""
+    """The block runs again in backward, in the context and outside of it: the checkpoint's own hooks stay on.
+
+    The region is a decorator here.
+    """
 
     def run(offloader: Offloader | None, inside: bool) -> list[Any]:
         net, x = Chain(depth=2), batch().requires_grad_()
 
+        @no_offload()
+        def inside_of_block(x: Tensor) -> Tensor:
+            """Documented."""
+            y: Tensor = net(x)
+            return y
+
         def block(x: Tensor) -> Tensor:
-            with no_offload():
-                y: Tensor = net(x)
-            return y.sin()
+            return inside_of_block(x).sin()
+
+        assert inside_of_block.__doc__ == "Documented."
 
         with offloader or contextlib.nullcontext():
             loss = checkpoint(block, (x * 2).sin(), use_reentrant=reentrant).sum()

@@ -19,7 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from actoffload import Offloader
 from actoffload.tell import causes
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
 from tests.harness import (
@@ -28,16 +27,14 @@ from tests.harness import (
     MakeOffloader,
     accounts_of,
     assert_empty,
-    autopilot_of,
     flush_autograd,
     hinder,
-    recorder_of,
     same_bits,
     simulated,
     until_recorded,
     wait_until,
 )
-from tests.unit.saved_tensors import SavedTensor, in_python
+from tests.unit.saved_tensors import SavedTensor
 from tests.unit.saving import Saved, activations
 
 WIDTH = 64
@@ -156,9 +153,9 @@ OPTIONS: list[dict[str, Any]] = [ALL, {**ALL, "engine": "memory"}, {**ALL, "veri
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("hooks", ["compiled", "in Python"])
+@pytest.mark.usefixtures("both_hooks")
 def test_backward_reads_a_refilled_buffer_however_it_was_filled(
-    make_offloader: MakeOffloader, options: dict[str, Any], hooks: str
+    make_offloader: MakeOffloader, options: dict[str, Any]
 ) -> None:
     offloader = make_offloader(**options)
 
@@ -181,8 +178,7 @@ def test_backward_reads_a_refilled_buffer_however_it_was_filled(
         if isinstance(found, RuntimeError):
             flush_autograd()
 
-    with in_python() if hooks == "in Python" else contextlib.nullcontext():
-        check()
+    check()
 
 
 @pytest.mark.simulated
@@ -202,53 +198,32 @@ def test_a_buffer_of_a_device_that_is_filled_again(device: SimulatedDevice, targ
         assert offloader.statistics().host_written_bytes > 0
 
 
-@pytest.mark.simulated
-@pytest.mark.parametrize("target", ["host", "nvme"])
-def test_memory_of_a_device_that_is_freed_and_filled_again(device: SimulatedDevice, target: str) -> None:
-    """The owner, which knows of no copy, frees after it: unpack returns the storage if it has memory, else the copy."""
-    with simulated(target=target, **ALL) as offloader:
-        for ahead in (False, True):
-            tensor, other = _weights(1).to(NAME), _weights(2).to(NAME)
-            with offloader:
-                saved = [SavedTensor(tensor), SavedTensor(other)]
-            offloader.synchronize()
-            device.synchronize()
-            tensor.untyped_storage().resize_(0)
-            if ahead:
-                assert same_bits(saved[1].unpack().cpu(), _weights(2)), "its unpack fills the window"
+@pytest.mark.parametrize(
+    ("target", "where"),
+    [("nvme", "cpu"), *(pytest.param(target, NAME, marks=pytest.mark.simulated) for target in ("host", "nvme"))],
+)
+def test_memory_that_is_freed_is_read_from_its_copy_until_it_is_filled_again(
+    make_offloader: MakeOffloader, target: str, where: str
+) -> None:
+    """The owner knows of no copy and frees after it. Bytes that were read ahead do not replace the new contents."""
+    offloader = make_offloader(target=target, **ALL)
+    for ahead, taken in ((False, True), (True, True), (True, False)):
+        tensor, other = _weights(1).to(where), _weights(2).to(where)
+        with offloader:
+            saved = [SavedTensor(tensor), SavedTensor(other)]
+        offloader.synchronize()
+        if where == NAME:
+            torch.accelerator.synchronize()
+        tensor.untyped_storage().resize_(0)
+        if ahead:
+            assert same_bits(saved[1].unpack().cpu(), _weights(2)), "its unpack fills the window"
+        if taken:
             assert same_bits(saved[0].unpack().cpu(), _weights(1))
-            tensor.untyped_storage().resize_(NBYTES)
-            tensor.data.copy_(_weights(3).to(NAME))
-            assert same_bits(saved[0].unpack().cpu(), _weights(3))
-            del saved
-        assert offloader.statistics().host_read_bytes > 0
-
-
-def test_a_frozen_buffer_of_a_module_may_be_swapped(make_offloader: MakeOffloader) -> None:
-    """Block swap assigns another `.data` to the same tensor; backward gets the tensor itself."""
-
-    class Frozen(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("weight", _weights(1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.get_buffer("weight")
-
-    def run(context: Any) -> Tensor:
-        model, x = Frozen(), _weights(3).requires_grad_()
-        if isinstance(context, Offloader):
-            context.use(model)
-        with context:
-            loss = model(x).square().sum()
-        model.weight.data = _weights(2)
-        loss.backward()
-        assert x.grad is not None
-        return x.grad
-
-    for hooks in (contextlib.nullcontext, in_python):
-        with hooks():
-            assert same_bits(run(make_offloader(**ALL)), run(contextlib.nullcontext()))
+        tensor.untyped_storage().resize_(NBYTES)
+        tensor.data.copy_(_weights(3).to(where))
+        assert same_bits(saved[0].unpack().cpu(), _weights(3))
+        del saved
+        assert offloader.statistics().live_records == 0
 
 
 # -- a storage that the program holds does not leave -------------------------------------------------------------------
@@ -387,22 +362,6 @@ def test_an_unseen_change_of_a_storage_that_dies_has_no_part_in_backward(
     assert same_bits(second.unpack(), _weights(2 if moved else 1))
 
 
-def test_a_storage_without_memory_is_read_from_its_copy_until_it_is_filled_again(make_offloader: MakeOffloader) -> None:
-    """The owner has freed the storage after the write; bytes read ahead do not replace its new contents."""
-    offloader = make_offloader(**ALL)
-    tensor = _weights(1)
-    with offloader:
-        saved = SavedTensor(tensor)
-    offloader.synchronize()
-    tensor.untyped_storage().resize_(0)
-    assert same_bits(saved.unpack(), _weights(1))
-    tensor.untyped_storage().resize_(NBYTES)
-    tensor.data.copy_(_weights(2))
-    assert same_bits(saved.unpack(), _weights(2))
-    del saved
-    assert_empty(offloader)
-
-
 def test_a_plan_does_not_move_a_storage_that_the_program_holds(
     make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -425,5 +384,3 @@ def test_a_plan_does_not_move_a_storage_that_the_program_holds(
     assert [one.kept for one in profile.storages] == ["held elsewhere"] * LAYERS
     assert all(entry.action == "keep" for entry in offloader.plan.entries)
     assert "held by the program" in str(offloader.report())
-    assert autopilot_of(offloader) is not None
-    assert not recorder_of(offloader).running

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from actoffload import Attachment, attach, no_offload, offload_activations
+from actoffload import Attachment, Offloader, attach, no_offload, offload_activations
 from actoffload.autograd.hook_stack import Hooks, top
 from actoffload.autotune.observations import Recording, StepsUnderPlan, Watch, at_pace, had_stall, pace_of, surprise
 from actoffload.planning.constants import MOST_REST, REVIEW_STEPS
@@ -51,6 +51,12 @@ def _hooks_of_the_program() -> saved_tensors_hooks:
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
+def _rest(model: nn.Module, offloader: Offloader | None = None) -> None:
+    """Take small steps until the library has found that they need no hooks."""
+    for _ in range(8):
+        train_step(model, batch(SMALL), offloader)
+
+
 def _saved(attachment: Attachment) -> int:
     return attachment.offloader.statistics().packed_tensors
 
@@ -74,8 +80,7 @@ def test_most_steps_of_a_model_of_which_nothing_moves_run_without_hooks(model: n
 def test_a_forward_of_other_inputs_has_its_hooks_before_it_saves_anything(model: nn.Module, tmp_path: Path) -> None:
     large = train_step(model, batch(LARGE))
     attachment = _attach(model, tmp_path)
-    for _ in range(8):
-        train_step(model, batch(SMALL))
+    _rest(model)
     before = _saved(attachment)
     assert_same_gradients(train_step(model, batch(LARGE)), large)
     assert _saved(attachment) > before
@@ -90,8 +95,7 @@ def test_a_second_call_with_other_inputs_in_one_context_has_its_hooks(
 ) -> None:
     """Whether or not hooks of the program came before."""
     context = _context(model, tmp_path)
-    for _ in range(8):
-        train_step(model, batch(SMALL), context.offloader)
+    _rest(model, context.offloader)
     before = context.offloader.statistics()
     with context:
         with between():
@@ -105,8 +109,7 @@ def test_a_second_call_with_other_inputs_in_one_context_has_its_hooks(
 def test_a_forward_beside_the_model_in_a_context_has_its_hooks(model: nn.Module, tmp_path: Path) -> None:
     """The library cannot know beforehand which tensors it saves."""
     attachment = _attach(model, tmp_path)
-    for _ in range(8):
-        train_step(model, batch(SMALL))
+    _rest(model)
     x, before = batch(LARGE).requires_grad_(), _saved(attachment)
     for number in range(2):
         with attachment.offloader:
@@ -130,9 +133,9 @@ def test_a_step_of_several_calls_never_rests(model: nn.Module, tmp_path: Path) -
 class _Deep(nn.Module):
     """Saves little or much for an input of one shape."""
 
-    def __init__(self) -> None:
+    def __init__(self, backbone: nn.Module) -> None:
         super().__init__()
-        self.backbone, self.head = Chain(depth=8), nn.Linear(64, 64)
+        self.backbone, self.head = backbone, nn.Linear(64, 64)
 
     def forward(self, x: Tensor, *, deep: bool = False) -> Tensor:
         out: Tensor = self.head(self.backbone(x) if deep or self.training else x)
@@ -144,15 +147,11 @@ def _unfreeze(model: _Deep) -> None:
 
 
 @pytest.mark.parametrize("change", [_unfreeze, nn.Module.train, None], ids=["trained", "mode", "argument"])
-def test_a_call_that_may_save_more_has_its_hooks_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any
-) -> None:
-    monkeypatch.setattr("actoffload.autotune.shapes.HOOKS_S", 1.0)  # one tensor is enough
-    deep = _Deep()
+def test_a_call_that_may_save_more_has_its_hooks_at_once(model: nn.Module, tmp_path: Path, change: Any) -> None:
+    deep = _Deep(model)
     deep.train(change is _unfreeze)
     deep.backbone.requires_grad_(change is not _unfreeze)
-    attachment = attach(deep, target="nvme", path=str(tmp_path), announce="none", min_bytes="64KiB")
-    x = batch(SMALL)
+    attachment, x = _attach(deep, tmp_path), batch(SMALL)
     for _ in range(8):
         deep(x, deep=False).sum().backward()
     assert attachment.offloader.statistics().unhooked > 0
@@ -182,24 +181,16 @@ def test_hooks_of_the_program_around_the_context_change_nothing(model: nn.Module
     assert context.offloader.statistics().packed_tensors > before.packed_tensors
 
 
-@pytest.mark.parametrize("options", [{"device_budget": "1GiB"}, {"trace": "trace.json"}], ids=str)
-def test_steps_with_an_observer_have_their_hooks(model: nn.Module, tmp_path: Path, options: dict[str, Any]) -> None:
-    if "trace" in options:
-        options = {"trace": str(tmp_path / options["trace"])}
-    attachment = _attach(model, tmp_path, **options)
-    for _ in range(8):
-        train_step(model, batch(SMALL))
-    assert attachment.offloader.statistics().unhooked == 0
-
-
-def test_long_steps_of_few_tensors_have_their_hooks(
-    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("why", ["device_budget", "trace", "long steps"])
+def test_steps_with_an_observer_and_long_steps_have_their_hooks(
+    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    """Hooks cost little there, and measure the links."""
-    monkeypatch.setattr("actoffload.autotune.shapes.HOOKS_S", 1e-12)
-    attachment = _attach(model, tmp_path)
-    for _ in range(8):
-        train_step(model, batch(SMALL))
+    """Hooks cost little in a long step, and measure the links."""
+    if why == "long steps":
+        monkeypatch.setattr("actoffload.autotune.shapes.HOOKS_S", 1e-12)
+    options = {"device_budget": {why: "1GiB"}, "trace": {why: str(tmp_path / "trace.json")}}
+    attachment = _attach(model, tmp_path, **options.get(why, {}))
+    _rest(model)
     assert attachment.offloader.statistics().unhooked == 0
 
 
@@ -248,8 +239,7 @@ def test_without_memory_in_a_step_without_hooks_the_next_step_has_hooks(
 def test_hooks_that_come_late_leave_the_programs_hooks_in_their_place(model: nn.Module, tmp_path: Path) -> None:
     context = _context(model, tmp_path)
     expected = train_step(model, batch(LARGE))
-    for _ in range(8):
-        train_step(model, batch(SMALL), context.offloader)
+    _rest(model, context.offloader)
     before, taken = context.offloader.statistics().packed_tensors, []
 
     def take(tensor: Tensor) -> Tensor:
@@ -275,6 +265,8 @@ def test_hooks_that_come_late_leave_the_programs_hooks_in_their_place(model: nn.
 
 
 def test_a_compiled_model_is_compiled_no_more_often(model: nn.Module, tmp_path: Path) -> None:
+    layers: Any = model.get_submodule("layers")
+    del layers[2:]
     compiled: Any = torch.compile(model, backend="aot_eager")
     expected, frames = train_step(compiled, batch(SMALL)), torch._dynamo.utils.counters["frames"]
     attachment = _attach(compiled, tmp_path)
@@ -303,8 +295,7 @@ def test_an_interrupt_as_a_rest_begins_or_ends_pops_no_hooks_of_the_program(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     context = _context(model, tmp_path)
-    for _ in range(8):
-        train_step(model, batch(SMALL), context.offloader)
+    _rest(model, context.offloader)
     assert context.offloader.statistics().unhooked > 0
     plain = getattr(Hooks, moment)
 

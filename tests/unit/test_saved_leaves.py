@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from actoffload import Offloader
 from actoffload.errors import SavedTensorModifiedError
 from tests.harness import MakeOffloader, assert_empty, flush_autograd, no_garbage_collection, same_bits
-from tests.unit.saved_tensors import in_python
 
+pytestmark = pytest.mark.usefixtures("both_hooks")
 WIDTH = 64
 SPACES: dict[str, dict[str, Any]] = {
     "moves": {"policy": "all", "min_bytes": 1},
@@ -24,18 +25,15 @@ SPACES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True, params=["compiled", "in Python"])
-def _both_hooks(request: pytest.FixtureRequest) -> Iterator[None]:
-    with in_python() if request.param == "in Python" else contextlib.nullcontext():
-        yield
-
-
 def _numbers(seed: int) -> Tensor:
     return torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
 def _saving(seen: Callable[[tuple[Tensor, ...]], Any]) -> Any:
-    """A function that saves its two inputs; ``seen`` makes both gradients from the tensors that backward reads."""
+    """A function that saves its two inputs. Its backward reads them and passes them to ``seen``.
+
+    Both gradients are ones, unless ``seen`` returns others.
+    """
 
     class Saves(torch.autograd.Function):
         @staticmethod
@@ -44,8 +42,9 @@ def _saving(seen: Callable[[tuple[Tensor, ...]], Any]) -> Any:
             return x @ weight
 
         @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            return seen(ctx.saved_tensors)
+        def backward(ctx: Any, *_: Any) -> Any:
+            gradients = seen(ctx.saved_tensors)
+            return (torch.ones(WIDTH, WIDTH),) * 2 if gradients is None else gradients
 
     return Saves.apply
 
@@ -57,6 +56,7 @@ class _Sub(torch.Tensor):
 LEAVES: dict[str, Callable[[], Tensor]] = {
     "parameter": lambda: nn.Parameter(_numbers(1)),
     "frozen parameter": lambda: nn.Parameter(_numbers(1), requires_grad=False),
+    "buffer": lambda: nn.Buffer(_numbers(1)),
     "leaf": lambda: _numbers(1).requires_grad_(),
     "subclass": lambda: nn.Parameter(_numbers(1).as_subclass(_Sub)),
 }
@@ -66,17 +66,16 @@ LEAVES: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.parametrize("options", SPACES)
 def test_a_leaf_is_itself(make_offloader: MakeOffloader, kind: str, options: str) -> None:
     """Attributes set on the leaf are there in backward, and backward's are on the leaf (`main_grad`, FP8 scales)."""
-    leaf = LEAVES[kind]()
+    owner = nn.Module()
+    owner.leaf = leaf = LEAVES[kind]()
     leaf.main_grad = torch.zeros(WIDTH, WIDTH)  # type: ignore[attr-defined]
     x = _numbers(2).requires_grad_()
-    grad = torch.ones(WIDTH, WIDTH)
 
-    def seen(saved: tuple[Tensor, ...]) -> Any:
+    def seen(saved: tuple[Tensor, ...]) -> None:
         assert saved[0] is x
         assert saved[1] is leaf
         saved[1].main_grad.add_(1)  # type: ignore[attr-defined]
         saved[1].added = True  # type: ignore[attr-defined]
-        return grad, grad if leaf.requires_grad else None
 
     offloader = make_offloader(**SPACES[options])
     with offloader:
@@ -90,14 +89,12 @@ def test_a_leaf_is_itself(make_offloader: MakeOffloader, kind: str, options: str
 
 def test_a_leaf_is_checked_and_may_be_swapped(make_offloader: MakeOffloader) -> None:
     weight, read = nn.Parameter(_numbers(1)), list[Tensor]()
-
-    def seen(saved: tuple[Tensor, ...]) -> Any:
-        read.append(saved[1].detach().clone())
-        return torch.ones(WIDTH, WIDTH), torch.ones(WIDTH, WIDTH)
-
+    gathered = StorageWeakRef(weight.untyped_storage())
     with make_offloader(**SPACES["moves"]):
-        loss = _saving(seen)(_numbers(2).requires_grad_() * 1.0, weight).sum()
+        saves = _saving(lambda saved: read.append(saved[1].detach().clone()))
+        loss = saves(_numbers(2).requires_grad_() * 1.0, weight).sum()
     weight.data = _numbers(3)
+    assert gathered.expired(), "FSDP frees the memory of gathered parameters so"
     loss.backward(retain_graph=True)
     assert same_bits(read[0], _numbers(3))
     with torch.no_grad():
@@ -109,10 +106,6 @@ def test_a_leaf_is_checked_and_may_be_swapped(make_offloader: MakeOffloader) -> 
 
 def test_a_graph_that_dies_lets_go_of_its_leaves(make_offloader: MakeOffloader) -> None:
     """Reference counts alone free the leaves, also after backward has read them."""
-
-    def seen(saved: tuple[Tensor, ...]) -> Any:
-        return torch.ones(WIDTH, WIDTH), torch.ones(WIDTH, WIDTH)
-
     offloader = make_offloader(**SPACES["moves"])
     with no_garbage_collection():
         for backward in (False, True):
@@ -122,7 +115,7 @@ def test_a_graph_that_dies_lets_go_of_its_leaves(make_offloader: MakeOffloader) 
             with offloader:
                 h = _numbers(2).requires_grad_() * 1.0
                 h.scale = 2.0  # type: ignore[attr-defined]
-                loss = _saving(seen)(h, weight).sum()
+                loss = _saving(lambda saved: None)(h, weight).sum()
             if backward:
                 loss.backward(retain_graph=True)
             del weight, h, loss
@@ -134,10 +127,9 @@ def test_a_tensor_from_other_hooks_is_not_replaced(make_offloader: MakeOffloader
     """The program's own hooks, inside ours, decide which tensors backward reads."""
     weight = nn.Parameter(_numbers(1))
 
-    def seen(saved: tuple[Tensor, ...]) -> Any:
+    def seen(saved: tuple[Tensor, ...]) -> None:
         assert saved[1] is not weight
         assert same_bits(saved[1].detach(), 2 * weight.detach())
-        return torch.ones(WIDTH, WIDTH), torch.ones(WIDTH, WIDTH)
 
     with make_offloader(**SPACES["moves"]), torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t):
         loss = _saving(seen)(_numbers(2).requires_grad_() * 1.0, weight).sum()
@@ -186,18 +178,14 @@ def test_numbers_and_texts_among_a_tensors_attributes_come_back(
     make_offloader: MakeOffloader, options: str, wants_gradient: bool
 ) -> None:
     read: list[dict[str, Any]] = []
-
-    def seen(saved: tuple[Tensor, ...]) -> Any:
-        read.append(dict(vars(saved[0])))
-        return torch.ones(WIDTH, WIDTH), torch.ones(WIDTH, WIDTH)
-
+    saves = _saving(lambda saved: read.append(dict(vars(saved[0]))))
     offloader = make_offloader(**SPACES[options])
     with no_garbage_collection():
         with offloader:
             h = _numbers(2).requires_grad_() * 1.0
             h = h if wants_gradient else h.detach()
             h.scale, h.layout_name = 3.0, ("rows", torch.float8_e4m3fn)  # type: ignore[attr-defined]
-            loss = _saving(seen)(h, nn.Parameter(_numbers(1))).sum()
+            loss = saves(h, nn.Parameter(_numbers(1))).sum()
         offloader.synchronize()
         del h
         loss.backward(retain_graph=True)
@@ -210,11 +198,7 @@ def test_numbers_and_texts_among_a_tensors_attributes_come_back(
 @pytest.mark.parametrize("options", SPACES)
 def test_lost_attributes_cause_one_warning(make_offloader: MakeOffloader, options: str) -> None:
     read: list[dict[str, Any]] = []
-
-    def seen(saved: tuple[Tensor, ...]) -> Any:
-        read.append(dict(vars(saved[0])))
-        return torch.ones(WIDTH, WIDTH), None
-
+    saves = _saving(lambda saved: read.append(dict(vars(saved[0]))))
     offloader = make_offloader(**SPACES[options])
 
     def steps() -> None:
@@ -223,7 +207,7 @@ def test_lost_attributes_cause_one_warning(make_offloader: MakeOffloader, option
                 h = _numbers(2).requires_grad_() * 1.0
                 h.cache = [h]  # type: ignore[attr-defined]
                 h.scale = 2  # type: ignore[attr-defined]
-                loss = _saving(seen)(h, nn.Parameter(_numbers(1))).sum()
+                loss = saves(h, nn.Parameter(_numbers(1))).sum()
             loss.backward()
             del h.cache  # type: ignore[attr-defined]
 

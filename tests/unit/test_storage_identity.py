@@ -106,10 +106,6 @@ def test_a_reused_address_is_another_storage(make_offloader: MakeOffloader) -> N
 RECORD_BYTES = 64 * 64 * 4
 
 
-def _scope(offloader: Offloader | None) -> contextlib.AbstractContextManager[object]:
-    return offloader if offloader is not None else contextlib.nullcontext()
-
-
 @pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 def test_the_result_of_a_collective_is_waited_for_before_it_is_saved(
     make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
@@ -128,7 +124,7 @@ def test_the_result_of_a_collective_is_waited_for_before_it_is_saved(
             return tensor
 
         monkeypatch.setattr(collectives, "wait_tensor", wait)
-        with _scope(offloader):
+        with offloader or contextlib.nullcontext():
             loss = torch.mm(collectives.AsyncCollectiveTensor(received[0]), w).sum()
         received.clear()
         if offloader is not None:
