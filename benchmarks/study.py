@@ -28,7 +28,6 @@ from actoffload.tools.report import COLOURS
 from actoffload.tools.trace_file import PHASES, load
 from actoffload.tools.traced_run import AWAY, KINDS, Run, look_at
 from benchmarks import harness
-from benchmarks.frameworks_cpu import join_alone
 from benchmarks.harness import Bound, Row, mib
 from benchmarks.pictures import IMAGES
 from benchmarks.workloads import THREADS
@@ -52,6 +51,9 @@ MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 """The C library gives large blocks back as they are freed, as a device's allocator does; else it keeps them."""
 
 
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+"""A group of one process, for DeepSpeed."""
+
 # -- the program ------------------------------------------------------------------------------------------------------
 
 
@@ -62,7 +64,10 @@ def train(sizes: dict[str, int], checkpointed: bool, compiled: bool) -> None:
 
     torch.set_num_threads(THREADS)
     torch.manual_seed(0)
-    join_alone()
+    os.environ.update(ALONE)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo does; this would be compiled for a minute
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     shape: dict[str, Any] = {"hidden_size": sizes["width"], "intermediate_size": 8 * sizes["width"] // 3}
     shape |= {"num_hidden_layers": sizes["layers"], "vocab_size": sizes["words"], "num_attention_heads": 8}
     model = LlamaForCausalLM(LlamaConfig(**shape, use_cache=False))
