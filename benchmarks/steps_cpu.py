@@ -1,16 +1,16 @@
 """Whole training steps on the CPU, in turns: everything kept, the defaults, peers, a trace, and checkpoints.
 
-    python -m benchmarks.steps_cpu --part e2e|peers|trace|checkpointing|codec [--rounds N] [--cases NAME ...] [--tiny]
+    python -m benchmarks.steps_cpu --part e2e|peers|trace|checkpointing [--rounds N] [--cases NAME ...] [--tiny]
 
-Two threads, AdamW, float32 (``codec``: bfloat16). ``e2e``: GPT (also with twice its layers and twice its sequence),
-BERT, T5 and ViT with the defaults. Everything is kept twice: as PyTorch does, in memory of the C library, which gives
-large blocks back and faults them in again; and with the library's hooks and allocator and nothing moved. The step
-against the first is what a user sees, against the second what moving costs. ``peers``: the same GPT with the hooks of
-PyTorch's tutorial (``torch.save``), with ``save_on_cpu``, which copies nothing on CPU tensors and so shows how far the
-same work lies apart, and with every block recomputed. ``trace``: what a trace costs; no plan is made, so that both move
-the same.
-``checkpointing``: models with their own flag on, alone and with ``attach(model, target="nvme")``.
-``codec``: all moves under a budget of 40 %, to a disk of 60 MB/s, with and without ``codec="exact"``.
+Two threads, AdamW, float32.
+
+``e2e``: GPT (also with twice its layers and twice its sequence), BERT, T5 and ViT with the defaults. Everything is kept
+twice: as PyTorch does, in memory of the C library, which gives large blocks back and faults them in again; and with the
+library's hooks and allocator and nothing moved. The step against the first is what a user sees, against the second
+what moving costs. ``peers``: the same GPT with the hooks of PyTorch's tutorial (``torch.save``), with ``save_on_cpu``,
+which copies nothing on CPU tensors and so shows how far the same work lies apart, and with every block recomputed.
+``trace``: what a trace costs; no plan is made, so that both move the same. ``checkpointing``: models with their own
+flag on, alone and with ``attach(model, target="nvme")``.
 """
 
 from __future__ import annotations
@@ -236,47 +236,12 @@ def checkpointing(tiny: bool, folder: str) -> Part:
     )
 
 
-PLAIN, HALVED = "none", "exact"
-MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 384, "head_dim": 64}
-CODED: Specs = {
-    "llama": {"model": "llama", "batch": 4, "sizes": LLAMA},
-    "llama, LoRA": {"model": "llama", "batch": 4, "sizes": LLAMA | {"lora": 8}},
-    "qwen3_moe": {"model": "qwen3_moe", "batch": 4, "sizes": LLAMA | {"config": MIXTURE}},
-}
-WRITTEN_BOUND = 0.93
-"""Times the bytes that are written without the codec."""
-
-
-def codec_bounds(rows: Rows) -> list[Bound]:
-    found = []
-    for case in (case for case in CODED if f"{case}, {HALVED}" in rows):
-        row, plain = rows[f"{case}, {HALVED}"], rows[f"{case}, {PLAIN}"]
-        fine = {"ratio"} <= row.keys() & plain
-        written = row["written_bytes_per_step"] / plain["written_bytes_per_step"] if fine else None
-        found.append(_times(f"{case}: bytes written × without the codec", written, WRITTEN_BOUND))
-        found.append(_times(f"{case}: step × without the codec", row.get("ratio"), 1.0))
-    return found
-
-
-def codec(tiny: bool, folder: str) -> Part:
-    options = {"policy": "all", "device_budget": "40%", "disk_bytes_per_s": 60e6}
-    modes: Specs = {name: {"mode": "attached", "options": options | {"codec": name}} for name in (PLAIN, HALVED)}
-    return Part(
-        cases={name: case | {"dtype": "bfloat16"} for name, case in CODED.items()},
-        modes={KEEP: {"mode": KEEP}, **modes},
-        references={"ratio": PLAIN, "to_keep": KEEP},
-        shown=(PLAIN, HALVED),
-        bounds=codec_bounds,
-        untimed=2,
-    )
-
-
 def _times(what: str, measured: float | None, bound: float) -> Bound:
     return Bound(what=what, measured=measured, bound=bound, unit=" ×")
 
 
 PARTS: dict[str, Callable[[bool, str], Part]]
-PARTS = {"e2e": e2e, "peers": peers, "trace": trace, "checkpointing": checkpointing, "codec": codec}
+PARTS = {"e2e": e2e, "peers": peers, "trace": trace, "checkpointing": checkpointing}
 
 # -- one run ----------------------------------------------------------------------------------------------------------
 

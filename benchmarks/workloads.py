@@ -16,7 +16,7 @@ from actoffload.tools import models
 from actoffload.tools.on_paper import Case
 
 Start = tuple[Tensor, Tensor | None]
-CAUSAL_MODELS = {"llama": "LlamaDecoderLayer", "qwen2": "Qwen2DecoderLayer", "qwen3_moe": "Qwen3MoeDecoderLayer"}
+CAUSAL_MODELS = {"llama": "LlamaDecoderLayer", "qwen2": "Qwen2DecoderLayer"}
 LANGUAGE_MODELS = {"gpt2": "gpt", "bert": "bert", "t5": "t5"}
 THREADS = 2
 """Of whole steps on the CPU."""
@@ -49,7 +49,7 @@ def build(spec: dict[str, Any]) -> Workload:
     """The workload that ``spec`` names, on torch's default device; weights and inputs by torch's seed.
 
     Args:
-        spec: ``model`` ("gpt", "gpt2", "bert", "t5", "vit", "unet", "llama", "qwen2" or "qwen3_moe"), ``dtype``,
+        spec: ``model`` ("gpt", "gpt2", "bert", "t5", "vit", "unet", "llama" or "qwen2"), ``dtype``,
             ``batch`` (sequences or images) and sizes: ``gpt`` (fields of `GPTConfig`) for the first, else ``sizes``.
             ``checkpointing``: the model's own gradient checkpointing is on, as its framework switches it on.
 
@@ -143,10 +143,7 @@ def _unet(spec: dict[str, Any]) -> Workload:
 
 
 def _causal(spec: dict[str, Any]) -> Workload:
-    """Sizes: ``hidden``, ``layers``, ``inner``, ``heads``, ``kv_heads``, ``vocab``, ``seq``, ``lora`` (its rank).
-
-    ``config``: more fields of the model's configuration.
-    """
+    """Sizes: ``hidden``, ``layers``, ``inner``, ``heads``, ``kv_heads``, ``vocab``, ``seq``, ``lora`` (its rank)."""
     sizes = spec["sizes"]
     config = models.configuration(
         spec["model"],
@@ -157,7 +154,6 @@ def _causal(spec: dict[str, Any]) -> Workload:
         num_attention_heads=sizes["heads"],
         num_key_value_heads=sizes["kv_heads"],
         max_position_embeddings=sizes["seq"],
-        **sizes.get("config", {}),
     )
     made: Any = models.build_transformers(
         config, sequence=sizes["seq"], dtype=torch.get_default_dtype(), device=torch.get_default_device()
