@@ -40,15 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.make_parser(__doc__, tiny=True)
     parser.add_argument("--steps", type=int, default=5, help="training steps of each run")
     options = parser.parse_args(arguments)
-    work = (TINY if options.tiny else gpt(8, 256, 256)) | {"dtype": "float32"}
-    configuration = work | {"threads": THREADS, "steps": options.steps, "slow": SLOW_BYTES_PER_S}
+    work = TINY if options.tiny else gpt(8, 256, 256)
+    configuration = work | {"dtype": "float32", "threads": THREADS, "steps": options.steps, "slow": SLOW_BYTES_PER_S}
     results = harness.Results("report_pictures", arguments, configuration, keep=not options.tiny)
     images = results.file.parent if options.tiny else IMAGES
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, more in RUNS.items():
             trace, page = Path(folder) / f"{name}.json", Path(folder) / f"{name}.html"
-            train(work, options.steps, trace, path=options.path, policy="all", **more)
+            train(work, options.steps, trace, options.path, policy="all", **more)
             run = look_at(load(trace))
             write_page(run, page)
             draw(page, images)
