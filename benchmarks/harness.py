@@ -40,7 +40,7 @@ def make_parser(description: str | None, *, rounds: int | None = None, tiny: boo
 
 
 def run_sample(module: str, spec: dict[str, Any], *, timeout_s: float) -> Sample:
-    """One sample in a process of its own; see `actoffload.tools.environment.run_worker`."""
+    """One sample in a process of its own; see `actoffload.tools.workers.run_worker`."""
     return run_worker(module, spec, limit_s=timeout_s, cwd=ROOT)
 
 

@@ -47,8 +47,8 @@ class Mode:
         return self.peer in ("actoffload", "attached")
 
 
-def _ours(recompute: bool = False, **options: Any) -> Mode:
-    return Mode(peer="actoffload", recompute=recompute, options=options)
+def _ours(*, checkpointed: bool = False, **options: Any) -> Mode:
+    return Mode(peer="actoffload", recompute=checkpointed, options=options)
 
 
 class KeepAll:
@@ -71,17 +71,13 @@ MODES = {
     "all": _ours(policy="all"),
     "host, all": _ours(target="host", policy="all"),
     "nvme, all": _ours(target="nvme", policy="all"),
-    "budget 35 %": Mode(peer="actoffload", options={"device_budget": 0.35, "recompute": True}),
-    "budget 35 %, exact": Mode(peer="actoffload", options={"device_budget": 0.35, "recompute": True, "codec": "exact"}),
-    "recompute's peak": Mode(peer="actoffload", options={"device_budget": "recompute", "recompute": True}),
-    "checkpointed, ours at equal memory": Mode(
-        peer="actoffload", recompute=True, options={"device_memory": "recompute"}
-    ),
-    "checkpointed, no codec": Mode(
-        peer="actoffload", recompute=True, options={"device_memory": "recompute", "codec": "none"}
-    ),
-    "recompute + host": _ours(recompute=True, target="host"),
-    "recompute + nvme": _ours(recompute=True, target="nvme"),
+    "budget 35 %": _ours(device_budget=0.35, recompute=True),
+    "budget 35 %, exact": _ours(device_budget=0.35, recompute=True, codec="exact"),
+    "recompute's peak": _ours(device_budget="recompute", recompute=True),
+    "checkpointed, ours at equal memory": _ours(checkpointed=True, device_memory="recompute"),
+    "checkpointed, no codec": _ours(checkpointed=True, device_memory="recompute", codec="none"),
+    "recompute + host": _ours(checkpointed=True, target="host"),
+    "recompute + nvme": _ours(checkpointed=True, target="nvme"),
     "attached": Mode(peer="attached", options={"target": "nvme"}),
     "attached, kept": Mode(peer="attached", options={"target": "nvme", "policy": KeepAll()}),  # counts, moves nothing
     "save_on_cpu": Mode(peer="save_on_cpu"),
@@ -124,12 +120,10 @@ class Attached(Library):
     """
 
     def __init__(self, model: nn.Module, path: str | None, options: Mapping[str, Any]) -> None:
-        more: dict[str, Any] = {name: option for name, option in options.items() if name != "disk_bytes_per_s"}
-        if "disk_bytes_per_s" in options:
-            more["engine"] = partial(SlowEngine, bandwidth_bytes_per_s=options["disk_bytes_per_s"])
-        if path is not None:
-            more["path"] = path
-        self._attachment = actoffload.attach(model, **more)
+        given = {"path": path, **options}
+        if "disk_bytes_per_s" in given:
+            given["engine"] = partial(SlowEngine, bandwidth_bytes_per_s=given.pop("disk_bytes_per_s"))
+        self._attachment = actoffload.attach(model, **given)
         self.offloader = self._attachment.offloader
 
     def context(self) -> AbstractContextManager[Any]:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 import actoffload
 from actoffload.testing import simulated_device
 from actoffload.tools.environment import peak_rss_bytes, rss_bytes
+from actoffload.tools.workers import failure, say
 from benchmarks.modes import MODES, Library, open_peer
 from benchmarks.peers import Peer, Unavailable
 from benchmarks.workloads import build, checkpoint_blocks
@@ -177,10 +178,6 @@ class Run:
             torch.accelerator.synchronize()
 
 
-def say(something: dict[str, Any]) -> None:
-    print(json.dumps(something), flush=True)
-
-
 def compute_deterministically(on: bool) -> None:
     """Choose PyTorch's deterministic algorithms, without the filling of memory that comes with them."""
     torch.use_deterministic_algorithms(on)
@@ -248,11 +245,6 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def out_of_memory(mode: str, error: torch.OutOfMemoryError) -> dict[str, Any]:
-    """A result: memory did not suffice for a mode."""
-    return {"mode": mode, "error": f"out of memory: {str(error).splitlines()[0]}", "oom": True}
-
-
 def read_spec(argument: str) -> dict[str, Any]:
     """The options, with the environment that reproducible results need."""
     # Before torch starts cuBLAS: without a fixed workspace its results are not reproducible.
@@ -269,7 +261,7 @@ def main(argument: str) -> int:
     except Unavailable as error:
         say({"mode": spec["mode"], "unavailable": str(error)})
     except torch.OutOfMemoryError as error:
-        say(out_of_memory(spec["mode"], error))
+        say({"mode": spec["mode"]} | failure(error))
     return 0
 
 
