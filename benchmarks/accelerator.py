@@ -125,8 +125,8 @@ def _checkpointed(
         row = take(what, options=given, link=LINKS[link], steps=CHECKPOINTED_STEPS, checkpointed=True)
         step, peak = (None, None) if "error" in row else (row["step_s"] / alone["step_s"], row["highest_bytes"] / limit)
         bound = NO_SHORTER if codec == "none" else shorter.get((link, room), NO_SHORTER)
-        bounds.append(Bound(what=f"{what}: step × checkpointing's", measured=step, bound=bound))
-        bounds.append(Bound(what=f"{what}: highest peak × its limit", measured=peak, bound=1.0))
+        bounds.append(Bound(f"{what}: step × checkpointing's", step, bound))
+        bounds.append(Bound(f"{what}: highest peak × its limit", peak, 1.0))
     return bounds
 
 
@@ -142,7 +142,7 @@ def _bounds(host: str, found: Rows) -> list[Bound]:
     bounds = []
 
     def bound(what: str, measured: float, limit: float) -> None:
-        bounds.append(Bound(what=f"{host}: {what}", measured=measured, bound=limit))
+        bounds.append(Bound(f"{host}: {what}", measured, limit))
 
     if keep is None or default is None:
         return []

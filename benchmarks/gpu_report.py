@@ -84,10 +84,8 @@ def goals(points: Sequence[PointRow]) -> list[Bound]:
         alone, ours = results.get("recompute"), results.get(CHECKPOINTED)
         if alone is not None and ours is not None:
             times, peak = _times(ours) / _times(alone), _peak(ours) / _peak(alone)
-            found.append(
-                Bound(what=f"{name}, checkpointed: step time / alone", measured=times, bound=CHECKPOINTED_GOAL)
-            )
-            found.append(Bound(what=f"{name}, checkpointed: activation peak / alone", measured=peak, bound=SAME_PEAK))
+            found.append(Bound(f"{name}, checkpointed: step time / alone", times, CHECKPOINTED_GOAL))
+            found.append(Bound(f"{name}, checkpointed: activation peak / alone", peak, SAME_PEAK))
     return found
 
 
@@ -105,26 +103,26 @@ def _case_goals(name: str, results: dict[str, dict[str, Any]], *, paper: bool) -
     found = []
     if host is not None and paper:
         what = f"{name}, host: activation peak / keep's{hiding(keep, PEAK_GOAL * _peak(keep))}"
-        found.append(Bound(what=what, measured=_peak(host) / _peak(keep), bound=PEAK_GOAL))
-        found.append(Bound(what=f"{name}, host: step time / keep's", measured=host["ratio"], bound=TIME_GOAL))
+        found.append(Bound(what, _peak(host) / _peak(keep), PEAK_GOAL))
+        found.append(Bound(f"{name}, host: step time / keep's", host["ratio"], TIME_GOAL))
     if "default" in results:
         ratio = results["default"]["ratio"]
-        found.append(Bound(what=f"{name}, default: step time / keep's", measured=ratio, bound=TIME_GOAL))
+        found.append(Bound(f"{name}, default: step time / keep's", ratio, TIME_GOAL))
     if host is not None and trl is not None:
         faster, lower = _times(trl) / _times(host), _peak(host) / _peak(trl)
         what = f"{name}: TRL's step time / host's"
-        found.append(Bound(what=what, measured=faster, bound=TRL_GOAL, at_most=False))
-        found.append(Bound(what=f"{name}: host's activation peak / TRL's", measured=lower, bound=1.0))
+        found.append(Bound(what, faster, TRL_GOAL, at_most=False))
+        found.append(Bound(f"{name}: host's activation peak / TRL's", lower, 1.0))
     if "recompute" in results:
         limit = _peak(results["recompute"])
         below = [r["ratio"] for mode, r in results.items() if MODES[mode].ours and _peak(r) < limit]
         what = f"{name}, below recompute's peak: least step time / keep's{hiding(keep, limit)}"
-        found.append(Bound(what=what, measured=min(below, default=None), bound=TIME_GOAL))
+        found.append(Bound(what, min(below, default=None), TIME_GOAL))
     ideal_s = results.get("nvme", {}).get("predicted_step_s")
     if ideal_s:
         share = ideal_s / results["nvme"]["median_step_s"]
         what = f"{name}, nvme: the plan's step time / the real one"
-        found.append(Bound(what=what, measured=share, bound=IDEAL_GOAL, at_most=False))
+        found.append(Bound(what, share, IDEAL_GOAL, at_most=False))
     return found
 
 

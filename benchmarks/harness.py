@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -56,7 +56,7 @@ def middle(samples: Iterable[Mapping[str, Any]], *keys: str) -> float:
 
 
 WORKER = "benchmarks.worker"
-Group = Mapping[str, Mapping[str, Any]]
+Group = Mapping[str, dict[str, Any]]
 """What `benchmarks.worker` is told, by the name of each sample; ``steps`` of the first is that of all."""
 
 
@@ -78,18 +78,12 @@ def take_rounds(
     samples: Samples = {name: [] for group in groups for name in group}
     for _ in range(rounds):
         for group in groups:
-            specs = {name: {**spec, "in_turns": True} for name, spec in group.items()}
             steps = next(iter(group.values()))["steps"]
-            for name, sample in take_turns(WORKER, specs, steps, limit_s=limit_s, cwd=ROOT).items():
+            for name, sample in take_turns(WORKER, group, steps, limit_s=limit_s, cwd=ROOT).items():
                 samples[name].append(sample)
-                print(f"{name}: {missing(sample) or sample['median_step_s']}", flush=True)
+                print(f"{name}: {sample.get('error') or sample.get('median_step_s')}", flush=True)
         after_round(samples)
     return samples
-
-
-def missing(sample: Sample) -> str | None:
-    """Why something was not measured."""
-    return sample.get("unavailable") or sample.get("error")
 
 
 def ratios(taken: Iterable[Sample], others: Iterable[Sample]) -> list[float]:
@@ -110,13 +104,14 @@ def identical(*samples: Iterable[Sample]) -> bool:
 # -- results ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Bound:
     """One thing that must hold: ``measured`` at most (or at least) ``bound``; None where it could not be measured."""
 
     what: str
     measured: float | None
     bound: float
+    _: KW_ONLY
     at_most: bool = True
     unit: str = ""
 

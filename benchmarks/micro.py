@@ -115,19 +115,19 @@ def judge(samples: Samples) -> list[Bound]:
         mine = [sample for sample in samples.get("hooks", ()) if sample["kind"] == kind]
         if mine:
             what = f"hook: {micro_hooks.KINDS[kind]}"
-            bounds.append(Bound(what=what, measured=above_bare_us(mine, "thread_s"), bound=limit, unit=" µs"))
+            bounds.append(Bound(what, above_bare_us(mine, "thread_s"), limit, unit=" µs"))
     asked = [sample["calls"] for sample in samples.get("hooks", ()) if sample["kind"] == "device" and "calls" in sample]
     for name, most in CALL_BOUNDS.items() if asked else ():
-        bounds.append(Bound(what=f"null device: {name} for one tensor", measured=middle(asked, name), bound=most))
+        bounds.append(Bound(f"null device: {name} for one tensor", middle(asked, name), most))
     for kind, what in STEPS.items() if "step" in samples else ():
         ratio = step_ratio([sample for sample in samples["step"] if sample.get("kind") == kind])
-        bounds.append(Bound(what=what, measured=ratio, bound=STEP_BOUND, unit=" × keep"))
+        bounds.append(Bound(what, ratio, STEP_BOUND, unit=" × keep"))
     for kind in SCALED if "scaling" in samples else ():
         bounds.append(_flatness(kind, [sample for sample in samples["scaling"] if sample["kind"] == kind]))
     for name, own, fio in rates_of(samples.get("spool", ())):
         if fio is not None:
             what = f"spool: {name}, of fio"
-            bounds.append(Bound(what=what, measured=own / fio, bound=OF_FIO, at_most=False, unit=" ×"))
+            bounds.append(Bound(what, own / fio, OF_FIO, at_most=False, unit=" ×"))
     return bounds
 
 
@@ -142,7 +142,7 @@ def _flatness(kind: str, samples: list[Sample]) -> Bound:
     costs = [above_bare_us([s for s in samples if s["alive"] == alive], "thread_s") for alive in (few, many)]
     ratio = costs[1] / costs[0] if costs[0] and costs[1] else None
     what = f"scaling: {micro_hooks.KINDS[kind]}, {many} alive over {few}"
-    return Bound(what=what, measured=ratio, bound=FLAT, unit=" ×")
+    return Bound(what, ratio, FLAT, unit=" ×")
 
 
 def rates_of(samples: Sequence[Sample]) -> list[tuple[str, float, float | None]]:

@@ -92,14 +92,15 @@ def rows_of(part: Part, samples: Samples) -> Rows:
     rows: Rows = {}
     for case in dict.fromkeys(name.rpartition("/")[0] for name in samples):
         by_mode = {mode: samples[f"{case}/{mode}"] for mode in part.modes if f"{case}/{mode}" in samples}
-        fine = {mode: taken for mode, taken in by_mode.items() if not any(map(harness.missing, taken))}
+        errors = {mode: [one["error"] for one in taken if "error" in one] for mode, taken in by_mode.items()}
+        fine = {mode: taken for mode, taken in by_mode.items() if not errors[mode]}
         references = {key: fine[mode] for key, mode in part.references.items() if mode in fine}
         for mode in part.shown:
             name = case if len(part.shown) == 1 else f"{case}, {mode}"
             if mode in fine and next(iter(part.references)) in references:
                 rows[name] = compare(fine[mode], references)
             elif mode in by_mode:
-                rows[name] = {"why": next(filter(None, map(harness.missing, by_mode[mode])), "no reference")}
+                rows[name] = {"why": next(iter(errors[mode]), "no reference")}
     return rows
 
 
@@ -133,14 +134,14 @@ def e2e_bounds(rows: Rows) -> list[Bound]:
         return []
     head = rows[HEAD]
     what = "gpt: saved bytes gone from peak RSS"
-    found = [Bound(what=what, measured=head["gone_share"], bound=GONE_BOUND, at_most=False)]
+    found = [Bound(what, head["gone_share"], GONE_BOUND, at_most=False)]
     for key, reference in (("ratio", "keep's"), ("moving", "keep's in the same memory")):
         what = f"step time / {reference}"
-        found.append(Bound(what=f"gpt: {what}", measured=head[key], bound=RATIO_BOUNDS[key], unit=" ×"))
+        found.append(Bound(f"gpt: {what}", head[key], RATIO_BOUNDS[key], unit=" ×"))
         for case in GROWN:
             if key in rows.get(case, {}):
                 change = abs(rows[case][key] - head[key])
-                found.append(Bound(what=f"{case}: change of the {what}", measured=change, bound=GROWTH_BOUND))
+                found.append(Bound(f"{case}: change of the {what}", change, GROWTH_BOUND))
     return found
 
 
@@ -162,7 +163,7 @@ TORCH_SAVE_BOUND = 1.8
 def peers_bounds(rows: Rows) -> list[Bound]:
     measured = rows.get(f"{HEAD}, torch.save", {}).get("to_ours")
     what = "step time of torch.save hooks / ours"
-    return [] if measured is None else [Bound(what=what, measured=measured, bound=TORCH_SAVE_BOUND, at_most=False)]
+    return [] if measured is None else [Bound(what, measured, TORCH_SAVE_BOUND, at_most=False)]
 
 
 def peers(tiny: bool, folder: str) -> Part:
@@ -183,7 +184,9 @@ def trace(tiny: bool, folder: str) -> Part:
         modes={"off": {"mode": "nvme", "options": options}, "on": {"mode": "nvme", "options": traced}},
         references={"ratio": "off"},
         shown=("on",),
-        bounds=lambda rows: [_times(f"{case}: step time", row.get("ratio"), 1.02) for case, row in rows.items()],
+        bounds=lambda rows: [
+            Bound(f"{case}: step time", row.get("ratio"), 1.02, unit=" ×") for case, row in rows.items()
+        ],
         steps=8,
     )
 
@@ -214,9 +217,9 @@ def checkpointing_bounds(rows: Rows) -> list[Bound]:
             row["resident_peak_bytes"] / counted["resident_peak_bytes"] if {"ratio"} <= row.keys() & counted else None
         )
         found += [
-            _times(f"{case}, {mode}: step × checkpointing's", row.get("ratio"), STEP_BOUNDS[mode]),
-            _times(f"{case}, {mode}: peak of saved bytes × its", saved, SAVED_BOUND),
-            _times(f"{case}, {mode}: process's peak × its", process, 1.0),
+            Bound(f"{case}, {mode}: step × checkpointing's", row.get("ratio"), STEP_BOUNDS[mode], unit=" ×"),
+            Bound(f"{case}, {mode}: peak of saved bytes × its", saved, SAVED_BOUND, unit=" ×"),
+            Bound(f"{case}, {mode}: process's peak × its", process, 1.0, unit=" ×"),
         ]
     return found
 
@@ -234,10 +237,6 @@ def checkpointing(tiny: bool, folder: str) -> Part:
         rounds=1,
         steps=6,
     )
-
-
-def _times(what: str, measured: float | None, bound: float) -> Bound:
-    return Bound(what=what, measured=measured, bound=bound, unit=" ×")
 
 
 PARTS: dict[str, Callable[[bool, str], Part]]

@@ -139,13 +139,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         **{f"{name}, processor s": partial(_of_phase, name, "processor_s") for name in PHASES},
     }
     bounds = [
-        Bound(what=f"{name}: sum of the kinds, off the total by", measured=row["memory_off"], bound=0.02)
-        for name, row in rows.items()
+        Bound(f"{name}: sum of the kinds, off the total by", row["memory_off"], 0.02) for name, row in rows.items()
     ]
     for way in ("write", "read"):
         traced, kernel = (rows["actoffload"][f"{count}_bytes"][way] for count in ("traced", "kernel"))
         what = f"actoffload: bytes of disk {way}, off the kernel's count for the process by"
-        bounds.append(Bound(what=what, measured=abs(traced / kernel - 1) if kernel else None, bound=0.05))
+        bounds.append(Bound(what, abs(traced / kernel - 1) if kernel else None, 0.05))
     hold = results.finish(harness.table_of("ZeRO-Offload, two threads", rows, columns), bounds)
     return 0 if hold and len({tuple(row["losses"]) for row in rows.values()}) == 1 else 1
 

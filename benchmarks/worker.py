@@ -1,16 +1,15 @@
 """One sample: a few training steps of one model in one mode. The last line of output is one JSON object.
 
-The options come as one JSON argument: those of `benchmarks.workloads.build`, and ``device``, ``mode`` (of
-`benchmarks.modes`), ``steps`` (timed), ``warm_up`` (steps before them), ``path``, ``threads``, ``optimizer`` (bool),
-``options`` (more of them for `offload_activations`) and ``in_turns`` (bool: a timed step is taken for every line that
-is read, and said; see `benchmarks.harness.take_rounds`).
+A timed step is taken for every line that is read, and said; see `benchmarks.harness.take_rounds`. The options come as
+one JSON argument: those of `benchmarks.workloads.build`, and ``device``, ``mode`` (of `benchmarks.modes`), ``warm_up``
+(steps before those that are timed), ``path``, ``threads``, ``optimizer`` (bool) and ``options`` (more of them for
+`offload_activations`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
-import os
 import resource
 import sys
 import time
@@ -25,9 +24,9 @@ from torch import Tensor, nn
 import actoffload
 from actoffload.testing import simulated_device
 from actoffload.tools.environment import peak_rss_bytes, rss_bytes
-from actoffload.tools.workers import failure, say
+from actoffload.tools.workers import say
 from benchmarks.modes import MODES, Library, open_peer
-from benchmarks.peers import Peer, Unavailable
+from benchmarks.peers import Peer
 from benchmarks.workloads import build, checkpoint_blocks
 
 CHECK_CHUNK = 1 << 24
@@ -222,19 +221,19 @@ def trim_heap() -> None:
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
-    """All steps of one sample. Bytes and seconds."""
+    """All steps of one sample on the CPU. Bytes and seconds."""
     run = Run(spec)
     result: dict[str, Any] = {name: spec.get(name) for name in ("mode", "options")}
     run.open()  # a peer's library is static memory, too
     run.make_static()
-    result["static_bytes" if run.on_device else "static_rss_bytes"] = run.static_bytes
+    result["static_rss_bytes"] = run.static_bytes
     result["first_gradients"] = run.first_step()
     if spec["mode"] == "keep":
         result["reproducible"] = run.first_step() == result["first_gradients"]
         run.losses.pop()
-    run.timed(spec.get("warm_up", 1))
+    run.timed(spec["warm_up"])
     used = kernel_counts()
-    result |= run.measure(run.timed_in_turns if spec.get("in_turns") else lambda: run.timed(spec["steps"]))
+    result |= run.measure(run.timed_in_turns)
     result |= per_step(used, kernel_counts(), len(result["step_s"]))
     result["peak_rss_bytes"] = peak_rss_bytes()
     result["losses"] = run.losses
@@ -245,25 +244,5 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def read_spec(argument: str) -> dict[str, Any]:
-    """The options, with the environment that reproducible results need."""
-    # Before torch starts cuBLAS: without a fixed workspace its results are not reproducible.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    spec: dict[str, Any] = json.loads(argument)
-    return spec
-
-
-def main(argument: str) -> int:
-    """Measure and print; running out of memory is a result, and so is a peer that is not to be had."""
-    spec = read_spec(argument)
-    try:
-        say(measure(spec))
-    except Unavailable as error:
-        say({"mode": spec["mode"], "unavailable": str(error)})
-    except torch.OutOfMemoryError as error:
-        say({"mode": spec["mode"]} | failure(error))
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1]))
+    say(measure(json.loads(sys.argv[1])))
