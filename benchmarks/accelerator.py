@@ -43,10 +43,10 @@ MODES: dict[str, dict[str, Any]] = {
     TRL: {"options": None, "seam": "trl", "steps": 3},
     AT_TRL: {"options": {"device_budget": 0.0}},
 }
-CHECKPOINTED, WITH_LOSS = "checkpointed", "checkpointed, with logits and loss"
+CHECKPOINTED = "checkpointed"
 SHAPES: dict[str, dict[str, Any]] = {
     CHECKPOINTED: {},
-    WITH_LOSS: {"head": True},
+    "checkpointed, with logits and loss": {"head": True},
     "checkpointed, LoRA": {"lora": True, "bf16": True},
 }
 HOST, NVME, NO_USE = "host, 52 GB/s", "NVMe, 12/24 GB/s", "0.2 GB/s"
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             bounds += _modes(host, found, take, options)
         else:
             shorter = SHORTER if host == CHECKPOINTED else {}
-            bounds += _checkpointed(partial(take, **SHAPES[host]), options, shorter, both=host != WITH_LOSS)
+            bounds += _checkpointed(partial(take, **SHAPES[host]), options, shorter)
     tables = [harness.table_of(host, found, COLUMNS) for host, found in rows.items()]
     failed = [row for found in rows.values() for row in found.values() if "error" in row]
     return 0 if results.finish("\n".join(tables), bounds) and not failed else 1
@@ -110,22 +110,19 @@ def _modes(host: str, found: Rows, take: Callable[..., Row], options: argparse.N
 
 
 def _checkpointed(
-    take: Callable[..., Row], options: argparse.Namespace, shorter: dict[tuple[str, float], float], *, both: bool
+    take: Callable[..., Row], options: argparse.Namespace, shorter: dict[tuple[str, float], float]
 ) -> list[Bound]:
     """Every layer checkpointed, at the peak of checkpointing alone and above; what must hold."""
     take("keep")
     alone = take("checkpointing", checkpointed=True)
     bounds = []
-    for link, room, codec in product(options.links, ROOMS, ("auto", "none") if both else ("auto",)):
+    for link, room in product(options.links, ROOMS):
         limit = room * alone["peak_bytes"]
         what = f"{link}, {f'+ {100 * room - 100:.0f} %' if room > 1 else 'default'}"
-        what += ", codec none" if codec == "none" else ""
-        given: dict[str, Any] = {"device_memory": int(limit)} if room > 1 else {}
-        given["codec"] = codec
+        given = {"device_memory": int(limit)} if room > 1 else {}
         row = take(what, options=given, link=LINKS[link], steps=CHECKPOINTED_STEPS, checkpointed=True)
         step, peak = (None, None) if "error" in row else (row["step_s"] / alone["step_s"], row["highest_bytes"] / limit)
-        bound = NO_SHORTER if codec == "none" else shorter.get((link, room), NO_SHORTER)
-        bounds.append(Bound(f"{what}: step × checkpointing's", step, bound))
+        bounds.append(Bound(f"{what}: step × checkpointing's", step, shorter.get((link, room), NO_SHORTER)))
         bounds.append(Bound(f"{what}: highest peak × its limit", peak, 1.0))
     return bounds
 

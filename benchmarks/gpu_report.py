@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.harness import Bound, markdown_table
+from benchmarks.harness import Bound, Row, number, table_of, yes
 from benchmarks.modes import MODES
 
-PointRow = dict[str, Any]
-COLUMNS = (
-    *("case / mode", "step time / reference", "step, s", "activation peak", "held as backward ends"),
-    *("peak of AdamW's step", "host RSS", "moved a step", "stalled a step, s", "bit-identical"),
-)
-SIZES = tuple(f"{name}_bytes" for name in ("activation_peak", "held", "optimizer_peak", "host_rss"))
+PointRow = Row
 PEAK_GOAL, TIME_GOAL, TRL_GOAL, IDEAL_GOAL = 0.40, 1.02, 1.5, 0.95
 CHECKPOINTED, CHECKPOINTED_GOAL = "checkpointed, ours at equal memory", 0.94
 """Times the step of the same checkpoints alone; the peak must not be above theirs."""
@@ -22,19 +17,23 @@ SAME_PEAK = 1.02
 """Peaks that differ by less are one peak."""
 
 
+REMARKS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "Left out, as time was short or the reference failed": lambda result: "left_out" in result,
+    "Timed while another plan was made": lambda result: result.get("plans_while_timed"),
+    "With host memory that could not be page-locked, so that copies block": (
+        lambda result: result.get("page_locked") is False
+    ),
+}
+"""Said below the table of the points of which it holds."""
+
+
 def render(points: Sequence[PointRow]) -> str:
     """All points as a Markdown table, and what is to be known of them."""
-    text = markdown_table(COLUMNS, [_row(point) for point in points])
+    text = table_of("case / mode", {_name(point): point["result"] for point in points}, COLUMNS)
     text += "".join(f"\n{verdict}\n" for verdict in verdicts(points))
-    left_out = [_name(point) for point in points if "left_out" in point["result"]]
-    if left_out:
-        text += f"\nLeft out, as time was short or the reference failed: {'; '.join(left_out)}.\n"
-    planned = [_name(point) for point in points if point["result"].get("plans_while_timed")]
-    if planned:
-        text += f"\nTimed while another plan was made: {'; '.join(planned)}.\n"
-    pageable = [_name(point) for point in points if point["result"].get("page_locked") is False]
-    if pageable:
-        text += f"\nWith host memory that could not be page-locked, so that copies block: {'; '.join(pageable)}.\n"
+    for remark, holds in REMARKS.items():
+        named = [_name(point) for point in points if holds(point["result"])]
+        text += f"\n{remark}: {'; '.join(named)}.\n" if named else ""
     return text
 
 
@@ -42,31 +41,36 @@ def _name(point: PointRow) -> str:
     return f"{point['case']['name']} / {point['mode']}"
 
 
-def _row(point: PointRow) -> tuple[str, ...]:
-    result = point["result"]
-    why = "out of memory" if result.get("oom") else next((result[k] for k in _REASONS if k in result), None)
-    if why is not None:
-        return (_name(point), str(why), *["-"] * (len(COLUMNS) - 2))
-    wait_s = result.get("wait_s_per_step")
+def _why(result: Row) -> str | None:
+    """Why there is no number."""
+    return "out of memory" if result.get("oom") else next((result[k] for k in _REASONS if k in result), None)
+
+
+def _identical(result: Row) -> str | None:
+    if "identical" not in result:
+        return None
     return (
-        _name(point),
-        "-" if "ratio" not in result else f"{result['ratio']:.3f}",
-        f"{result['median_step_s']:.3f}",
-        *(_size(result.get(name)) for name in (*SIZES, "written_bytes_per_step")),
-        "-" if wait_s is None else f"{wait_s:.3f}",
-        _identical(result),
+        "first step" if result["identical"] and result.get("last_gradients", "") is None else yes(result["identical"])
     )
 
 
-def _identical(result: dict[str, Any]) -> str:
-    if "identical" not in result:
-        return "-"
-    if not result["identical"]:
-        return "NO"
-    return "yes" if result.get("last_gradients", "") is not None else "first step"
+def _bytes(name: str) -> Callable[[Row], str]:
+    return lambda result: _size(result.get(f"{name}_bytes"))
 
 
 _REASONS = ("error", "unavailable", "left_out")
+_RATIO = number("ratio", 1, 3)
+COLUMNS: dict[str, Callable[[Row], object]] = {
+    "step time / reference": lambda result: _why(result) or _RATIO(result),
+    "step, s": number("median_step_s", 1, 3),
+    "activation peak": _bytes("activation_peak"),
+    "held as backward ends": _bytes("held"),
+    "peak of AdamW's step": _bytes("optimizer_peak"),
+    "host RSS": _bytes("host_rss"),
+    "moved a step": lambda result: _size(result.get("written_bytes_per_step")),
+    "stalled a step, s": number("wait_s_per_step", 1, 3),
+    "bit-identical": _identical,
+}
 
 
 def differs(result: dict[str, Any]) -> bool:
@@ -77,15 +81,15 @@ def differs(result: dict[str, Any]) -> bool:
 def goals(points: Sequence[PointRow]) -> list[Bound]:
     """What the suite's numbers are to reach, as far as they were measured."""
     found: list[Bound] = []
+    paper = {point["case"]["name"] for point in points if point["case"]["ssdtrain"]}
     for name, results in _by_case(points).items():
         if "peak_device_bytes" in results.get("keep", {}):
-            paper = any(point["case"]["ssdtrain"] for point in points if point["case"]["name"] == name)
-            found += _case_goals(name, results, paper=paper)
+            found += _case_goals(name, results, paper=name in paper)
         alone, ours = results.get("recompute"), results.get(CHECKPOINTED)
         if alone is not None and ours is not None:
-            times, peak = _times(ours) / _times(alone), _peak(ours) / _peak(alone)
-            found.append(Bound(f"{name}, checkpointed: step time / alone", times, CHECKPOINTED_GOAL))
-            found.append(Bound(f"{name}, checkpointed: activation peak / alone", peak, SAME_PEAK))
+            what = f"{name}, checkpointed"
+            found.append(Bound(f"{what}: step time / alone", _times(ours) / _times(alone), CHECKPOINTED_GOAL))
+            found.append(Bound(f"{what}: activation peak / alone", _peak(ours) / _peak(alone), SAME_PEAK))
     return found
 
 
@@ -102,27 +106,22 @@ def _case_goals(name: str, results: dict[str, dict[str, Any]], *, paper: bool) -
     keep, host, trl = results["keep"], results.get("host"), results.get("TRL")
     found = []
     if host is not None and paper:
-        what = f"{name}, host: activation peak / keep's{hiding(keep, PEAK_GOAL * _peak(keep))}"
-        found.append(Bound(what, _peak(host) / _peak(keep), PEAK_GOAL))
+        hides = hiding(keep, PEAK_GOAL * _peak(keep))
+        found.append(Bound(f"{name}, host: activation peak / keep's{hides}", _peak(host) / _peak(keep), PEAK_GOAL))
         found.append(Bound(f"{name}, host: step time / keep's", host["ratio"], TIME_GOAL))
     if "default" in results:
-        ratio = results["default"]["ratio"]
-        found.append(Bound(f"{name}, default: step time / keep's", ratio, TIME_GOAL))
+        found.append(Bound(f"{name}, default: step time / keep's", results["default"]["ratio"], TIME_GOAL))
     if host is not None and trl is not None:
-        faster, lower = _times(trl) / _times(host), _peak(host) / _peak(trl)
-        what = f"{name}: TRL's step time / host's"
-        found.append(Bound(what, faster, TRL_GOAL, at_most=False))
-        found.append(Bound(f"{name}: host's activation peak / TRL's", lower, 1.0))
+        found.append(Bound(f"{name}: TRL's step time / host's", _times(trl) / _times(host), TRL_GOAL, at_most=False))
+        found.append(Bound(f"{name}: host's activation peak / TRL's", _peak(host) / _peak(trl), 1.0))
     if "recompute" in results:
         limit = _peak(results["recompute"])
         below = [r["ratio"] for mode, r in results.items() if MODES[mode].ours and _peak(r) < limit]
         what = f"{name}, below recompute's peak: least step time / keep's{hiding(keep, limit)}"
         found.append(Bound(what, min(below, default=None), TIME_GOAL))
-    ideal_s = results.get("nvme", {}).get("predicted_step_s")
-    if ideal_s:
+    if ideal_s := results.get("nvme", {}).get("predicted_step_s"):
         share = ideal_s / results["nvme"]["median_step_s"]
-        what = f"{name}, nvme: the plan's step time / the real one"
-        found.append(Bound(what, share, IDEAL_GOAL, at_most=False))
+        found.append(Bound(f"{name}, nvme: the plan's step time / the real one", share, IDEAL_GOAL, at_most=False))
     return found
 
 

@@ -8,6 +8,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -48,11 +50,9 @@ def middle(samples: Iterable[Mapping[str, Any]], *keys: str) -> float:
     """The median of a number that every sample has, by its keys from the outside in."""
 
     def number(sample: Any) -> float:
-        for key in keys:
-            sample = sample[key]
-        return float(sample)
+        return float(reduce(getitem, keys, sample))
 
-    return float(median(number(sample) for sample in samples))
+    return median(map(number, samples))
 
 
 WORKER = "benchmarks.worker"
@@ -129,29 +129,15 @@ class Bound:
         return self.what, measured, f"{sign} {self.bound:g}{self.unit}", "yes" if self.holds else "NO"
 
 
-def result_file(benchmark: str, variant: str = "", *, keep: bool = True) -> Path:
-    """Where the result of a run goes: to ``$OUT`` where that is set, else to ``benchmarks/results``.
-
-    Args:
-        benchmark: its name.
-        variant: what tells it from other results of the benchmark on the same day.
-        keep: False for a result not to keep: to ``build/results``.
-    """
-    folder = Path(os.environ.get("OUT") or (RESULTS if keep else ROOT / "build" / "results"))
-    folder.mkdir(parents=True, exist_ok=True)
-    day = time.strftime("%Y-%m-%d", time.gmtime())
-    return folder / f"{'_'.join(filter(None, (benchmark, variant, day)))}.json"
-
-
 class Results:
-    """The result file (JSON) of one run and the Markdown table beside it.
+    """The result file (JSON) of one run and the Markdown table beside it, in ``$OUT`` or ``benchmarks/results``.
 
     Args:
         benchmark: its name.
         arguments: what ``main`` was given; None stands for this process's arguments.
         configuration: what was measured, for the file.
-        variant: see `result_file`.
-        keep: see `result_file`.
+        variant: what tells it from other results of the benchmark on the same day.
+        keep: False for a result not to keep, which lies in ``build/results`` without ``$OUT``.
     """
 
     def __init__(
@@ -163,7 +149,10 @@ class Results:
         variant: str = "",
         keep: bool = True,
     ) -> None:
-        self.file = result_file(benchmark, variant, keep=keep)
+        folder = Path(os.environ.get("OUT") or (RESULTS if keep else ROOT / "build" / "results"))
+        folder.mkdir(parents=True, exist_ok=True)
+        day = time.strftime("%Y-%m-%d", time.gmtime())
+        self.file = folder / f"{'_'.join(filter(None, (benchmark, variant, day)))}.json"
         self.payload: dict[str, Any] = {
             "benchmark": benchmark,
             "command": command_line(f"benchmarks.{benchmark}", arguments),

@@ -89,8 +89,8 @@ MODES = {
 class Library(Peer):
     """The library, opened like one of its peers."""
 
-    def __init__(self, model: nn.Module, path: str | None, options: Mapping[str, Any]) -> None:
-        self.options = {"model": model, "path": path, **options}
+    def __init__(self, model: nn.Module, options: Mapping[str, Any]) -> None:
+        self.options = {"model": model, **options}
         self.offloader: actoffload.Offloader | None = None
 
     def context(self) -> AbstractContextManager[Any]:
@@ -113,17 +113,15 @@ class Library(Peer):
 class Attached(Library):
     """The library by its one line for any training loop: ``attach(model, target="nvme")`` and nothing else.
 
-    Args:
-        model: what is attached.
-        path: directory of the spool; None for the default.
-        options: for `attach`, and ``disk_bytes_per_s``: the disk is slowed down to that.
+    ``disk_bytes_per_s`` among the options slows the disk down to that.
     """
 
-    def __init__(self, model: nn.Module, path: str | None, options: Mapping[str, Any]) -> None:
-        given = {"path": path, **options}
-        if "disk_bytes_per_s" in given:
-            given["engine"] = partial(SlowEngine, bandwidth_bytes_per_s=given.pop("disk_bytes_per_s"))
-        self._attachment = actoffload.attach(model, **given)
+    def __init__(self, model: nn.Module, options: Mapping[str, Any]) -> None:
+        super().__init__(model, options)
+        if "disk_bytes_per_s" in options:
+            rate = self.options.pop("disk_bytes_per_s")
+            self.options["engine"] = partial(SlowEngine, bandwidth_bytes_per_s=rate)
+        self._attachment = actoffload.attach(self.options.pop("model"), **self.options)
         self.offloader = self._attachment.offloader
 
     def context(self) -> AbstractContextManager[Any]:
@@ -140,10 +138,11 @@ def open_peer(mode: Mode, work: Workload, device: torch.device, path: str | None
     Raises:
         Unavailable: a peer cannot run here.
     """
+    ours = {"path": path, **mode.options, **options}
     makers: dict[str, Callable[[], Peer]] = {
         "": Peer,
-        "actoffload": lambda: Library(work.model, path, {**mode.options, **options}),
-        "attached": lambda: Attached(work.model, path, {**mode.options, **options}),
+        "actoffload": lambda: Library(work.model, ours),
+        "attached": lambda: Attached(work.model, ours),
         "save_on_cpu": lambda: SaveOnCpu(device),
         "torch.save": lambda: TorchSave(path),
         "trl": lambda: Trl(work.model, device),

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from actoffload.integrations.deepspeed import block_io
 
@@ -45,6 +46,13 @@ BUCKET = 5_000_000
 PARTS = 90
 """The parts of a step for which a rate is drawn."""
 WIDTH, HEIGHT, PIXELS = 9.2, 7.6, 160
+LABELS = (
+    "memory, GiB, beside the\nprocess before training",
+    "disk, MB/s\nin | out",
+    "DeepSpeed's\ncopies, MB/s\nin | out",
+    "processors",
+)
+"""Of the picture's rows."""
 GIB = 1 << 30
 LIMIT_S = 1800
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
@@ -177,13 +185,7 @@ def draw(runs: dict[str, Run], file: Path, *, dark: bool) -> None:
             for axis in column:
                 axis.spines[["top", "right"]].set_visible(False)
                 _phases(axis, run, named=axis is column[0])
-        labels = (
-            "memory, GiB, beside the\nprocess before training",
-            "disk, MB/s\nin | out",
-            "DeepSpeed's\ncopies, MB/s\nin | out",
-            "processors",
-        )
-        for axis, label in zip(grid[:, 0], labels, strict=True):
+        for axis, label in zip(grid[:, 0], LABELS, strict=True):
             axis.set_ylabel(label)
         known: dict[str, Any] = {}
         for axis in grid.flatten():
@@ -208,27 +210,28 @@ def _memory(axis: Any, run: Run) -> None:
 
 def _link(axis: Any, run: Run, link: str) -> None:
     """Draw rates: out of the device upwards, back to it downwards; others on top of ours."""
-    length_s = run.end_s - run.begin_s
-    for way, sign, colour in (("write", 1e-6, "write"), ("read", -1e-6, "read")):
+    for way, unit in (("write", 1e6), ("read", -1e6)):
         ours, others = (
-            [sign * n * PARTS / length_s for n in run.moved(f"{link} {way}", run.begin_s, run.end_s, PARTS, ours=mine)]
+            numpy.array(run.moved(f"{link} {way}", run.begin_s, run.end_s, PARTS, ours=mine)) / unit
             for mine in (True, False)
         )
-        edges = [length_s * number / PARTS for number in range(PARTS + 1)]
-        both = [mine + theirs for mine, theirs in zip(ours, others, strict=True)]
-        axis.stairs(ours, edges, fill=True, color=COLOURS[colour], label=f"{way} by actoffload")
-        axis.stairs(both, edges, baseline=ours, fill=True, color=COLOURS["others"], label="by others")
+        _rate(axis, run, ours, color=COLOURS[way], label=f"{way} by actoffload")
+        _rate(axis, run, others, above=ours, color=COLOURS["others"], label="by others")
     axis.axhline(0, color="gray", linewidth=0.5)
 
 
 def _processors(axis: Any, run: Run) -> None:
-    length_s = run.end_s - run.begin_s
-    edges = [length_s * number / PARTS for number in range(PARTS + 1)]
-    used_s = run.processor_s(run.begin_s, run.end_s, PARTS)
-    used = [PARTS * each_s / length_s for each_s in used_s]
-    axis.stairs(used, edges, fill=True, color=COLOURS["processors"], label="processors in use")
+    used_s = numpy.array(run.processor_s(run.begin_s, run.end_s, PARTS))
+    _rate(axis, run, used_s, color=COLOURS["processors"], label="processors in use")
     axis.axhline(THREADS, color="gray", linewidth=0.5)
     axis.set_ylim(0, 1.15 * THREADS)
+
+
+def _rate(axis: Any, run: Run, amounts: Any, above: Any = 0.0, **style: Any) -> None:
+    """Draw amounts of each part of the step as a rate, on top of other amounts."""
+    length_s = run.end_s - run.begin_s
+    edges, per_s = numpy.linspace(0, length_s, PARTS + 1), PARTS / length_s
+    axis.stairs((amounts + above) * per_s, edges, baseline=above * per_s, fill=True, **style)
 
 
 def _phases(axis: Any, run: Run, *, named: bool) -> None:

@@ -88,15 +88,14 @@ class Run:
     def _step(self) -> None:
         peer = self.peer or self.open()
         with peer.context():
-            result, direction = self.work.forward()
+            loss = self.work.forward()
             if peer.backward_inside:
-                torch.autograd.backward(result, direction)
+                loss.backward()
         if not peer.backward_inside:
-            torch.autograd.backward(result, direction)
+            loss.backward()
         if self.optimizer is not None:
             self.optimizer.step()
-        if direction is None:
-            self.losses.append(float(result.detach()).hex())
+        self.losses.append(float(loss.detach()).hex())
 
     def seconds(self, work: Callable[[], object]) -> float:
         """How long some work takes, the device's part of it included."""
@@ -110,13 +109,14 @@ class Run:
         """One step with deterministic algorithms and no optimizer; a checksum of all gradients."""
         # Gradients stay allocated from here on, so that they count as static memory.
         self.clear_gradients()
-        compute_deterministically(True)
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         optimizer, self.optimizer = self.optimizer, None
         try:
             self.step()
         finally:
             self.optimizer = optimizer
-            compute_deterministically(False)
+            torch.use_deterministic_algorithms(False)
         return gradients_checksum(self.model)
 
     def timed(self, steps: int) -> list[float]:
@@ -175,12 +175,6 @@ class Run:
     def synchronize(self) -> None:
         if self.on_device:
             torch.accelerator.synchronize()
-
-
-def compute_deterministically(on: bool) -> None:
-    """Choose PyTorch's deterministic algorithms, without the filling of memory that comes with them."""
-    torch.use_deterministic_algorithms(on)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def gradients_checksum(model: nn.Module) -> str:
