@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
@@ -97,8 +96,7 @@ def _take(results: harness.Results, rows: dict[str, Rows], host: str, name: str,
 def _modes(host: str, found: Rows, take: Callable[..., Row], options: argparse.Namespace) -> list[Bound]:
     """Every mode with one host; what must hold of them."""
     for name, spec in MODES.items():
-        peer_is_missing = name in (TRL, AT_TRL) and find_spec("trl") is None
-        if name != "keep" and (name not in options.rows or peer_is_missing):
+        if name != "keep" and name not in options.rows:
             continue
         if name == AT_TRL:
             if "peak_bytes" not in found.get(TRL, {}) or "saved_bytes" not in found.get("default", {}):

@@ -153,6 +153,8 @@ class Suite:
         accelerator = None if tiny else torch.accelerator.current_accelerator()
         results = self._results(case)
         counts = [result["statistics"]["baseline_peak_bytes"] for result in results.values() if "statistics" in result]
+        peak = "activation_peak_bytes"
+        peaks = {mode: result[peak] for mode, result in results.items() if peak in result}
         return case.spec | {
             "device": simulated_device.NAME if accelerator is None else accelerator.type,
             "reference": case.reference,
@@ -161,11 +163,7 @@ class Suite:
             "path": self.options.path,
             "untimed": UNTIMED,
             "baseline_bytes": max(counts, default=0),
-            "peaks": {
-                mode: result["activation_peak_bytes"]
-                for mode, result in results.items()
-                if "activation_peak_bytes" in result
-            },
+            "peaks": peaks,
             "optimizer": case.optimizer,
             "threads": 1 if tiny else None,
             "limit_s": limit_s,

@@ -11,13 +11,10 @@ the machine, but seconds do.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-import actoffload
 from actoffload.tools.trace_file import load
 from actoffload.tools.traced_run import SAVED, look_at
 from benchmarks import harness
@@ -35,17 +32,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.make_parser(__doc__, tiny=True)
     parser.add_argument("--steps", type=int, default=8, help="training steps of each sample")
     options = parser.parse_args(arguments)
-    work = TINY if options.tiny else gpt(8, 512, 512)
-    common = work | {"dtype": "float32", "threads": THREADS, "steps": options.steps, "tiny": options.tiny}
-    results = harness.Results("memory_over_step", arguments, common | POLICIES, keep=not options.tiny)
+    work = (TINY if options.tiny else gpt(8, 512, 512)) | {"device": "cpu", "dtype": "float32", "threads": THREADS}
+    configuration = work | {"steps": options.steps, "tiny": options.tiny} | POLICIES
+    results = harness.Results("memory_over_step", arguments, configuration, keep=not options.tiny)
     rows: dict[str, Row] = {}
     for name, policy in POLICIES.items():
         given = {"policy": policy} | ({"min_bytes": 0} if options.tiny else {})
-        with tempfile.TemporaryDirectory() as folder:
-            trace = Path(folder) / "trace.json"
-            model, counted = train(work, options.steps, trace, options.path, **given)
-            row = {"peak_bytes": counted.plan_peak_bytes, "saved_bytes": counted.baseline_peak_bytes}
-            rows[name] = curve(trace) | row | {"gradients": gradients_checksum(model)}
+        rows[name] = measure(work | {"path": options.path}, options.steps, given)
         results.write(rows=rows)
     columns = {
         "step, s": harness.number("step_s", 1, 2),
@@ -56,17 +49,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if len({row["gradients"] for row in rows.values()}) == 1 else 1
 
 
-def train(
-    work: Mapping[str, Any], steps: int, trace: Path, path: str | None, **options: Any
-) -> tuple[nn.Module, actoffload.Statistics]:
-    """Train some steps with a trace; the model with its last gradients, and what was counted."""
-    spec = {**work, "mode": "nvme", "path": path, "options": {"trace": str(trace), **options}}
-    run = Run(spec | {"device": "cpu", "dtype": "float32", "threads": THREADS, "optimizer": True})
-    run.timed(steps)
-    assert run.offloader is not None
-    counted = run.offloader.statistics()
-    run.close()
-    return run.model, counted
+def measure(work: dict[str, Any], steps: int, options: dict[str, Any]) -> Row:
+    """Train some steps with a trace; its curve, what was counted, and a checksum of the last gradients."""
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        run = Run(work | {"mode": "nvme", "optimizer": True, "options": {"trace": str(trace), **options}})
+        run.timed(steps)
+        assert run.offloader is not None
+        counted = run.offloader.statistics()
+        run.close()
+        row = {"peak_bytes": counted.plan_peak_bytes, "saved_bytes": counted.baseline_peak_bytes}
+        return curve(trace) | row | {"gradients": gradients_checksum(run.model)}
 
 
 def curve(trace: Path) -> Row:

@@ -40,7 +40,16 @@ TIMEOUT_S = 900.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write the result file; 1 when a bound does not hold."""
-    options = parse(arguments)
+    parser = harness.make_parser(__doc__, rounds=3)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--pairs", type=int, default=31, help="bare and ours in turns, in each sample of the hooks")
+    parser.add_argument("--few", type=int, default=1_000, help="tensors alive at once")
+    parser.add_argument("--many", type=int, default=100_000, help="tensors alive at once, for the scaling")
+    parser.add_argument("--blocks", type=int, nargs="+", default=BLOCKS, help="bytes of a transfer")
+    parser.add_argument("--depth", type=int, default=4, help="transfers at the same time")
+    parser.add_argument("--region", type=int, default=512, help="MiB of each engine's file")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each sample of the disk")
+    options = parser.parse_args(arguments)
     results = harness.Results("micro", arguments, vars(options))
     samples: Samples = {}
     if "hooks" in options.parts:
@@ -55,19 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "spool" in options.parts:
         samples["spool"] = list(micro_spool.against_fio(path, options.blocks, depth=options.depth, **disk))
     return 0 if results.finish(render(samples), judge(samples), samples=samples) else 1
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = harness.make_parser(__doc__, rounds=3)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--pairs", type=int, default=31, help="bare and ours in turns, in each sample of the hooks")
-    parser.add_argument("--few", type=int, default=1_000, help="tensors alive at once")
-    parser.add_argument("--many", type=int, default=100_000, help="tensors alive at once, for the scaling")
-    parser.add_argument("--blocks", type=int, nargs="+", default=BLOCKS, help="bytes of a transfer")
-    parser.add_argument("--depth", type=int, default=4, help="transfers at the same time")
-    parser.add_argument("--region", type=int, default=512, help="MiB of each engine's file")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each sample of the disk")
-    return parser.parse_args(arguments)
 
 
 def take_scaling(options: argparse.Namespace) -> list[Sample]:

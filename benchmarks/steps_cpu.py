@@ -111,12 +111,13 @@ KEEP, SAME_MEMORY, DEFAULT = "keep", "keep, same memory", "default"
 HEAD, GROWN = "gpt", ("gpt, layers × 2", "gpt, sequence × 2")
 RATIO_BOUNDS = {"ratio": 1.10, "moving": 1.05}
 GONE_BOUND, GROWTH_BOUND = 0.60, 0.05
+VISION = {"hidden": 384, "layers": 8, "image": 224, "patch": 16, "classes": 100}
 
 
 def models(tiny: bool) -> Specs:
     layers, width, sequence, batch = (2, 64, 64, 2) if tiny else (8, 512, 512, 8)
     language = {"hidden": 384, "layers": 6, "seq": 256, "vocab": 1024}
-    vision = {"hidden": 384, "layers": 8, "image": 224, "patch": 16, "classes": 100}
+    vision = VISION
     if tiny:
         language = {"hidden": 64, "layers": 2, "seq": 32, "vocab": 64}
         vision = {"hidden": 64, "layers": 2, "image": 32, "patch": 8, "classes": 10}
@@ -194,7 +195,6 @@ def trace(tiny: bool, folder: str) -> Part:
 ALONE, COUNTING, OURS, SLOW = "checkpointing", "counting", "attached", "attached, 60 MB/s"
 LANGUAGE = {"hidden": 384, "layers": 8, "seq": 512, "vocab": 2048}
 LLAMA = LANGUAGE | {"inner": 1024, "heads": 6, "kv_heads": 3}
-VISION = {"hidden": 384, "layers": 8, "image": 224, "patch": 16, "classes": 100}
 CHECKPOINTED: Specs = {
     "llama": {"model": "llama", "batch": 4, "sizes": LLAMA},
     "gpt2": {"model": "gpt2", "batch": 4, "sizes": LANGUAGE},

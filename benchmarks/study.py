@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "step, s": harness.number("step_s", 1, 2),
         "memory, peak": lambda row: mib(row["peak_bytes"]),
         "saved activations, peak": lambda row: mib(row["saved_peak_bytes"]),
-        **{f"{name}, processor s": partial(_of_phase, name, "processor_s") for name in PHASES},
+        **{f"{name}, processor s": partial(_processor_s, name) for name in PHASES},
     }
     bounds = [
         Bound(f"{name}: sum of the kinds, off the total by", row["memory_off"], 0.02) for name, row in rows.items()
@@ -157,8 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if hold and len({tuple(row["losses"]) for row in rows.values()}) == 1 else 1
 
 
-def _of_phase(name: str, key: str, row: Row) -> str | None:
-    return next((f"{use[key]:.2f}" for use in row["phases"] if use["name"] == name), None)
+def _processor_s(phase: str, row: Row) -> str | None:
+    return next((f"{use['processor_s']:.2f}" for use in row["phases"] if use["name"] == phase), None)
 
 
 # -- the picture ------------------------------------------------------------------------------------------------------
