@@ -77,8 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if host in LAUNCHES:
             bounds += _modes(host, found, take, options)
         else:
-            shorter = SHORTER if host == CHECKPOINTED else {}
-            bounds += _checkpointed(partial(take, **SHAPES[host]), options, shorter)
+            bounds += _checkpointed(partial(take, **SHAPES[host]), options, SHORTER if host == CHECKPOINTED else {})
     tables = [harness.table_of(host, found, COLUMNS) for host, found in rows.items()]
     failed = [row for found in rows.values() for row in found.values() if "error" in row]
     return 0 if results.finish("\n".join(tables), bounds) and not failed else 1

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from benchmarks.harness import Bound, Row, number, table_of, yes
+from benchmarks.harness import Bound, Row, number, table_of
 from benchmarks.modes import MODES
 
-PointRow = Row
 PEAK_GOAL, TIME_GOAL, TRL_GOAL, IDEAL_GOAL = 0.40, 1.02, 1.5, 0.95
 CHECKPOINTED, CHECKPOINTED_GOAL = "checkpointed, ours at equal memory", 0.94
 """Times the step of the same checkpoints alone; the peak must not be above theirs."""
 RECOMPUTING = ("recompute", "selective")
 SAME_PEAK = 1.02
 """Peaks that differ by less are one peak."""
-
-
-REMARKS: dict[str, Callable[[dict[str, Any]], object]] = {
+REASONS = ("error", "unavailable", "left_out")
+"""Keys of a result that has no numbers."""
+REMARKS: dict[str, Callable[[Row], object]] = {
     "Left out, as time was short or the reference failed": lambda result: "left_out" in result,
     "Timed while another plan was made": lambda result: result.get("plans_while_timed"),
     "With host memory that could not be page-locked, so that copies block": (
@@ -27,7 +25,7 @@ REMARKS: dict[str, Callable[[dict[str, Any]], object]] = {
 """Said below the table of the points of which it holds."""
 
 
-def render(points: Sequence[PointRow]) -> str:
+def render(points: Sequence[Row]) -> str:
     """All points as a Markdown table, and what is to be known of them."""
     text = table_of("case / mode", {_name(point): point["result"] for point in points}, COLUMNS)
     text += "".join(f"\n{verdict}\n" for verdict in verdicts(points))
@@ -37,28 +35,27 @@ def render(points: Sequence[PointRow]) -> str:
     return text
 
 
-def _name(point: PointRow) -> str:
+def _name(point: Row) -> str:
     return f"{point['case']['name']} / {point['mode']}"
 
 
 def _why(result: Row) -> str | None:
-    """Why there is no number."""
-    return "out of memory" if result.get("oom") else next((result[k] for k in _REASONS if k in result), None)
+    """Why there are no numbers."""
+    return "out of memory" if result.get("oom") else next((result[k] for k in REASONS if k in result), None)
 
 
 def _identical(result: Row) -> str | None:
     if "identical" not in result:
         return None
-    return (
-        "first step" if result["identical"] and result.get("last_gradients", "") is None else yes(result["identical"])
-    )
+    if not result["identical"]:
+        return "NO"
+    return "yes" if result.get("last_gradients", "") is not None else "first step"
 
 
 def _bytes(name: str) -> Callable[[Row], str]:
     return lambda result: _size(result.get(f"{name}_bytes"))
 
 
-_REASONS = ("error", "unavailable", "left_out")
 _RATIO = number("ratio", 1, 3)
 COLUMNS: dict[str, Callable[[Row], object]] = {
     "step time / reference": lambda result: _why(result) or _RATIO(result),
@@ -73,12 +70,12 @@ COLUMNS: dict[str, Callable[[Row], object]] = {
 }
 
 
-def differs(result: dict[str, Any]) -> bool:
+def differs(result: Row) -> bool:
     """Whether gradients were not what they must be."""
     return result.get("identical") is False or result.get("reproducible") is False
 
 
-def goals(points: Sequence[PointRow]) -> list[Bound]:
+def goals(points: Sequence[Row]) -> list[Bound]:
     """What the suite's numbers are to reach, as far as they were measured."""
     found: list[Bound] = []
     paper = {point["case"]["name"] for point in points if point["case"]["ssdtrain"]}
@@ -93,16 +90,16 @@ def goals(points: Sequence[PointRow]) -> list[Bound]:
     return found
 
 
-def _by_case(points: Sequence[PointRow]) -> dict[str, dict[str, dict[str, Any]]]:
+def _by_case(points: Sequence[Row]) -> dict[str, dict[str, Row]]:
     """What was measured, by case and mode."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    found: dict[str, dict[str, Row]] = {}
     for point in points:
         if "median_step_s" in point["result"]:
             found.setdefault(point["case"]["name"], {})[point["mode"]] = point["result"]
     return found
 
 
-def _case_goals(name: str, results: dict[str, dict[str, Any]], *, paper: bool) -> list[Bound]:
+def _case_goals(name: str, results: dict[str, Row], *, paper: bool) -> list[Bound]:
     keep, host, trl = results["keep"], results.get("host"), results.get("TRL")
     found = []
     if host is not None and paper:
@@ -125,7 +122,7 @@ def _case_goals(name: str, results: dict[str, dict[str, Any]], *, paper: bool) -
     return found
 
 
-def hiding(keep: dict[str, Any], peak_bytes: float) -> str:
+def hiding(keep: Row, peak_bytes: float) -> str:
     """The most that can leave while a forward runs, beside a goal that needs so much to leave."""
     if "hides_bytes" not in keep:
         return ""
@@ -134,7 +131,7 @@ def hiding(keep: dict[str, Any], peak_bytes: float) -> str:
     return f" (needs {_size(needed)} to leave, {_size(hides)} can hide{forbidden})"
 
 
-def verdicts(points: Sequence[PointRow]) -> list[str]:
+def verdicts(points: Sequence[Row]) -> list[str]:
     """For each case: at the peak of recomputing every block, how much faster the library is than any recomputation."""
     found = []
     for name, results in _by_case(points).items():
@@ -153,18 +150,18 @@ def verdicts(points: Sequence[PointRow]) -> list[str]:
     return found
 
 
-def _times(result: dict[str, Any]) -> float:
+def _times(result: Row) -> float:
     """Times the reference's step, of the steps beside this mode's: seconds of two processes, or minutes, may differ."""
     return float(result.get("ratio", 1.0))  # the reference itself has none
 
 
-def _peak(result: dict[str, Any]) -> float:
+def _peak(result: Row) -> float:
     return float(result["activation_peak_bytes"])
 
 
-def short(result: dict[str, Any]) -> dict[str, Any]:
+def short(result: Row) -> Row:
     """What is printed while the suite runs."""
-    keys = ("ratio", "median_step_s", "activation_peak_bytes", "identical", *_REASONS)
+    keys = ("ratio", "median_step_s", "activation_peak_bytes", "identical", *REASONS)
     return {key: result[key] for key in keys if key in result}
 
 
