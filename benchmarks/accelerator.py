@@ -4,11 +4,10 @@
 
 In virtual time, as `tests.scaled_llama` says: nothing depends on the machine, and all sizes and times are those of the
 full step. With the host ahead of the device, with a host that is the slower one, and with every layer checkpointed, the
-last also with the logits and the loss of a vocabulary of 32,000, and in bf16 with LoRA adapters in float32; and
-``codec="exact"`` beside none, in bf16. The allocator's peak is what PyTorch's own counter says, less what was there
-before the step. "Driver calls" are those of the library for events, waits, copies, times and the allocator
-(`record_stream`) in the last step, without questions whether a graph is captured. TRL's ``OffloadActivations`` is its
-own code; its hooks take no time of the host.
+last also with the logits and the loss of a vocabulary of 32,000, and in bf16 with LoRA adapters in float32. The
+allocator's peak is what PyTorch's own counter says, less what was there before the step. "Driver calls" are those of
+the library for events, waits, copies, times and the allocator (`record_stream`) in the last step, without questions
+whether a graph is captured. TRL's ``OffloadActivations`` is its own code; its hooks take no time of the host.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
@@ -44,17 +42,11 @@ MODES: dict[str, dict[str, Any]] = {
     TRL: {"options": None, "seam": "trl", "steps": 3},
     AT_TRL: {"options": {"device_budget": 0.0}},
 }
-CHECKPOINTED, WITH_LOSS = "checkpointed", "checkpointed, with logits and loss"
+CHECKPOINTED = "checkpointed"
 SHAPES: dict[str, dict[str, Any]] = {
     CHECKPOINTED: {},
-    WITH_LOSS: {"head": True},
+    "checkpointed, with logits and loss": {"head": True},
     "checkpointed, LoRA": {"lora": True, "bf16": True},
-}
-CODED = "codec"
-CODED_ROWS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "device_budget 70 %": {"device_budget": 0.7},
-    "device_budget 40 %": {"device_budget": 0.4},
 }
 HOST, NVME, NO_USE = "host, 52 GB/s", "NVMe, 12/24 GB/s", "0.2 GB/s"
 LINKS = {HOST: (52e9, 52e9), NVME: (12e9, 24e9), NO_USE: (0.2e9, 0.2e9)}
@@ -63,8 +55,6 @@ CHECKPOINTED_STEPS = 16
 ROOMS = (1.0, 1.05, 1.50)
 """``device_memory``, times the allocator's peak of checkpointing alone; the first is nothing but the default."""
 SHORTER = {(HOST, 1.05): 0.94, (HOST, 1.50): 0.91, (NVME, 1.05): 0.985, (NVME, 1.50): 0.985}
-CODECS = ("none", "exact")
-CODED_STEPS = {(HOST, "device_budget 40 %"): 1.22}
 NO_SHORTER = 1.01
 """Times checkpointing's step: at most. Its peak is never above ``device_memory``, the first step included."""
 Rows = dict[str, Row]
@@ -72,14 +62,13 @@ Rows = dict[str, Row]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, write the result file; return 1 where a bound does not hold."""
-    parser, hosts = harness.make_parser(__doc__), [*LAUNCHES, *SHAPES, CODED]
+    parser, hosts = harness.make_parser(__doc__), [*LAUNCHES, *SHAPES]
     parser.add_argument("--rows", nargs="+", choices=list(MODES), default=list(MODES), help="only these, and keep")
     parser.add_argument("--hosts", nargs="+", choices=hosts, default=hosts, help="only these")
     parser.add_argument("--links", nargs="+", choices=list(LINKS), default=list(LINKS), help="checkpointed: only these")
     options = parser.parse_args(arguments)
     configuration = {"launch_s": LAUNCHES, "layers": LAYERS, "steps": STEPS, "modes": MODES, "links": LINKS}
-    chosen = set(options.hosts)
-    variant = CODED if chosen == {CODED} else CHECKPOINTED if chosen <= set(SHAPES) else ""
+    variant = CHECKPOINTED if set(options.hosts) <= set(SHAPES) else ""
     results = harness.Results("accelerator", arguments, configuration, variant=variant)
     rows: dict[str, Rows] = {host: {} for host in options.hosts}
     bounds = []
@@ -87,11 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         take = partial(_take, results, rows, host)
         if host in LAUNCHES:
             bounds += _modes(host, found, take, options)
-        elif host == CODED:
-            bounds += _coded(take, options)
         else:
-            shorter = SHORTER if host == CHECKPOINTED else {}
-            bounds += _checkpointed(partial(take, **SHAPES[host]), options, shorter, both=host != WITH_LOSS)
+            bounds += _checkpointed(partial(take, **SHAPES[host]), options, SHORTER if host == CHECKPOINTED else {})
     tables = [harness.table_of(host, found, COLUMNS) for host, found in rows.items()]
     failed = [row for found in rows.values() for row in found.values() if "error" in row]
     return 0 if results.finish("\n".join(tables), bounds) and not failed else 1
@@ -109,8 +95,7 @@ def _take(results: harness.Results, rows: dict[str, Rows], host: str, name: str,
 def _modes(host: str, found: Rows, take: Callable[..., Row], options: argparse.Namespace) -> list[Bound]:
     """Every mode with one host; what must hold of them."""
     for name, spec in MODES.items():
-        peer_is_missing = name in (TRL, AT_TRL) and find_spec("trl") is None
-        if name != "keep" and (name not in options.rows or peer_is_missing):
+        if name != "keep" and name not in options.rows:
             continue
         if name == AT_TRL:
             if "peak_bytes" not in found.get(TRL, {}) or "saved_bytes" not in found.get("default", {}):
@@ -122,40 +107,20 @@ def _modes(host: str, found: Rows, take: Callable[..., Row], options: argparse.N
 
 
 def _checkpointed(
-    take: Callable[..., Row], options: argparse.Namespace, shorter: dict[tuple[str, float], float], *, both: bool
+    take: Callable[..., Row], options: argparse.Namespace, shorter: dict[tuple[str, float], float]
 ) -> list[Bound]:
     """Every layer checkpointed, at the peak of checkpointing alone and above; what must hold."""
     take("keep")
     alone = take("checkpointing", checkpointed=True)
     bounds = []
-    for link, room, codec in product(options.links, ROOMS, ("auto", "none") if both else ("auto",)):
+    for link, room in product(options.links, ROOMS):
         limit = room * alone["peak_bytes"]
         what = f"{link}, {f'+ {100 * room - 100:.0f} %' if room > 1 else 'default'}"
-        what += ", codec none" if codec == "none" else ""
-        given: dict[str, Any] = {"device_memory": int(limit)} if room > 1 else {}
-        given["codec"] = codec
+        given = {"device_memory": int(limit)} if room > 1 else {}
         row = take(what, options=given, link=LINKS[link], steps=CHECKPOINTED_STEPS, checkpointed=True)
         step, peak = (None, None) if "error" in row else (row["step_s"] / alone["step_s"], row["highest_bytes"] / limit)
-        bound = NO_SHORTER if codec == "none" else shorter.get((link, room), NO_SHORTER)
-        bounds.append(Bound(what=f"{what}: step × checkpointing's", measured=step, bound=bound))
-        bounds.append(Bound(what=f"{what}: highest peak × its limit", measured=peak, bound=1.0))
-    return bounds
-
-
-def _coded(take: Callable[..., Row], options: argparse.Namespace) -> list[Bound]:
-    """With fewer bytes: never slower than without."""
-    keep = take("keep", bf16=True)
-    bounds = []
-    for link, (name, given) in ((link, row) for link in options.links for row in CODED_ROWS.items()):
-        what = f"{link}, {name}"
-        rows = [
-            take(f"{what}, {codec}", options=given | {"codec": codec}, link=LINKS[link], bf16=True) for codec in CODECS
-        ]
-        fine = not any("error" in row for row in (keep, *rows))
-        step, to_keep = (rows[1]["step_s"] / other["step_s"] if fine else None for other in (rows[0], keep))
-        bounds.append(Bound(what=f"{what}: step × without the codec", measured=step, bound=NO_SHORTER))
-        if (link, name) in CODED_STEPS:
-            bounds.append(Bound(what=f"{what}: step × keep's", measured=to_keep, bound=CODED_STEPS[link, name]))
+        bounds.append(Bound(f"{what}: step × checkpointing's", step, shorter.get((link, room), NO_SHORTER)))
+        bounds.append(Bound(f"{what}: highest peak × its limit", peak, 1.0))
     return bounds
 
 
@@ -171,7 +136,7 @@ def _bounds(host: str, found: Rows) -> list[Bound]:
     bounds = []
 
     def bound(what: str, measured: float, limit: float) -> None:
-        bounds.append(Bound(what=f"{host}: {what}", measured=measured, bound=limit))
+        bounds.append(Bound(f"{host}: {what}", measured, limit))
 
     if keep is None or default is None:
         return []

@@ -125,11 +125,12 @@ class Suite:
 
     def run_case(self, case: GpuCase, modes: Iterable[str]) -> None:
         """Some modes of a case, as far as they are not measured, in as few processes as do not fail."""
-        waiting = [mode for mode in (case.reference, *modes) if self._found(case, mode) is None]
+        waiting = [mode for mode in (case.reference, *modes) if mode not in self._results(case)]
         while waiting:
+            reference = self._results(case).get(case.reference)
             if self.remaining_s() < LEAST_S:
                 return self._leave_out(case, waiting, "no time was left")
-            if "median_step_s" not in (self._found(case, case.reference) or {"median_step_s": None}):
+            if reference is not None and "median_step_s" not in reference:
                 return self._leave_out(case, waiting, f"{case.reference} was not measured")
             self._run_process(case, waiting)
 
@@ -150,7 +151,10 @@ class Suite:
     def _spec(self, case: GpuCase, modes: Sequence[str], limit_s: float) -> dict[str, Any]:
         tiny = self.options.tiny
         accelerator = None if tiny else torch.accelerator.current_accelerator()
-        known = [p["result"].get("statistics", {}) for p in self.points if p["case"]["name"] == case.name]
+        results = self._results(case)
+        counts = [result["statistics"]["baseline_peak_bytes"] for result in results.values() if "statistics" in result]
+        peak = "activation_peak_bytes"
+        peaks = {mode: result[peak] for mode, result in results.items() if peak in result}
         return case.spec | {
             "device": simulated_device.NAME if accelerator is None else accelerator.type,
             "reference": case.reference,
@@ -158,20 +162,16 @@ class Suite:
             "steps": self.options.steps or (1 if tiny else 5),
             "path": self.options.path,
             "untimed": UNTIMED,
-            "baseline_bytes": max((counts.get("baseline_peak_bytes", 0) for counts in known), default=0),
-            "peaks": {mode: result["activation_peak_bytes"] for mode, result in self._measured(case).items()},
+            "baseline_bytes": max(counts, default=0),
+            "peaks": peaks,
             "optimizer": case.optimizer,
             "threads": 1 if tiny else None,
             "limit_s": limit_s,
         }
 
-    def _measured(self, case: GpuCase) -> dict[str, dict[str, Any]]:
-        points = [p for p in self.points if p["case"]["name"] == case.name]
-        return {p["mode"]: p["result"] for p in points if "activation_peak_bytes" in p["result"]}
-
-    def _found(self, case: GpuCase, mode: str) -> dict[str, Any] | None:
-        points = [p for p in self.points if p["case"]["name"] == case.name and p["mode"] == mode]
-        return points[0]["result"] if points else None
+    def _results(self, case: GpuCase) -> dict[str, dict[str, Any]]:
+        """The results of a case by mode, failures as well."""
+        return {point["mode"]: point["result"] for point in self.points if point["case"]["name"] == case.name}
 
     def _leave_out(self, case: GpuCase, waiting: list[str], why: str) -> None:
         for mode in waiting:

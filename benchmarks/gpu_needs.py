@@ -7,6 +7,7 @@ which is what a loss makes in backward; or else what AdamW makes on its way, twi
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from actoffload.tools.models import unpacked_sequences
 from actoffload.tools.on_paper import RESERVED_BYTES
 from actoffload.tools.saved_bytes import WatchedStep
 from benchmarks.gpu_cases import GpuCase, cases
-from benchmarks.harness import markdown_table
+from benchmarks.harness import Row, number, table_of, yes
 from benchmarks.workloads import build
 
 GIB = 1 << 30
@@ -28,24 +29,20 @@ FITS_BYTES = int((1 - SPARE) * DEVICE_BYTES) - RESERVED_BYTES
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """Bytes of the reference's step, which needs the most; ``flops`` of its forward."""
+    """Bytes of the reference's step, which needs the most."""
 
     weights: int
     gradients: int
     states: int
     saved: int
     largest: int
-    flops: int
-
-    @property
-    def static(self) -> int:
-        """What is there between steps."""
-        return self.weights + self.gradients + self.states
 
     @property
     def peak(self) -> int:
-        """The most at once, in backward or in the optimizer."""
-        return self.static + max(self.saved + 2 * self.largest, 2 * self.gradients if self.states else 0)
+        """The most at once, in backward or in the optimizer, which has states."""
+        in_optimizer = 2 * self.gradients if self.states else 0
+        between_steps = self.weights + self.gradients + self.states
+        return between_steps + max(self.saved + 2 * self.largest, in_optimizer)
 
 
 def needs(case: GpuCase) -> Needs:
@@ -53,12 +50,12 @@ def needs(case: GpuCase) -> Needs:
     with torch.device("meta"):
         work = build(case.spec)
         step = WatchedStep(work.model, {name: work.model.get_submodule(name) for name in work.blocks}, ())
-        with unpacked_sequences(), step.flops, step.forward():  # by now Transformers is imported, if it is used
+        with unpacked_sequences(), step.forward():  # by now Transformers is imported, if it is used
             work.forward()
-    of_blocks: dict[int | None, int] = {}
+    of_blocks: Counter[int | None] = Counter()
     for one in step.saved.values():
-        of_blocks[one.block] = of_blocks.get(one.block, 0) + one.nbytes
-    saved = sum(of_blocks.values())
+        of_blocks[one.block] += one.nbytes
+    saved = of_blocks.total()
     if case.reference == "recompute":
         inputs = sum(block.input_bytes for block in step.blocks)
         saved = inputs + of_blocks.pop(None, 0) + max(of_blocks.values())
@@ -69,21 +66,21 @@ def needs(case: GpuCase) -> Needs:
         states=2 * gradients if case.optimizer else 0,
         saved=saved,
         largest=max(one.nbytes for one in step.saved.values()),
-        flops=step.now(),
     )
 
 
 def main() -> int:
     """Print them; 1 where a case does not fit."""
-    found = {case.name: needs(case) for case in cases(tiny=False)}
-    rows = []
-    for name, need in found.items():
-        sizes = (need.weights, need.gradients, need.states, need.saved, need.largest, need.peak)
-        fits = "yes" if need.peak <= FITS_BYTES else "NO"
-        rows.append((name, *(f"{size / GIB:.1f}" for size in sizes), fits))
-    columns = ("case, GiB", "weights", "gradients", "AdamW", "saved", "largest", "peak", f"≤ {FITS_BYTES / GIB:.0f}")
-    print(markdown_table(columns, rows), end="")
-    return 0 if all(need.peak <= FITS_BYTES for need in found.values()) else 1
+    rows: dict[str, Row] = {}
+    for case in cases(tiny=False):
+        need = needs(case)
+        rows[case.name] = vars(need) | {"peak": need.peak, "fits": need.peak <= FITS_BYTES}
+    sizes = {"weights": "weights", "gradients": "gradients", "AdamW": "states"}
+    sizes |= {"saved": "saved", "largest": "largest", "peak": "peak"}
+    columns = {title: number(name, GIB, 1) for title, name in sizes.items()}
+    columns[f"≤ {FITS_BYTES / GIB:.0f}"] = lambda row: yes(row["fits"])
+    print(table_of("case, GiB", rows, columns), end="")
+    return 0 if all(row["fits"] for row in rows.values()) else 1
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ each mode before those that are timed), ``baseline_bytes`` (what all saved tenso
 from __future__ import annotations
 
 import gc
+import json
+import os
 import sys
 import time
 from statistics import median
@@ -24,9 +26,10 @@ import torch
 
 from actoffload.errors import ActOffloadError, BudgetError
 from actoffload.tools.environment import rss_bytes
+from actoffload.tools.workers import failure, say
 from benchmarks.modes import MODES
 from benchmarks.peers import Unavailable
-from benchmarks.worker import Run, out_of_memory, read_spec, say
+from benchmarks.worker import Run
 
 WITHOUT_PLANS = 4
 """Untimed steps of a mode that plans nothing: the allocators have what they need by then."""
@@ -93,10 +96,8 @@ class Series:
             result = self._measured(name)
         except (Unavailable, BudgetError) as error:
             return {"mode": name, "unavailable": str(error)}
-        except torch.OutOfMemoryError as error:
-            return out_of_memory(name, error)
-        except ActOffloadError as error:
-            return failure(name, error)
+        except (torch.OutOfMemoryError, ActOffloadError) as error:
+            return {"mode": name} | failure(error)
         finally:
             self._close()
         self.run.open(self.spec["reference"])
@@ -214,24 +215,21 @@ class Series:
             torch._C._host_emptyCache()
 
 
-def failure(mode: str, error: Exception) -> dict[str, Any]:
-    lines = str(error).splitlines() or ["no message"]
-    return {"mode": mode, "error": f"{type(error).__name__}: {lines[0]}", "oom": False}
-
-
 def main(argument: str) -> int:
-    spec = read_spec(argument)
+    # Before torch starts cuBLAS: without a fixed workspace its results are not reproducible.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    spec = json.loads(argument)
     try:
         series = Series(spec)
         say(series.reference())
     except torch.OutOfMemoryError as error:
-        say(out_of_memory(spec["reference"], error))
+        say({"mode": spec["reference"]} | failure(error))
         return 0
     for name in spec["modes"]:
         try:
             say(series.mode(name))
         except Exception as error:  # a peer's bug, and whatever else: the next process begins afresh
-            say(failure(name, error))
+            say({"mode": name} | failure(error))
             return 0
     return 0
 

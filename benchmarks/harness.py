@@ -7,7 +7,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,7 +42,7 @@ def make_parser(description: str | None, *, rounds: int | None = None, tiny: boo
 
 
 def run_sample(module: str, spec: dict[str, Any], *, timeout_s: float) -> Sample:
-    """One sample in a process of its own; see `actoffload.tools.environment.run_worker`."""
+    """One sample in a process of its own; see `actoffload.tools.workers.run_worker`."""
     return run_worker(module, spec, limit_s=timeout_s, cwd=ROOT)
 
 
@@ -48,15 +50,13 @@ def middle(samples: Iterable[Mapping[str, Any]], *keys: str) -> float:
     """The median of a number that every sample has, by its keys from the outside in."""
 
     def number(sample: Any) -> float:
-        for key in keys:
-            sample = sample[key]
-        return float(sample)
+        return float(reduce(getitem, keys, sample))
 
-    return float(median(number(sample) for sample in samples))
+    return median(map(number, samples))
 
 
 WORKER = "benchmarks.worker"
-Group = Mapping[str, Mapping[str, Any]]
+Group = Mapping[str, dict[str, Any]]
 """What `benchmarks.worker` is told, by the name of each sample; ``steps`` of the first is that of all."""
 
 
@@ -78,18 +78,12 @@ def take_rounds(
     samples: Samples = {name: [] for group in groups for name in group}
     for _ in range(rounds):
         for group in groups:
-            specs = {name: {**spec, "in_turns": True} for name, spec in group.items()}
             steps = next(iter(group.values()))["steps"]
-            for name, sample in take_turns(WORKER, specs, steps, limit_s=limit_s, cwd=ROOT).items():
+            for name, sample in take_turns(WORKER, group, steps, limit_s=limit_s, cwd=ROOT).items():
                 samples[name].append(sample)
-                print(f"{name}: {missing(sample) or sample['median_step_s']}", flush=True)
+                print(f"{name}: {sample.get('error') or sample.get('median_step_s')}", flush=True)
         after_round(samples)
     return samples
-
-
-def missing(sample: Sample) -> str | None:
-    """Why something was not measured."""
-    return sample.get("unavailable") or sample.get("error")
 
 
 def ratios(taken: Iterable[Sample], others: Iterable[Sample]) -> list[float]:
@@ -110,13 +104,14 @@ def identical(*samples: Iterable[Sample]) -> bool:
 # -- results ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Bound:
     """One thing that must hold: ``measured`` at most (or at least) ``bound``; None where it could not be measured."""
 
     what: str
     measured: float | None
     bound: float
+    _: KW_ONLY
     at_most: bool = True
     unit: str = ""
 
@@ -134,29 +129,15 @@ class Bound:
         return self.what, measured, f"{sign} {self.bound:g}{self.unit}", "yes" if self.holds else "NO"
 
 
-def result_file(benchmark: str, variant: str = "", *, keep: bool = True) -> Path:
-    """Where the result of a run goes: to ``$OUT`` where that is set, else to ``benchmarks/results``.
-
-    Args:
-        benchmark: its name.
-        variant: what tells it from other results of the benchmark on the same day.
-        keep: False for a result not to keep: to ``build/results``.
-    """
-    folder = Path(os.environ.get("OUT") or (RESULTS if keep else ROOT / "build" / "results"))
-    folder.mkdir(parents=True, exist_ok=True)
-    day = time.strftime("%Y-%m-%d", time.gmtime())
-    return folder / f"{'_'.join(filter(None, (benchmark, variant, day)))}.json"
-
-
 class Results:
-    """The result file (JSON) of one run and the Markdown table beside it.
+    """The result file (JSON) of one run and the Markdown table beside it, in ``$OUT`` or ``benchmarks/results``.
 
     Args:
         benchmark: its name.
         arguments: what ``main`` was given; None stands for this process's arguments.
         configuration: what was measured, for the file.
-        variant: see `result_file`.
-        keep: see `result_file`.
+        variant: what tells it from other results of the benchmark on the same day.
+        keep: False for a result not to keep, which lies in ``build/results`` without ``$OUT``.
     """
 
     def __init__(
@@ -168,7 +149,10 @@ class Results:
         variant: str = "",
         keep: bool = True,
     ) -> None:
-        self.file = result_file(benchmark, variant, keep=keep)
+        folder = Path(os.environ.get("OUT") or (RESULTS if keep else ROOT / "build" / "results"))
+        folder.mkdir(parents=True, exist_ok=True)
+        day = time.strftime("%Y-%m-%d", time.gmtime())
+        self.file = folder / f"{'_'.join(filter(None, (benchmark, variant, day)))}.json"
         self.payload: dict[str, Any] = {
             "benchmark": benchmark,
             "command": command_line(f"benchmarks.{benchmark}", arguments),

@@ -10,22 +10,17 @@ the machine, but seconds do.
 
 from __future__ import annotations
 
-import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
-import actoffload
 from actoffload.tools.trace_file import load
 from actoffload.tools.traced_run import SAVED, look_at
 from benchmarks import harness
 from benchmarks.harness import Row, mib
-from benchmarks.worker import gradients_checksum
-from benchmarks.workloads import THREADS, TINY, build, gpt
+from benchmarks.worker import Run, gradients_checksum
+from benchmarks.workloads import THREADS, TINY, gpt
 
 POLICIES = {"keep": "keep", "default": "auto"}
 MOMENTS = 240
@@ -37,16 +32,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.make_parser(__doc__, tiny=True)
     parser.add_argument("--steps", type=int, default=8, help="training steps of each sample")
     options = parser.parse_args(arguments)
-    work = (TINY if options.tiny else gpt(8, 512, 512)) | {"dtype": "float32"}
-    common = work | {"threads": THREADS, "steps": options.steps, "tiny": options.tiny}
-    results = harness.Results("memory_over_step", arguments, common | POLICIES, keep=not options.tiny)
+    work = (TINY if options.tiny else gpt(8, 512, 512)) | {"device": "cpu", "dtype": "float32", "threads": THREADS}
+    configuration = work | {"steps": options.steps, "tiny": options.tiny} | POLICIES
+    results = harness.Results("memory_over_step", arguments, configuration, keep=not options.tiny)
     rows: dict[str, Row] = {}
     for name, policy in POLICIES.items():
-        with tempfile.TemporaryDirectory() as folder:
-            trace, given = Path(folder) / "trace.json", {"min_bytes": 0} if options.tiny else {}
-            model, counted = train(work, options.steps, trace, path=options.path, policy=policy, **given)
-            row = {"peak_bytes": counted.plan_peak_bytes, "saved_bytes": counted.baseline_peak_bytes}
-            rows[name] = curve(trace) | row | {"gradients": gradients_checksum(model)}
+        given = {"policy": policy} | ({"min_bytes": 0} if options.tiny else {})
+        rows[name] = measure(work | {"path": options.path}, options.steps, given)
         results.write(rows=rows)
     columns = {
         "step, s": harness.number("step_s", 1, 2),
@@ -57,21 +49,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if len({row["gradients"] for row in rows.values()}) == 1 else 1
 
 
-def train(work: Mapping[str, Any], steps: int, trace: Path, **options: Any) -> tuple[nn.Module, actoffload.Statistics]:
-    """Train some steps with a trace; the model with its last gradients, and what was counted."""
-    torch.set_num_threads(THREADS)
-    torch.manual_seed(0)
-    made = build(dict(work))
-    optimizer = torch.optim.AdamW(made.model.parameters(), lr=1e-4)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        with actoffload.offload_activations("nvme", trace=os.fspath(trace), model=made.model, **options) as offloader:
-            loss, _ = made.forward()
-        loss.backward()
-        optimizer.step()
-    counted = offloader.statistics()
-    offloader.close()
-    return made.model, counted
+def measure(work: dict[str, Any], steps: int, options: dict[str, Any]) -> Row:
+    """Train some steps with a trace; its curve, what was counted, and a checksum of the last gradients."""
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        run = Run(work | {"mode": "nvme", "optimizer": True, "options": {"trace": str(trace), **options}})
+        run.timed(steps)
+        assert run.offloader is not None
+        counted = run.offloader.statistics()
+        run.close()
+        row = {"peak_bytes": counted.plan_peak_bytes, "saved_bytes": counted.baseline_peak_bytes}
+        return curve(trace) | row | {"gradients": gradients_checksum(run.model)}
 
 
 def curve(trace: Path) -> Row:

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
+from typing import Any
 
 from benchmarks import harness, micro_hooks, micro_spool
 from benchmarks.harness import Bound, Sample, Samples, middle
@@ -39,11 +40,21 @@ TIMEOUT_S = 900.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write the result file; 1 when a bound does not hold."""
-    options = parse(arguments)
+    parser = harness.make_parser(__doc__, rounds=3)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--pairs", type=int, default=31, help="bare and ours in turns, in each sample of the hooks")
+    parser.add_argument("--few", type=int, default=1_000, help="tensors alive at once")
+    parser.add_argument("--many", type=int, default=100_000, help="tensors alive at once, for the scaling")
+    parser.add_argument("--blocks", type=int, nargs="+", default=BLOCKS, help="bytes of a transfer")
+    parser.add_argument("--depth", type=int, default=4, help="transfers at the same time")
+    parser.add_argument("--region", type=int, default=512, help="MiB of each engine's file")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each sample of the disk")
+    options = parser.parse_args(arguments)
     results = harness.Results("micro", arguments, vars(options))
     samples: Samples = {}
     if "hooks" in options.parts:
-        samples["hooks"] = take_hooks(options)
+        spec = {"tensors": options.few, "chains": 1, "pairs": options.pairs, "nbytes": MOVED_BYTES}
+        samples["hooks"] = _take({kind: spec | {"kind": kind} for kind in micro_hooks.KINDS}, options)
     if "step" in options.parts:
         samples["step"] = _take({kind: {"kind": kind, "pairs": options.pairs} for kind in STEPS}, options)
     if "scaling" in options.parts:
@@ -55,41 +66,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if results.finish(render(samples), judge(samples), samples=samples) else 1
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = harness.make_parser(__doc__, rounds=3)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--pairs", type=int, default=31, help="bare and ours in turns, in each sample of the hooks")
-    parser.add_argument("--few", type=int, default=1_000, help="tensors alive at once")
-    parser.add_argument("--many", type=int, default=100_000, help="tensors alive at once, for the scaling")
-    parser.add_argument("--blocks", type=int, nargs="+", default=BLOCKS, help="bytes of a transfer")
-    parser.add_argument("--depth", type=int, default=4, help="transfers at the same time")
-    parser.add_argument("--region", type=int, default=512, help="MiB of each engine's file")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each sample of the disk")
-    return parser.parse_args(arguments)
-
-
-def take_hooks(options: argparse.Namespace) -> list[Sample]:
-    """Every kind of tensor, each sample in a process of its own, in turns."""
-    specs = {
-        kind: {"kind": kind, "tensors": options.few, "chains": 1, "pairs": options.pairs, "nbytes": MOVED_BYTES}
-        for kind in micro_hooks.KINDS
-    }
-    return _take(specs, options)
-
-
 def take_scaling(options: argparse.Namespace) -> list[Sample]:
     """Few and many tensors alive at once, in turns; as many chains of few as make about a tenth of many."""
     specs = {}
     for kind in SCALED:
         for count in (options.few, options.many):
             chains = max(1, options.many // (10 * count))
-            spec = {"kind": kind, "tensors": count, "chains": chains, "pairs": 2, "nbytes": SMALL_BYTES}
-            specs[f"{kind} {count}"] = spec
+            shape = {"tensors": count, "chains": chains, "pairs": 2, "nbytes": SMALL_BYTES}
+            specs[f"{kind} {count}"] = {"kind": kind, **shape}
     return _take(specs, options)
 
 
 def _take(specs: dict[str, dict[str, object]], options: argparse.Namespace) -> list[Sample]:
-    """Samples in turns (A B A B), so that a drift of the machine falls on all alike."""
+    """Samples in processes of their own, in turns (A B A B), so that a drift of the machine falls on all alike."""
     taken = []
     for name, spec in [*specs.items()] * options.rounds:
         found = harness.run_sample("benchmarks.micro_hooks", spec | {"path": options.path}, timeout_s=TIMEOUT_S)
@@ -108,26 +97,32 @@ def above_bare_us(samples: Sequence[Sample], clock: str) -> float | None:
     return median(costs) if costs else None
 
 
+def by(samples: Iterable[Sample], *keys: str) -> dict[Any, list[Sample]]:
+    """The samples by their values of some keys; of one key, by its value."""
+    found: dict[Any, list[Sample]] = {}
+    for sample in samples:
+        values = tuple(sample[key] for key in keys)
+        found.setdefault(values if len(keys) > 1 else values[0], []).append(sample)
+    return found
+
+
 def judge(samples: Samples) -> list[Bound]:
     """The bounds of what was measured."""
+    hooks, steps, scaled = (by(samples.get(part, ()), "kind") for part in ("hooks", "step", "scaling"))
     bounds = []
     for kind, limit in HOOK_BOUNDS_US.items():
-        mine = [sample for sample in samples.get("hooks", ()) if sample["kind"] == kind]
-        if mine:
-            what = f"hook: {micro_hooks.KINDS[kind]}"
-            bounds.append(Bound(what=what, measured=above_bare_us(mine, "thread_s"), bound=limit, unit=" µs"))
-    asked = [sample["calls"] for sample in samples.get("hooks", ()) if sample["kind"] == "device" and "calls" in sample]
+        if kind in hooks:
+            cost_us = above_bare_us(hooks[kind], "thread_s")
+            bounds.append(Bound(f"hook: {micro_hooks.KINDS[kind]}", cost_us, limit, unit=" µs"))
+    asked = [sample["calls"] for sample in hooks.get("device", ()) if "calls" in sample]
     for name, most in CALL_BOUNDS.items() if asked else ():
-        bounds.append(Bound(what=f"null device: {name} for one tensor", measured=middle(asked, name), bound=most))
-    for kind, what in STEPS.items() if "step" in samples else ():
-        ratio = step_ratio([sample for sample in samples["step"] if sample.get("kind") == kind])
-        bounds.append(Bound(what=what, measured=ratio, bound=STEP_BOUND, unit=" × keep"))
-    for kind in SCALED if "scaling" in samples else ():
-        bounds.append(_flatness(kind, [sample for sample in samples["scaling"] if sample["kind"] == kind]))
+        bounds.append(Bound(f"null device: {name} for one tensor", middle(asked, name), most))
+    for kind, what in STEPS.items() if steps else ():
+        bounds.append(Bound(what, step_ratio(steps.get(kind, ())), STEP_BOUND, unit=" × keep"))
+    bounds += [_flatness(kind, scaled[kind]) for kind in SCALED if kind in scaled]
     for name, own, fio in rates_of(samples.get("spool", ())):
         if fio is not None:
-            what = f"spool: {name}, of fio"
-            bounds.append(Bound(what=what, measured=own / fio, bound=OF_FIO, at_most=False, unit=" ×"))
+            bounds.append(Bound(f"spool: {name}, of fio", own / fio, OF_FIO, at_most=False, unit=" ×"))
     return bounds
 
 
@@ -138,21 +133,20 @@ def step_ratio(samples: Sequence[Sample]) -> float | None:
 
 
 def _flatness(kind: str, samples: list[Sample]) -> Bound:
-    few, many = min(s["alive"] for s in samples), max(s["alive"] for s in samples)
-    costs = [above_bare_us([s for s in samples if s["alive"] == alive], "thread_s") for alive in (few, many)]
+    by_count = by(samples, "alive")
+    few, many = min(by_count), max(by_count)
+    costs = [above_bare_us(by_count[count], "thread_s") for count in (few, many)]
     ratio = costs[1] / costs[0] if costs[0] and costs[1] else None
-    what = f"scaling: {micro_hooks.KINDS[kind]}, {many} alive over {few}"
-    return Bound(what=what, measured=ratio, bound=FLAT, unit=" ×")
+    return Bound(f"scaling: {micro_hooks.KINDS[kind]}, {many} alive over {few}", ratio, FLAT, unit=" ×")
 
 
-def rates_of(samples: Sequence[Sample]) -> list[tuple[str, float, float | None]]:
+def rates_of(samples: Iterable[Sample]) -> list[tuple[str, float, float | None]]:
     """Median bytes per second by engine, direction and block, ours and fio's."""
     found = []
     timed = [sample for sample in samples if "bytes_per_s" in sample]
-    for key in dict.fromkeys((s["mode"], s["direction"], s["block"]) for s in timed):
-        mine = [s for s in timed if (s["mode"], s["direction"], s["block"]) == key]
-        fio = [s["fio_bytes_per_s"] for s in mine if "fio_bytes_per_s" in s]
-        name = f"{key[0]} {key[1]}, {key[2] >> 10} KiB"
+    for (engine, way, block), mine in by(timed, "mode", "direction", "block").items():
+        fio = [sample["fio_bytes_per_s"] for sample in mine if "fio_bytes_per_s" in sample]
+        name = f"{engine} {way}, {block >> 10} KiB"
         found.append((name, middle(mine, "bytes_per_s"), median(fio) if fio else None))
     return found
 
@@ -176,12 +170,10 @@ def render(samples: Samples) -> str:
 
 def _hook_rows(samples: list[Sample]) -> list[tuple[object, ...]]:
     rows = []
-    for kind, alive, nbytes in dict.fromkeys((s["kind"], s["alive"], s["nbytes"]) for s in samples):
-        mine = [s for s in samples if (s["kind"], s["alive"], s["nbytes"]) == (kind, alive, nbytes)]
+    for (kind, alive, nbytes), mine in by(samples, "kind", "alive", "nbytes").items():
         if any("pairs" in sample for sample in mine):
             costs = (f"{above_bare_us(mine, clock):.2f}" for clock in ("thread_s", "wall_s"))
-            size = nbytes if kind == "moves" else None
-            rows.append((micro_hooks.KINDS[kind], size, alive, *costs))
+            rows.append((micro_hooks.KINDS[kind], nbytes if kind == "moves" else None, alive, *costs))
     return rows
 
 

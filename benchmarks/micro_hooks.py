@@ -60,6 +60,18 @@ class _NoHook(nullcontext[None]):
     recorded = None
 
 
+def _nothing(*_: Any) -> None:
+    """Nothing is done, and nothing is known."""
+
+
+def _no(*_: Any) -> bool:
+    return False
+
+
+def _yes(*_: Any) -> bool:
+    return True
+
+
 class NullDevice:
     """An accelerator that does nothing, and counts what it is asked: CPU tensors lie on it.
 
@@ -112,38 +124,12 @@ class NullDevice:
     def used_on(self, tensor: Tensor, stream: str) -> None:
         self.asked["reports"] += 1
 
-    def capturing(self, index: int) -> bool:
-        return False
-
-    def is_of_a_graph(self, tensor: Tensor) -> bool:
-        return False
-
-    def usable_bytes(self, index: int) -> None:
-        return None
-
-    def memory_info(self, index: int) -> None:
-        return None
-
-    def allocated_bytes(self, index: int | None) -> None:
-        return None
-
-    def allocator_counts(self, index: int | None, *names: str) -> None:
-        return None
-
-    def reset_peak(self, index: int) -> None:
-        pass
-
-    def stay_near(self) -> None:
-        pass
+    capturing = is_of_a_graph = _no
+    pin = unpin = _yes
+    usable_bytes = memory_info = allocated_bytes = allocator_counts = reset_peak = stay_near = _nothing
 
     def bind(self, work: Any, index: int) -> Any:
         return work
-
-    def pin(self, address: int, nbytes: int) -> bool:
-        return True
-
-    def unpin(self, address: int) -> bool:
-        return True
 
 
 class Save(torch.autograd.Function):
@@ -302,10 +288,6 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         return {"error": f"not what was to be measured: {statistics.as_dict()}"}
     calls = {name: count / saved for name, count in device.asked.items()}
     return {"tensors": tensors * chains, "pairs": pairs, "calls": calls, "statistics": statistics.as_dict()}
-
-
-def _nothing() -> None:
-    """Nothing is to settle."""
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -29,11 +29,9 @@ def against_fio(
 
     Args:
         path: a directory on the disk.
-        blocks: sizes of a transfer, bytes.
-        depth: transfers at the same time.
+        blocks: sizes of a transfer, bytes; ``depth`` of them are under way at the same time.
         region: bytes of each engine's file.
-        seconds: of each sample.
-        rounds: samples of each kind.
+        seconds: of each of the ``rounds`` samples of a kind.
 
     Yields:
         Each sample, with ``fio_bytes_per_s`` where fio runs; ``error`` where the engine, or ``fio_error`` where fio
@@ -61,16 +59,7 @@ def against_fio(
 def measure_fio(
     file: str, direction: str, engine: str, *, region: int, block: int, depth: int, seconds: float
 ) -> Sample:
-    """Let fio do sequential direct transfers in an existing file.
-
-    Args:
-        file: the file.
-        direction: ``"write"`` or ``"read"``.
-        engine: of `FIO_ENGINES`.
-        region: bytes at the beginning of the file that are used.
-        block: bytes of a transfer.
-        depth: transfers at the same time.
-        seconds: how long.
+    """Let fio write or read the first ``region`` bytes of an existing file, in sequence and directly.
 
     Returns:
         ``bytes_per_s``, or why there is none under ``error``.

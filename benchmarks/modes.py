@@ -47,8 +47,8 @@ class Mode:
         return self.peer in ("actoffload", "attached")
 
 
-def _ours(recompute: bool = False, **options: Any) -> Mode:
-    return Mode(peer="actoffload", recompute=recompute, options=options)
+def _ours(*, checkpointed: bool = False, **options: Any) -> Mode:
+    return Mode(peer="actoffload", recompute=checkpointed, options=options)
 
 
 class KeepAll:
@@ -71,17 +71,13 @@ MODES = {
     "all": _ours(policy="all"),
     "host, all": _ours(target="host", policy="all"),
     "nvme, all": _ours(target="nvme", policy="all"),
-    "budget 35 %": Mode(peer="actoffload", options={"device_budget": 0.35, "recompute": True}),
-    "budget 35 %, exact": Mode(peer="actoffload", options={"device_budget": 0.35, "recompute": True, "codec": "exact"}),
-    "recompute's peak": Mode(peer="actoffload", options={"device_budget": "recompute", "recompute": True}),
-    "checkpointed, ours at equal memory": Mode(
-        peer="actoffload", recompute=True, options={"device_memory": "recompute"}
-    ),
-    "checkpointed, no codec": Mode(
-        peer="actoffload", recompute=True, options={"device_memory": "recompute", "codec": "none"}
-    ),
-    "recompute + host": _ours(recompute=True, target="host"),
-    "recompute + nvme": _ours(recompute=True, target="nvme"),
+    "budget 35 %": _ours(device_budget=0.35, recompute=True),
+    "budget 35 %, exact": _ours(device_budget=0.35, recompute=True, codec="exact"),
+    "recompute's peak": _ours(device_budget="recompute", recompute=True),
+    "checkpointed, ours at equal memory": _ours(checkpointed=True, device_memory="recompute"),
+    "checkpointed, no codec": _ours(checkpointed=True, device_memory="recompute", codec="none"),
+    "recompute + host": _ours(checkpointed=True, target="host"),
+    "recompute + nvme": _ours(checkpointed=True, target="nvme"),
     "attached": Mode(peer="attached", options={"target": "nvme"}),
     "attached, kept": Mode(peer="attached", options={"target": "nvme", "policy": KeepAll()}),  # counts, moves nothing
     "save_on_cpu": Mode(peer="save_on_cpu"),
@@ -93,8 +89,8 @@ MODES = {
 class Library(Peer):
     """The library, opened like one of its peers."""
 
-    def __init__(self, model: nn.Module, path: str | None, options: Mapping[str, Any]) -> None:
-        self.options = {"model": model, "path": path, **options}
+    def __init__(self, model: nn.Module, options: Mapping[str, Any]) -> None:
+        self.options = {"model": model, **options}
         self.offloader: actoffload.Offloader | None = None
 
     def context(self) -> AbstractContextManager[Any]:
@@ -117,19 +113,15 @@ class Library(Peer):
 class Attached(Library):
     """The library by its one line for any training loop: ``attach(model, target="nvme")`` and nothing else.
 
-    Args:
-        model: what is attached.
-        path: directory of the spool; None for the default.
-        options: for `attach`, and ``disk_bytes_per_s``: the disk is slowed down to that.
+    ``disk_bytes_per_s`` among the options slows the disk down to that.
     """
 
-    def __init__(self, model: nn.Module, path: str | None, options: Mapping[str, Any]) -> None:
-        more: dict[str, Any] = {name: option for name, option in options.items() if name != "disk_bytes_per_s"}
+    def __init__(self, model: nn.Module, options: Mapping[str, Any]) -> None:
+        super().__init__(model, options)
         if "disk_bytes_per_s" in options:
-            more["engine"] = partial(SlowEngine, bandwidth_bytes_per_s=options["disk_bytes_per_s"])
-        if path is not None:
-            more["path"] = path
-        self._attachment = actoffload.attach(model, **more)
+            rate = self.options.pop("disk_bytes_per_s")
+            self.options["engine"] = partial(SlowEngine, bandwidth_bytes_per_s=rate)
+        self._attachment = actoffload.attach(self.options.pop("model"), **self.options)
         self.offloader = self._attachment.offloader
 
     def context(self) -> AbstractContextManager[Any]:
@@ -146,10 +138,11 @@ def open_peer(mode: Mode, work: Workload, device: torch.device, path: str | None
     Raises:
         Unavailable: a peer cannot run here.
     """
+    ours = {"path": path, **mode.options, **options}
     makers: dict[str, Callable[[], Peer]] = {
         "": Peer,
-        "actoffload": lambda: Library(work.model, path, {**mode.options, **options}),
-        "attached": lambda: Attached(work.model, path, {**mode.options, **options}),
+        "actoffload": lambda: Library(work.model, ours),
+        "attached": lambda: Attached(work.model, ours),
         "save_on_cpu": lambda: SaveOnCpu(device),
         "torch.save": lambda: TorchSave(path),
         "trl": lambda: Trl(work.model, device),

@@ -1,16 +1,16 @@
 """Whole training steps on the CPU, in turns: everything kept, the defaults, peers, a trace, and checkpoints.
 
-    python -m benchmarks.steps_cpu --part e2e|peers|trace|checkpointing|codec [--rounds N] [--cases NAME ...] [--tiny]
+    python -m benchmarks.steps_cpu --part e2e|peers|trace|checkpointing [--rounds N] [--cases NAME ...] [--tiny]
 
-Two threads, AdamW, float32 (``codec``: bfloat16). ``e2e``: GPT (also with twice its layers and twice its sequence),
-BERT, T5 and ViT with the defaults. Everything is kept twice: as PyTorch does, in memory of the C library, which gives
-large blocks back and faults them in again; and with the library's hooks and allocator and nothing moved. The step
-against the first is what a user sees, against the second what moving costs. ``peers``: the same GPT with the hooks of
-PyTorch's tutorial (``torch.save``), with ``save_on_cpu``, which copies nothing on CPU tensors and so shows how far the
-same work lies apart, and with every block recomputed. ``trace``: what a trace costs; no plan is made, so that both move
-the same.
-``checkpointing``: models with their own flag on, alone and with ``attach(model, target="nvme")``.
-``codec``: all moves under a budget of 40 %, to a disk of 60 MB/s, with and without ``codec="exact"``.
+Two threads, AdamW, float32.
+
+``e2e``: GPT (also with twice its layers and twice its sequence), BERT, T5 and ViT with the defaults. Everything is kept
+twice: as PyTorch does, in memory of the C library, which gives large blocks back and faults them in again; and with the
+library's hooks and allocator and nothing moved. The step against the first is what a user sees, against the second
+what moving costs. ``peers``: the same GPT with the hooks of PyTorch's tutorial (``torch.save``), with ``save_on_cpu``,
+which copies nothing on CPU tensors and so shows how far the same work lies apart, and with every block recomputed.
+``trace``: what a trace costs; no plan is made, so that both move the same. ``checkpointing``: models with their own
+flag on, alone and with ``attach(model, target="nvme")``.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from statistics import median
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.harness import Bound, Row, Sample, Samples, mib, middle
+from benchmarks.harness import Bound, Row, Sample, Samples, mib, middle, number
 from benchmarks.modes import MODES, WARM_UP
 from benchmarks.workloads import THREADS, TINY, gpt
 
@@ -92,14 +93,15 @@ def rows_of(part: Part, samples: Samples) -> Rows:
     rows: Rows = {}
     for case in dict.fromkeys(name.rpartition("/")[0] for name in samples):
         by_mode = {mode: samples[f"{case}/{mode}"] for mode in part.modes if f"{case}/{mode}" in samples}
-        fine = {mode: taken for mode, taken in by_mode.items() if not any(map(harness.missing, taken))}
+        errors = {mode: [one["error"] for one in taken if "error" in one] for mode, taken in by_mode.items()}
+        fine = {mode: taken for mode, taken in by_mode.items() if not errors[mode]}
         references = {key: fine[mode] for key, mode in part.references.items() if mode in fine}
         for mode in part.shown:
             name = case if len(part.shown) == 1 else f"{case}, {mode}"
             if mode in fine and next(iter(part.references)) in references:
                 rows[name] = compare(fine[mode], references)
             elif mode in by_mode:
-                rows[name] = {"why": next(filter(None, map(harness.missing, by_mode[mode])), "no reference")}
+                rows[name] = {"why": next(iter(errors[mode]), "no reference")}
     return rows
 
 
@@ -109,12 +111,13 @@ KEEP, SAME_MEMORY, DEFAULT = "keep", "keep, same memory", "default"
 HEAD, GROWN = "gpt", ("gpt, layers × 2", "gpt, sequence × 2")
 RATIO_BOUNDS = {"ratio": 1.10, "moving": 1.05}
 GONE_BOUND, GROWTH_BOUND = 0.60, 0.05
+VISION = {"hidden": 384, "layers": 8, "image": 224, "patch": 16, "classes": 100}
 
 
 def models(tiny: bool) -> Specs:
     layers, width, sequence, batch = (2, 64, 64, 2) if tiny else (8, 512, 512, 8)
     language = {"hidden": 384, "layers": 6, "seq": 256, "vocab": 1024}
-    vision = {"hidden": 384, "layers": 8, "image": 224, "patch": 16, "classes": 100}
+    vision = VISION
     if tiny:
         language = {"hidden": 64, "layers": 2, "seq": 32, "vocab": 64}
         vision = {"hidden": 64, "layers": 2, "image": 32, "patch": 8, "classes": 10}
@@ -132,15 +135,14 @@ def e2e_bounds(rows: Rows) -> list[Bound]:
     if "ratio" not in rows.get(HEAD, {}):
         return []
     head = rows[HEAD]
-    what = "gpt: saved bytes gone from peak RSS"
-    found = [Bound(what=what, measured=head["gone_share"], bound=GONE_BOUND, at_most=False)]
+    found = [Bound("gpt: saved bytes gone from peak RSS", head["gone_share"], GONE_BOUND, at_most=False)]
     for key, reference in (("ratio", "keep's"), ("moving", "keep's in the same memory")):
         what = f"step time / {reference}"
-        found.append(Bound(what=f"gpt: {what}", measured=head[key], bound=RATIO_BOUNDS[key], unit=" ×"))
+        found.append(Bound(f"gpt: {what}", head[key], RATIO_BOUNDS[key], unit=" ×"))
         for case in GROWN:
             if key in rows.get(case, {}):
                 change = abs(rows[case][key] - head[key])
-                found.append(Bound(what=f"{case}: change of the {what}", measured=change, bound=GROWTH_BOUND))
+                found.append(Bound(f"{case}: change of the {what}", change, GROWTH_BOUND))
     return found
 
 
@@ -162,7 +164,7 @@ TORCH_SAVE_BOUND = 1.8
 def peers_bounds(rows: Rows) -> list[Bound]:
     measured = rows.get(f"{HEAD}, torch.save", {}).get("to_ours")
     what = "step time of torch.save hooks / ours"
-    return [] if measured is None else [Bound(what=what, measured=measured, bound=TORCH_SAVE_BOUND, at_most=False)]
+    return [] if measured is None else [Bound(what, measured, TORCH_SAVE_BOUND, at_most=False)]
 
 
 def peers(tiny: bool, folder: str) -> Part:
@@ -183,7 +185,9 @@ def trace(tiny: bool, folder: str) -> Part:
         modes={"off": {"mode": "nvme", "options": options}, "on": {"mode": "nvme", "options": traced}},
         references={"ratio": "off"},
         shown=("on",),
-        bounds=lambda rows: [_times(f"{case}: step time", row.get("ratio"), 1.02) for case, row in rows.items()],
+        bounds=lambda rows: [
+            Bound(f"{case}: step time", row.get("ratio"), 1.02, unit=" ×") for case, row in rows.items()
+        ],
         steps=8,
     )
 
@@ -191,7 +195,6 @@ def trace(tiny: bool, folder: str) -> Part:
 ALONE, COUNTING, OURS, SLOW = "checkpointing", "counting", "attached", "attached, 60 MB/s"
 LANGUAGE = {"hidden": 384, "layers": 8, "seq": 512, "vocab": 2048}
 LLAMA = LANGUAGE | {"inner": 1024, "heads": 6, "kv_heads": 3}
-VISION = {"hidden": 384, "layers": 8, "image": 224, "patch": 16, "classes": 100}
 CHECKPOINTED: Specs = {
     "llama": {"model": "llama", "batch": 4, "sizes": LLAMA},
     "gpt2": {"model": "gpt2", "batch": 4, "sizes": LANGUAGE},
@@ -204,29 +207,28 @@ STEP_BOUNDS, SAVED_BOUND = {OURS: 0.90, SLOW: 1.00}, 1.02
 
 
 def checkpointing_bounds(rows: Rows) -> list[Bound]:
+    """What must hold of those that were measured; without the count, none of them keeps the bound on saved bytes."""
     found = []
-    for case, mode in ((case, mode) for case in CHECKPOINTED for mode in (OURS, SLOW)):
-        row, counted = rows.get(f"{case}, {mode}"), rows.get(f"{case}, {COUNTING}", {})
-        if row is None:
-            continue
-        process = row["peak_rss_bytes"] / row["reference_rss_bytes"] if "ratio" in row else None
-        saved = (
-            row["resident_peak_bytes"] / counted["resident_peak_bytes"] if {"ratio"} <= row.keys() & counted else None
-        )
-        found += [
-            _times(f"{case}, {mode}: step × checkpointing's", row.get("ratio"), STEP_BOUNDS[mode]),
-            _times(f"{case}, {mode}: peak of saved bytes × its", saved, SAVED_BOUND),
-            _times(f"{case}, {mode}: process's peak × its", process, 1.0),
-        ]
+    for case, (mode, most) in product(CHECKPOINTED, STEP_BOUNDS.items()):
+        row, counted = rows.get(f"{case}, {mode}", {}), rows.get(f"{case}, {COUNTING}", {})
+        if "ratio" in row:
+            saved = row["resident_peak_bytes"] / counted["resident_peak_bytes"] if "ratio" in counted else None
+            process = row["peak_rss_bytes"] / row["reference_rss_bytes"]
+            found.append(Bound(f"{case}, {mode}: step × checkpointing's", row["ratio"], most, unit=" ×"))
+            found.append(Bound(f"{case}, {mode}: peak of saved bytes × its", saved, SAVED_BOUND, unit=" ×"))
+            found.append(Bound(f"{case}, {mode}: process's peak × its", process, 1.0, unit=" ×"))
     return found
 
 
 def checkpointing(tiny: bool, folder: str) -> Part:
-    slow = {"mode": "attached", "options": {"disk_bytes_per_s": 60e6}}
-    modes: Specs = {ALONE: {"mode": KEEP}, COUNTING: {"mode": "attached, kept"}, OURS: {"mode": "attached"}, SLOW: slow}
     return Part(
         cases={name: case | {"checkpointing": True} for name, case in CHECKPOINTED.items()},
-        modes=modes,
+        modes={
+            ALONE: {"mode": KEEP},
+            COUNTING: {"mode": "attached, kept"},
+            OURS: {"mode": "attached"},
+            SLOW: {"mode": "attached", "options": {"disk_bytes_per_s": 60e6}},
+        },
         references={"ratio": ALONE},
         shown=(COUNTING, OURS, SLOW),
         bounds=checkpointing_bounds,
@@ -236,47 +238,8 @@ def checkpointing(tiny: bool, folder: str) -> Part:
     )
 
 
-PLAIN, HALVED = "none", "exact"
-MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 384, "head_dim": 64}
-CODED: Specs = {
-    "llama": {"model": "llama", "batch": 4, "sizes": LLAMA},
-    "llama, LoRA": {"model": "llama", "batch": 4, "sizes": LLAMA | {"lora": 8}},
-    "qwen3_moe": {"model": "qwen3_moe", "batch": 4, "sizes": LLAMA | {"config": MIXTURE}},
-}
-WRITTEN_BOUND = 0.93
-"""Times the bytes that are written without the codec."""
-
-
-def codec_bounds(rows: Rows) -> list[Bound]:
-    found = []
-    for case in (case for case in CODED if f"{case}, {HALVED}" in rows):
-        row, plain = rows[f"{case}, {HALVED}"], rows[f"{case}, {PLAIN}"]
-        fine = {"ratio"} <= row.keys() & plain
-        written = row["written_bytes_per_step"] / plain["written_bytes_per_step"] if fine else None
-        found.append(_times(f"{case}: bytes written × without the codec", written, WRITTEN_BOUND))
-        found.append(_times(f"{case}: step × without the codec", row.get("ratio"), 1.0))
-    return found
-
-
-def codec(tiny: bool, folder: str) -> Part:
-    options = {"policy": "all", "device_budget": "40%", "disk_bytes_per_s": 60e6}
-    modes: Specs = {name: {"mode": "attached", "options": options | {"codec": name}} for name in (PLAIN, HALVED)}
-    return Part(
-        cases={name: case | {"dtype": "bfloat16"} for name, case in CODED.items()},
-        modes={KEEP: {"mode": KEEP}, **modes},
-        references={"ratio": PLAIN, "to_keep": KEEP},
-        shown=(PLAIN, HALVED),
-        bounds=codec_bounds,
-        untimed=2,
-    )
-
-
-def _times(what: str, measured: float | None, bound: float) -> Bound:
-    return Bound(what=what, measured=measured, bound=bound, unit=" ×")
-
-
 PARTS: dict[str, Callable[[bool, str], Part]]
-PARTS = {"e2e": e2e, "peers": peers, "trace": trace, "checkpointing": checkpointing, "codec": codec}
+PARTS = {"e2e": e2e, "peers": peers, "trace": trace, "checkpointing": checkpointing}
 
 # -- one run ----------------------------------------------------------------------------------------------------------
 
@@ -330,9 +293,9 @@ def render(part: Part, rows: Rows) -> str:
     """The rows as a Markdown table, and why others are missing."""
     columns: dict[str, Callable[[Row], object]] = {
         **{f"step / {mode}": partial(_spread, f"{key}_of_rounds") for key, mode in part.references.items()},
-        "step, s": lambda row: f"{row['step_s']:.3f}",
-        "processor time": lambda row: f"{row['cpu_ratio']:.3f}",
-        "system time, s": lambda row: f"{row['system_s_per_step']:.2f}",
+        "step, s": number("step_s", 1, 3),
+        "processor time": number("cpu_ratio", 1, 3),
+        "system time, s": number("system_s_per_step", 1, 2),
         "page faults": lambda row: f"{row['page_faults_per_step']:,.0f}",
         "saved": lambda row: mib(row.get("baseline_peak_bytes")),
         "resident peak": lambda row: mib(row.get("resident_peak_bytes")),
@@ -340,7 +303,7 @@ def render(part: Part, rows: Rows) -> str:
         "above static": lambda row: mib(row["above_static_bytes"]),
         "saved bytes gone": lambda row: None if "gone_share" not in row else f"{row['gone_share']:.0%}",
         "written a step": lambda row: mib(row.get("written_bytes_per_step")),
-        "waits a step, s": lambda row: None if "wait_s_per_step" not in row else f"{row['wait_s_per_step']:.3f}",
+        "waits a step, s": number("wait_s_per_step", 1, 3),
         "bit-identical": lambda row: harness.yes(row["identical"]),
     }
     measured = {name: row for name, row in rows.items() if "why" not in row}

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from actoffload.integrations.deepspeed import block_io
 
@@ -28,7 +29,6 @@ from actoffload.tools.report import COLOURS
 from actoffload.tools.trace_file import PHASES, load
 from actoffload.tools.traced_run import AWAY, KINDS, Run, look_at
 from benchmarks import harness
-from benchmarks.frameworks_cpu import join_alone
 from benchmarks.harness import Bound, Row, mib
 from benchmarks.pictures import IMAGES
 from benchmarks.workloads import THREADS
@@ -46,11 +46,21 @@ BUCKET = 5_000_000
 PARTS = 90
 """The parts of a step for which a rate is drawn."""
 WIDTH, HEIGHT, PIXELS = 9.2, 7.6, 160
+LABELS = (
+    "memory, GiB, beside the\nprocess before training",
+    "disk, MB/s\nin | out",
+    "DeepSpeed's\ncopies, MB/s\nin | out",
+    "processors",
+)
+"""Of the picture's rows."""
 GIB = 1 << 30
 LIMIT_S = 1800
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 """The C library gives large blocks back as they are freed, as a device's allocator does; else it keeps them."""
 
+
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+"""A group of one process, for DeepSpeed."""
 
 # -- the program ------------------------------------------------------------------------------------------------------
 
@@ -62,7 +72,10 @@ def train(sizes: dict[str, int], checkpointed: bool, compiled: bool) -> None:
 
     torch.set_num_threads(THREADS)
     torch.manual_seed(0)
-    join_alone()
+    os.environ.update(ALONE)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo does; this would be compiled for a minute
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     shape: dict[str, Any] = {"hidden_size": sizes["width"], "intermediate_size": 8 * sizes["width"] // 3}
     shape |= {"num_hidden_layers": sizes["layers"], "vocab_size": sizes["words"], "num_attention_heads": 8}
     model = LlamaForCausalLM(LlamaConfig(**shape, use_cache=False))
@@ -131,22 +144,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "step, s": harness.number("step_s", 1, 2),
         "memory, peak": lambda row: mib(row["peak_bytes"]),
         "saved activations, peak": lambda row: mib(row["saved_peak_bytes"]),
-        **{f"{name}, processor s": partial(_of_phase, name, "processor_s") for name in PHASES},
+        **{f"{name}, processor s": partial(_processor_s, name) for name in PHASES},
     }
     bounds = [
-        Bound(what=f"{name}: sum of the kinds, off the total by", measured=row["memory_off"], bound=0.02)
-        for name, row in rows.items()
+        Bound(f"{name}: sum of the kinds, off the total by", row["memory_off"], 0.02) for name, row in rows.items()
     ]
     for way in ("write", "read"):
         traced, kernel = (rows["actoffload"][f"{count}_bytes"][way] for count in ("traced", "kernel"))
         what = f"actoffload: bytes of disk {way}, off the kernel's count for the process by"
-        bounds.append(Bound(what=what, measured=abs(traced / kernel - 1) if kernel else None, bound=0.05))
+        bounds.append(Bound(what, abs(traced / kernel - 1) if kernel else None, 0.05))
     hold = results.finish(harness.table_of("ZeRO-Offload, two threads", rows, columns), bounds)
     return 0 if hold and len({tuple(row["losses"]) for row in rows.values()}) == 1 else 1
 
 
-def _of_phase(name: str, key: str, row: Row) -> str | None:
-    return next((f"{use[key]:.2f}" for use in row["phases"] if use["name"] == name), None)
+def _processor_s(phase: str, row: Row) -> str | None:
+    return next((f"{use['processor_s']:.2f}" for use in row["phases"] if use["name"] == phase), None)
 
 
 # -- the picture ------------------------------------------------------------------------------------------------------
@@ -173,13 +185,7 @@ def draw(runs: dict[str, Run], file: Path, *, dark: bool) -> None:
             for axis in column:
                 axis.spines[["top", "right"]].set_visible(False)
                 _phases(axis, run, named=axis is column[0])
-        labels = (
-            "memory, GiB, beside the\nprocess before training",
-            "disk, MB/s\nin | out",
-            "DeepSpeed's\ncopies, MB/s\nin | out",
-            "processors",
-        )
-        for axis, label in zip(grid[:, 0], labels, strict=True):
+        for axis, label in zip(grid[:, 0], LABELS, strict=True):
             axis.set_ylabel(label)
         known: dict[str, Any] = {}
         for axis in grid.flatten():
@@ -204,27 +210,28 @@ def _memory(axis: Any, run: Run) -> None:
 
 def _link(axis: Any, run: Run, link: str) -> None:
     """Draw rates: out of the device upwards, back to it downwards; others on top of ours."""
-    length_s = run.end_s - run.begin_s
-    for way, sign, colour in (("write", 1e-6, "write"), ("read", -1e-6, "read")):
+    for way, unit in (("write", 1e6), ("read", -1e6)):
         ours, others = (
-            [sign * n * PARTS / length_s for n in run.moved(f"{link} {way}", run.begin_s, run.end_s, PARTS, ours=mine)]
+            numpy.array(run.moved(f"{link} {way}", run.begin_s, run.end_s, PARTS, ours=mine)) / unit
             for mine in (True, False)
         )
-        edges = [length_s * number / PARTS for number in range(PARTS + 1)]
-        both = [mine + theirs for mine, theirs in zip(ours, others, strict=True)]
-        axis.stairs(ours, edges, fill=True, color=COLOURS[colour], label=f"{way} by actoffload")
-        axis.stairs(both, edges, baseline=ours, fill=True, color=COLOURS["others"], label="by others")
+        _rate(axis, run, ours, color=COLOURS[way], label=f"{way} by actoffload")
+        _rate(axis, run, others, above=ours, color=COLOURS["others"], label="by others")
     axis.axhline(0, color="gray", linewidth=0.5)
 
 
 def _processors(axis: Any, run: Run) -> None:
-    length_s = run.end_s - run.begin_s
-    edges = [length_s * number / PARTS for number in range(PARTS + 1)]
-    used_s = run.processor_s(run.begin_s, run.end_s, PARTS)
-    used = [PARTS * each_s / length_s for each_s in used_s]
-    axis.stairs(used, edges, fill=True, color=COLOURS["processors"], label="processors in use")
+    used_s = numpy.array(run.processor_s(run.begin_s, run.end_s, PARTS))
+    _rate(axis, run, used_s, color=COLOURS["processors"], label="processors in use")
     axis.axhline(THREADS, color="gray", linewidth=0.5)
     axis.set_ylim(0, 1.15 * THREADS)
+
+
+def _rate(axis: Any, run: Run, amounts: Any, above: Any = 0.0, **style: Any) -> None:
+    """Draw amounts of each part of the step as a rate, on top of other amounts."""
+    length_s = run.end_s - run.begin_s
+    edges, per_s = numpy.linspace(0, length_s, PARTS + 1), PARTS / length_s
+    axis.stairs((amounts + above) * per_s, edges, baseline=above * per_s, fill=True, **style)
 
 
 def _phases(axis: Any, run: Run, *, named: bool) -> None:

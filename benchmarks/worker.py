@@ -1,16 +1,15 @@
 """One sample: a few training steps of one model in one mode. The last line of output is one JSON object.
 
-The options come as one JSON argument: those of `benchmarks.workloads.build`, and ``device``, ``mode`` (of
-`benchmarks.modes`), ``steps`` (timed), ``warm_up`` (steps before them), ``path``, ``threads``, ``optimizer`` (bool),
-``options`` (more of them for `offload_activations`) and ``in_turns`` (bool: a timed step is taken for every line that
-is read, and said; see `benchmarks.harness.take_rounds`).
+A timed step is taken for every line that is read, and said; see `benchmarks.harness.take_rounds`. The options come as
+one JSON argument: those of `benchmarks.workloads.build`, and ``device``, ``mode`` (of `benchmarks.modes`), ``warm_up``
+(steps before those that are timed), ``path``, ``threads``, ``optimizer`` (bool) and ``options`` (more of them for
+`offload_activations`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
-import os
 import resource
 import sys
 import time
@@ -25,8 +24,9 @@ from torch import Tensor, nn
 import actoffload
 from actoffload.testing import simulated_device
 from actoffload.tools.environment import peak_rss_bytes, rss_bytes
+from actoffload.tools.workers import say
 from benchmarks.modes import MODES, Library, open_peer
-from benchmarks.peers import Peer, Unavailable
+from benchmarks.peers import Peer
 from benchmarks.workloads import build, checkpoint_blocks
 
 CHECK_CHUNK = 1 << 24
@@ -88,15 +88,14 @@ class Run:
     def _step(self) -> None:
         peer = self.peer or self.open()
         with peer.context():
-            result, direction = self.work.forward()
+            loss = self.work.forward()
             if peer.backward_inside:
-                torch.autograd.backward(result, direction)
+                loss.backward()
         if not peer.backward_inside:
-            torch.autograd.backward(result, direction)
+            loss.backward()
         if self.optimizer is not None:
             self.optimizer.step()
-        if direction is None:
-            self.losses.append(float(result.detach()).hex())
+        self.losses.append(float(loss.detach()).hex())
 
     def seconds(self, work: Callable[[], object]) -> float:
         """How long some work takes, the device's part of it included."""
@@ -110,13 +109,14 @@ class Run:
         """One step with deterministic algorithms and no optimizer; a checksum of all gradients."""
         # Gradients stay allocated from here on, so that they count as static memory.
         self.clear_gradients()
-        compute_deterministically(True)
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         optimizer, self.optimizer = self.optimizer, None
         try:
             self.step()
         finally:
             self.optimizer = optimizer
-            compute_deterministically(False)
+            torch.use_deterministic_algorithms(False)
         return gradients_checksum(self.model)
 
     def timed(self, steps: int) -> list[float]:
@@ -177,16 +177,6 @@ class Run:
             torch.accelerator.synchronize()
 
 
-def say(something: dict[str, Any]) -> None:
-    print(json.dumps(something), flush=True)
-
-
-def compute_deterministically(on: bool) -> None:
-    """Choose PyTorch's deterministic algorithms, without the filling of memory that comes with them."""
-    torch.use_deterministic_algorithms(on)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
 def gradients_checksum(model: nn.Module) -> str:
     """128 bits of all gradients' bits: equal gradients have equal checksums, whatever the order of summation."""
     return checksum(parameter.grad.detach() for parameter in model.parameters() if parameter.grad is not None)
@@ -225,19 +215,19 @@ def trim_heap() -> None:
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
-    """All steps of one sample. Bytes and seconds."""
+    """All steps of one sample on the CPU. Bytes and seconds."""
     run = Run(spec)
     result: dict[str, Any] = {name: spec.get(name) for name in ("mode", "options")}
     run.open()  # a peer's library is static memory, too
     run.make_static()
-    result["static_bytes" if run.on_device else "static_rss_bytes"] = run.static_bytes
+    result["static_rss_bytes"] = run.static_bytes
     result["first_gradients"] = run.first_step()
     if spec["mode"] == "keep":
         result["reproducible"] = run.first_step() == result["first_gradients"]
         run.losses.pop()
-    run.timed(spec.get("warm_up", 1))
+    run.timed(spec["warm_up"])
     used = kernel_counts()
-    result |= run.measure(run.timed_in_turns if spec.get("in_turns") else lambda: run.timed(spec["steps"]))
+    result |= run.measure(run.timed_in_turns)
     result |= per_step(used, kernel_counts(), len(result["step_s"]))
     result["peak_rss_bytes"] = peak_rss_bytes()
     result["losses"] = run.losses
@@ -248,30 +238,5 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def out_of_memory(mode: str, error: torch.OutOfMemoryError) -> dict[str, Any]:
-    """A result: memory did not suffice for a mode."""
-    return {"mode": mode, "error": f"out of memory: {str(error).splitlines()[0]}", "oom": True}
-
-
-def read_spec(argument: str) -> dict[str, Any]:
-    """The options, with the environment that reproducible results need."""
-    # Before torch starts cuBLAS: without a fixed workspace its results are not reproducible.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    spec: dict[str, Any] = json.loads(argument)
-    return spec
-
-
-def main(argument: str) -> int:
-    """Measure and print; running out of memory is a result, and so is a peer that is not to be had."""
-    spec = read_spec(argument)
-    try:
-        say(measure(spec))
-    except Unavailable as error:
-        say({"mode": spec["mode"], "unavailable": str(error)})
-    except torch.OutOfMemoryError as error:
-        say(out_of_memory(spec["mode"], error))
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1]))
+    say(measure(json.loads(sys.argv[1])))

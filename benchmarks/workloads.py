@@ -1,4 +1,4 @@
-"""What the benchmarks train: the built-in GPT, a stack of its blocks, and Transformers' models with random weights."""
+"""What the benchmarks train: the built-in GPT, and models of Transformers and diffusers with random weights."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from actoffload.testing.gpt import GPTConfig
 from actoffload.tools import models
 from actoffload.tools.on_paper import Case
 
-Start = tuple[Tensor, Tensor | None]
-CAUSAL_MODELS = {"llama": "LlamaDecoderLayer", "qwen2": "Qwen2DecoderLayer", "qwen3_moe": "Qwen3MoeDecoderLayer"}
+CAUSAL_MODELS = {"llama": "LlamaDecoderLayer", "qwen2": "Qwen2DecoderLayer"}
 LANGUAGE_MODELS = {"gpt2": "gpt", "bert": "bert", "t5": "t5"}
 THREADS = 2
 """Of whole steps on the CPU."""
@@ -36,12 +35,12 @@ class Workload:
 
     Attributes:
         model: the model.
-        forward: one forward; what backward begins at, and its gradient (None for a scalar).
+        forward: one forward, which returns the loss.
         blocks: names of the layers, which full recompute checkpoints one by one.
     """
 
     model: nn.Module
-    forward: Callable[[], Start]
+    forward: Callable[[], Tensor]
     blocks: tuple[str, ...]
 
 
@@ -49,7 +48,7 @@ def build(spec: dict[str, Any]) -> Workload:
     """The workload that ``spec`` names, on torch's default device; weights and inputs by torch's seed.
 
     Args:
-        spec: ``model`` ("gpt", "gpt2", "bert", "t5", "vit", "unet", "llama", "qwen2" or "qwen3_moe"), ``dtype``,
+        spec: ``model`` ("gpt", "gpt2", "bert", "t5", "vit", "unet", "llama" or "qwen2"), ``dtype``,
             ``batch`` (sequences or images) and sizes: ``gpt`` (fields of `GPTConfig`) for the first, else ``sizes``.
             ``checkpointing``: the model's own gradient checkpointing is on, as its framework switches it on.
 
@@ -57,16 +56,13 @@ def build(spec: dict[str, Any]) -> Workload:
         ValueError: there is no such model.
     """
     work = _build(spec)
+    model: Any = work.model
     if spec.get("checkpointing"):
-        _switch_checkpointing_on(work.model)
+        if hasattr(model, "gradient_checkpointing_enable"):  # Transformers
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        else:  # diffusers
+            model.enable_gradient_checkpointing()
     return work
-
-
-def _switch_checkpointing_on(model: Any) -> None:
-    if hasattr(model, "gradient_checkpointing_enable"):  # Transformers
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    else:  # diffusers
-        model.enable_gradient_checkpointing()
 
 
 def _build(spec: dict[str, Any]) -> Workload:
@@ -91,7 +87,7 @@ def _gpt(spec: dict[str, Any]) -> Workload:
 
 def _made(made: models.Trainee, spec: dict[str, Any]) -> Workload:
     batch = made.batch(spec["batch"])
-    return Workload(model=made.model, forward=lambda: (made.loss(batch), None), blocks=made.blocks)
+    return Workload(model=made.model, forward=lambda: made.loss(batch), blocks=made.blocks)
 
 
 def _language(spec: dict[str, Any]) -> Workload:
@@ -111,11 +107,8 @@ def _vit(spec: dict[str, Any]) -> Workload:
     model: Any = ViTForImageClassification(ViTConfig(**shape)).train()
     images = torch.randn(spec["batch"], 3, sizes["image"], sizes["image"])
     labels = torch.randint(0, sizes["classes"], (spec["batch"],))
-    return Workload(
-        model=model,
-        forward=lambda: (model(pixel_values=images, labels=labels).loss, None),
-        blocks=_modules_of(model, "ViTLayer"),
-    )
+    blocks = _modules_of(model, "ViTLayer")
+    return Workload(model=model, forward=lambda: model(pixel_values=images, labels=labels).loss, blocks=blocks)
 
 
 def _unet(spec: dict[str, Any]) -> Workload:
@@ -135,18 +128,13 @@ def _unet(spec: dict[str, Any]) -> Workload:
     noisy, noise = torch.randn(2, spec["batch"], 4, sizes["image"], sizes["image"]).unbind()
     text = torch.randn(spec["batch"], sizes["text"], width)
     times = torch.randint(0, 1000, (spec["batch"],))
-    return Workload(
-        model=model,
-        forward=lambda: (nn.functional.mse_loss(model(noisy, times, text).sample, noise), None),
-        blocks=_modules_of(model, "ResnetBlock2D") + _modules_of(model, "Transformer2DModel"),
-    )
+    blocks = _modules_of(model, "ResnetBlock2D") + _modules_of(model, "Transformer2DModel")
+    loss = nn.functional.mse_loss
+    return Workload(model=model, forward=lambda: loss(model(noisy, times, text).sample, noise), blocks=blocks)
 
 
 def _causal(spec: dict[str, Any]) -> Workload:
-    """Sizes: ``hidden``, ``layers``, ``inner``, ``heads``, ``kv_heads``, ``vocab``, ``seq``, ``lora`` (its rank).
-
-    ``config``: more fields of the model's configuration.
-    """
+    """Sizes: ``hidden``, ``layers``, ``inner``, ``heads``, ``kv_heads``, ``vocab``, ``seq``, ``lora`` (its rank)."""
     sizes = spec["sizes"]
     config = models.configuration(
         spec["model"],
@@ -157,7 +145,6 @@ def _causal(spec: dict[str, Any]) -> Workload:
         num_attention_heads=sizes["heads"],
         num_key_value_heads=sizes["kv_heads"],
         max_position_embeddings=sizes["seq"],
-        **sizes.get("config", {}),
     )
     made: Any = models.build_transformers(
         config, sequence=sizes["seq"], dtype=torch.get_default_dtype(), device=torch.get_default_device()

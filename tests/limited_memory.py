@@ -2,21 +2,13 @@
 
 Blocks like those of GPT, BERT, Llama and a convolutional network, each under ``torch.utils.checkpoint``, are trained
 with AdamW, four micro-batches a step and two shapes in turns. `limited` gives the device a part of the memory that
-keeping everything takes, and the library that number. `mixes` tries a person's settings: which blocks the
-program checkpoints, and ``device_budget``; `within` tries the best of these in the limited memory. Sizes are divided as
-in `tests.scaled_llama`.
-
-    python -m tests.limited_memory SPEC
-
-prints one JSON object for `benchmarks.limited_memory`; bytes and virtual seconds of the small models.
+keeping everything takes, and the library that number. Sizes are divided as in `tests.scaled_llama`.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import json
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -40,12 +32,6 @@ LENGTH = 128
 SLOWER = 4
 """Times fewer operations a second: so narrow a model would have hardly any for each byte that it saves."""
 ACCUMULATION = 4
-BUDGETS = (0.0, 0.1, 0.25, 0.5, 1.0)
-"""Shares of the bytes saved if all are kept, for `mixes`: the last one moves nothing."""
-NOTHING = 1024
-"""Bytes that hold no storage: a budget of fewer would be refused, as it may be meant as a percentage."""
-MIX_STEPS = 5
-"""Of each shape; the last one counts."""
 
 
 class _Attention(nn.Module):
@@ -210,7 +196,6 @@ def run(name: str, link: tuple[float, float], steps: int, plain: Iterable[int] =
         if attachment is not None:
             plan = _plan(attachment)
             found["once"] = [] if plan is None else list(plan.once)
-            found["baseline_bytes"] = attachment.offloader.statistics().baseline_peak_bytes
             attachment.detach()
             attachment.offloader.abort()
         device.limit(None)
@@ -244,72 +229,3 @@ def limited(name: str, link: tuple[float, float], share: float, steps: int, **op
     limit = int(share * _kept_bytes(name, *link))
     plain = range(BLOCKS[name]) if options.get("recompute") else ()
     return run(name, link, steps, plain, limit=limit, device_memory=limit, **options) | {"limit_bytes": limit}
-
-
-def alone(name: str, link: tuple[float, float], steps: int) -> dict[str, Any]:
-    """Checkpoint every block, without the library and without a limit."""
-    return run(name, link, steps)
-
-
-def mixes(name: str, link: tuple[float, float]) -> dict[str, Any]:
-    keep = run(name, link, MIX_STEPS * len(SHAPES), range(BLOCKS[name]))
-    saved = run(name, link, 2, range(BLOCKS[name]), policy="greedy", target="host")["baseline_bytes"]
-    found = []
-    # The last ones need no room in forward's end that their recomputation would not take; spread ones share the link.
-    blocks = BLOCKS[name]
-    counts = range(0, blocks + 1, blocks // 8)
-    choices = {tuple(range(blocks - count, blocks)) for count in counts}
-    choices |= {tuple(blocks * number // count for number in range(count)) for count in counts if count}
-    for plain in sorted(choices):
-        for budget in BUDGETS:
-            if (mix := _mix(name, link, plain, budget, saved)) is not None:
-                found.append(mix)
-    return {"mixes": found, "keep": {"seconds": _last(keep["seconds"]), "peak": max(keep["peaks"])}, "saved": saved}
-
-
-def within(name: str, link: tuple[float, float], share: float, by_hand: dict[str, Any]) -> dict[str, Any]:
-    """The mixes again that may be a shape's best, in ``share`` of the memory that keeping all takes.
-
-    An allocator near the end of the memory gives its cache back, for which the device idles. So a mix is no faster
-    than with all memory, and a mix need not run again if it was slower there than the best is here.
-    """
-    limit = int(share * by_hand["keep"]["peak"])
-    left = [mix for mix in by_hand["mixes"] if mix["peak"] <= limit]
-    best, found = [float("inf")] * len(SHAPES), []
-    while open_shapes := [n for n in range(len(SHAPES)) if any(mix["seconds"][n] < best[n] for mix in left)]:
-        mix = min(left, key=lambda mix: mix["seconds"][open_shapes[0]])
-        left.remove(mix)
-        again = _mix(name, link, mix["plain"], mix["budget"], by_hand["saved"], limit=limit)
-        if again is not None:
-            found.append(again)
-            best = [min(pair) for pair in zip(best, again["seconds"], strict=True)]
-    return {"mixes": found}
-
-
-def _mix(name: str, link: Any, plain: Any, budget: float, saved: int, **limit: int) -> dict[str, Any] | None:
-    moves = {"target": "host", "device_budget": max(NOTHING, int(budget * saved)), "checkpoints": "leave"}
-    mix = run(name, link, MIX_STEPS * len(SHAPES), plain, **(moves if budget < 1 else {}), **limit)
-    if "failed" in mix:
-        return None
-    return {"plain": plain, "budget": budget, "seconds": _last(mix["seconds"]), "peak": max(mix["peaks"])}
-
-
-def _last(seconds: list[float]) -> list[float]:
-    """The last step of each shape."""
-    return seconds[-len(SHAPES) :]
-
-
-def main(argument: str) -> int:
-    """Print the result of one of four functions; the JSON object ``argument`` has its name and its arguments."""
-    torch.set_num_threads(1)
-    spec = json.loads(argument)
-    kinds: list[Callable[..., dict[str, Any]]] = [limited, mixes, within, alone]
-    what = next(kind for kind in kinds if kind.__name__ == spec["what"])
-    del spec["what"]
-    with virtual_time():
-        print(json.dumps(what(**spec)))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1]))

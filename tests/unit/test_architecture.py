@@ -40,7 +40,7 @@ TORCH_FREE = (
 OPTIONAL = {
     "aiofiles": "storage.engines.aiofiles",
     "cupy": "storage.engines.gds",
-    "deepspeed": "integrations.deepspeed benchmarks.frameworks_cpu benchmarks.study",
+    "deepspeed": "integrations.deepspeed benchmarks.study",
     "diffusers": "integrations.examples.diffusers_loop benchmarks.workloads",
     "jinja2": "tools.report",
     "kvikio": "storage.engines.gds tools.doctor",
