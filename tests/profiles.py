@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+
+import pytest
 
 from actoffload.planning.plan import Plan
 from actoffload.planning.profile import Link, Profile, Region, Storage
 from actoffload.planning.regions import run_again
+from actoffload.planning.transfers import Device
 from actoffload.policy import part_of
 
 SAVED_PER_BLOCK = (
@@ -228,6 +233,21 @@ def regions_once(profile: Profile) -> tuple[Profile, dict[int, int]]:
 def checkpointed(profile: Profile) -> Profile:
     """The step with each block checkpointed, all of them run again."""
     return run_again(*regions_once(profile), {})
+
+
+@contextmanager
+def bytes_over_time() -> Iterator[list[tuple[float, int]]]:
+    """Note the bytes on the device from each moment on, in the step that is simulated meanwhile."""
+    found: list[tuple[float, int]] = []
+    take = Device.take
+
+    def note(device: Device, nbytes: int, now: float) -> None:
+        take(device, nbytes, now)
+        found.append((now, device.used))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Device, "take", note)
+        yield found
 
 
 def predicted_s(plan: Plan) -> float:
