@@ -7,7 +7,7 @@ import gc
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -82,10 +82,7 @@ def _batch(rows: int) -> Tensor:
 
 def _step(model: nn.Module, rows: int, offloader: Offloader | None = None) -> None:
     x = _batch(rows)
-    if offloader is None:
-        model(x).square().sum().backward()
-        return
-    with offloader:
+    with offloader or nullcontext():
         loss = model(x).square().sum()
     loss.backward()
 
