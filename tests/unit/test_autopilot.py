@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from actoffload import Offloader, Plan
-from actoffload.autograd.offloader import _stores
 from actoffload.autotune.budgets import Budgets
 from actoffload.autotune.observations import surprise
 from actoffload.autotune.shapes import AGAIN, Shape, Tried
@@ -22,9 +22,8 @@ from actoffload.errors import BudgetError
 from actoffload.planning.constants import MOST_KNOWN, TIGHTER, WARM_UP
 from actoffload.planning.observed import Observed
 from actoffload.planning.plan import PlanEntry
-from actoffload.planning.profile import Link, Profile, Region, Storage
+from actoffload.planning.profile import Link, Profile, Storage
 from actoffload.planning.search import Limits, Proposal, own_budget
-from actoffload.runtime.profiler import Profiler
 from actoffload.testing.gpt import GPT, GPTConfig
 from tests.harness import (
     Chain,
@@ -84,7 +83,6 @@ class _Script:
 
     def propose(self, base: Profile, limits: Limits) -> Proposal:
         self.bases.append(base)
-        self.limits.append(limits)
         once = self.proposals.pop(0) if len(self.proposals) > 1 else self.proposals[0]
         return Proposal(once=once, step_s=0.5, peak_bytes=0)
 
@@ -239,54 +237,45 @@ def test_without_a_plan_room_is_made_for_the_largest_that_any_shape_has_saved(ma
 # -- checkpointed regions ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def regions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every recorded step has four checkpointed regions; regions that ran once have no recomputation."""
-    recorded = Profiler.profile
+class _Checkpointed(nn.Module):
+    """Four layers, each in a checkpoint."""
 
-    def profile(recorder: Profiler, device: str = "cpu") -> Profile | None:
-        found = recorded(recorder, device)
-        (store,) = [store for store in _stores if store.profiler is recorder]
-        once = store.regions.once
-        regions = tuple(
-            Region(
-                place=place,
-                name=f"layers.{place}",
-                begin_s=0.0,
-                end_s=0.0,
-                again_s=None if place in once else found.forward_s,
-                backward_end_s=found.forward_s,
-            )
-            for place in range(4)
-            if found is not None
-        )
-        return found and replace(found, regions=regions)
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = Chain().layers
 
-    monkeypatch.setattr(Profiler, "profile", profile)
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(lambda x, layer=layer: torch.tanh(layer(x)) * torch.sigmoid(x), x, use_reentrant=False)
+        return x
+
+
+def _regions(offloader: Offloader, count: int) -> None:
+    """Take steps with four checkpointed regions."""
+    _steps(offloader, count, _Checkpointed())
 
 
 def _once(offloader: Offloader) -> frozenset[int]:
     return frozenset(offloader.store.regions.once)
 
 
-@pytest.mark.usefixtures("regions")
 def test_a_step_with_all_regions_again_is_the_base_of_the_choice_and_the_next_one_of_the_plan(
     make_offloader: MakeOffloader,
 ) -> None:
     reported: list[str] = []
     offloader, planner, pilot = _scripted(make_offloader, {1, 3}, announce=reported.append)
-    _steps(offloader, WARM_UP + 1)
+    _regions(offloader, WARM_UP + 1)
     assert (_once(offloader), planner.bases) == (ALL_AGAIN, [])
-    _steps(offloader, 1)
+    _regions(offloader, 1)
     assert _once(offloader) == {1, 3}
     (base,) = planner.bases
-    assert {region.again_s for region in base.regions} == {base.forward_s}
+    assert [region.again_s is None for region in base.regions] == [False] * 4
     planned_from, on_paper = planner.profiles
     assert planned_from == base
     assert on_paper.once == (1, 3), "no step has saved these regions' tensors yet"
     assert pilot.plan is not None
     assert not any("checkpointed regions" in line for line in reported), "a plan made only on paper is not announced"
-    _steps(offloader, 1)
+    _regions(offloader, 1)
     _, _, profile = planner.profiles
     assert [region.again_s is None for region in profile.regions] == [False, True, False, True]
     own = own_budget(base, {})
@@ -294,68 +283,59 @@ def test_a_step_with_all_regions_again_is_the_base_of_the_choice_and_the_next_on
     assert planner.limits[-1].device_budget == own
     plan: Any = pilot.plan
     assert (plan.once, plan.regions, _once(offloader)) == ((1, 3), 4, frozenset({1, 3}))
-    _steps(offloader, 3)
+    _regions(offloader, 3)
     (line,) = [line for line in reported if "checkpointed regions" in line]
     assert line.startswith("actoffload: 4 checkpointed regions: 2 no longer run again, predicted ")
     assert line.removeprefix("actoffload: ") in offloader.explain()
 
 
-@pytest.mark.usefixtures("regions")
 def test_without_a_plan_that_keeps_the_budget_other_regions_are_chosen_for_less(make_offloader: MakeOffloader) -> None:
     offloader, planner, pilot = _scripted(make_offloader, {0, 1, 2, 3}, {3}, device_budget="1GiB")
-    _steps(offloader, WARM_UP + 2)
+    _regions(offloader, WARM_UP + 2)
     assert set(_once(offloader)) == {0, 1, 2, 3}
     planner.error, planner.errors_left = BudgetError(1 << 30, 1 << 31), 1
-    _steps(offloader, 1)
+    _regions(offloader, 1)
     assert set(_once(offloader)) == {3}, "no plan for the recorded step kept the budget"
     assert planner.limits[-1].device_budget == int(TIGHTER * (1 << 30))
     planner.errors_left = 2
-    _steps(offloader, 1)
+    _regions(offloader, 1)
     assert set(_once(offloader)) == set(), "no plan keeps it, for these regions or on paper for all again: all moves"
     assert pilot.plan is None, "the next step is recorded"
 
 
-@pytest.mark.usefixtures("regions")
 def test_each_plan_is_made_within_the_budget_of_its_own_regions(
     make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also that of the base while other regions run once, and that of regions on paper alone."""
-    offloader = make_offloader(policy="auto", device_budget="1GiB")
-    planner = _Script(lambda *_: True, frozenset({0, 1, 2, 3}), frozenset({3}))
-    making, seen = plan_with(offloader, planner).making, []
-    limits, plan = making.limits, planner.plan
+    offloader, planner, pilot = _scripted(make_offloader, {0, 1, 2, 3}, {3}, device_budget="1GiB")
+    limits = pilot.making.limits
 
     def limits_of(shape: Shape, once: frozenset[int] | None = None) -> Limits:
         found: Limits = limits(shape, once)
         return replace(found, host_budget=1 + len(shape.once if once is None else once))
 
-    def plan_seen(profile: Profile, limits: Limits) -> Plan:
-        seen.append((len(profile.once), (limits.host_budget or 0) - 1))
-        return plan(profile, limits)
-
-    monkeypatch.setattr(making, "limits", limits_of)
-    monkeypatch.setattr(planner, "plan", plan_seen)
-    _steps(offloader, WARM_UP + 2)
+    monkeypatch.setattr(pilot.making, "limits", limits_of)
+    _regions(offloader, WARM_UP + 2)
     planner.error, planner.errors_left = BudgetError(1 << 30, 1 << 31), 1
-    _steps(offloader, 1)
+    _regions(offloader, 1)
+    planned = zip(planner.profiles, planner.limits, strict=True)
+    seen = [(len(profile.once), (limits.host_budget or 0) - 1) for profile, limits in planned]
     assert seen == [(0, 0), (4, 4), (4, 4), (0, 0), (1, 1)]
 
 
-@pytest.mark.usefixtures("regions")
 def test_regions_with_which_a_step_passed_the_number_are_tried_once_more_with_less(
     make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offloader, _, _ = _scripted(make_offloader, {1, 3}, device_budget="1GiB")
-    _steps(offloader, WARM_UP + 2)
+    _regions(offloader, WARM_UP + 2)
     assert _once(offloader) == {1, 3}
     monkeypatch.setattr(Budgets, "passed_bytes", 1000)
-    _steps(offloader, 1)
+    _regions(offloader, 1)
     assert _once(offloader) == {1, 3}
-    _steps(offloader, 1)
+    _regions(offloader, 1)
     assert _once(offloader) == ALL_AGAIN, "it has passed the number twice"
 
 
-@pytest.mark.usefixtures("regions")
 @pytest.mark.parametrize(("gain", "count"), [(0.0035, 4), (0.002, 0), (-0.1, 0)])
 def test_regions_run_once_for_a_gain_of_more_than_a_percent(
     make_offloader: MakeOffloader, gain: float, count: int
@@ -363,24 +343,22 @@ def test_regions_run_once_for_a_gain_of_more_than_a_percent(
     offloader, planner, pilot = _scripted(make_offloader, {0, 1, 2, 3}, device_budget="1GiB")
     planner.gain = gain
     for _ in range(2):  # on paper, and for the tensors that the step has saved
-        _steps(offloader, WARM_UP + 2)
+        _regions(offloader, WARM_UP + 2)
         assert len(_once(offloader)) == len(pilot.plan.once) == count
     assert len(pilot.history) == (2 if count else 1)
 
 
-@pytest.mark.usefixtures("regions")
 def test_a_recorded_step_that_is_no_shorter_than_the_bases_is_not_followed(make_offloader: MakeOffloader) -> None:
     offloader, planner, pilot = _scripted(make_offloader, {0, 1, 2, 3}, device_budget="1GiB")
-    _steps(offloader, WARM_UP + 2)
+    _regions(offloader, WARM_UP + 2)
     assert len(_once(offloader)) == 4
     planner.most_gain = 2
-    _steps(offloader, 1)
+    _regions(offloader, 1)
     assert (_once(offloader), pilot.plan.once) == (ALL_AGAIN, ())
-    _steps(offloader, 12)
+    _regions(offloader, 12)
     assert _once(offloader) == ALL_AGAIN, "the choice is not tried again within the same budget"
 
 
-@pytest.mark.usefixtures("regions")
 def test_measured_steps_decide_at_last(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plans predict a shorter mix; measured, it is longer than the base's prediction and than the base's steps."""
     offloader, planner, pilot = _scripted(make_offloader, {0, 1, 2, 3}, device_budget="1GiB")
@@ -388,7 +366,7 @@ def test_measured_steps_decide_at_last(make_offloader: MakeOffloader, monkeypatc
     monkeypatch.setattr("actoffload.autotune.autopilot.surprise", lambda *_, **__: "")
     seen = []
     for _ in range(40):
-        _steps(offloader, 1)
+        _regions(offloader, 1)
         seen.append(len(_once(offloader)))
     assert 4 in seen
     assert 0 in seen[seen.index(4) :]
@@ -445,7 +423,6 @@ def test_of_many_plans_of_no_regions_the_first_is_remembered() -> None:
     assert [tried.plan.entries[0].nbytes for tried in (known[0], known[-1])] == [0, 3 * MOST_KNOWN - 1]
 
 
-@pytest.mark.usefixtures("regions")
 def test_a_base_during_which_the_allocator_gave_its_cache_back_is_recorded_again(
     make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -453,18 +430,17 @@ def test_a_base_during_which_the_allocator_gave_its_cache_back_is_recorded_again
     flushes = itertools.count()
     count = partial(next, flushes)
     monkeypatch.setattr(offloader.store.tiers, "allocator_count", lambda n: count() if n == "num_alloc_retries" else 0)
-    _steps(offloader, WARM_UP + 2)
+    _regions(offloader, WARM_UP + 2)
     assert (_once(offloader), pilot.plan.once, planner.bases) == (ALL_AGAIN, (), []), "its times choose no regions"
     planner.scale = 1e-9  # the simulation of the present plan is no shorter
     count = partial(int, 99)
-    _steps(offloader, 1)
+    _regions(offloader, 1)
     assert _once(offloader) == {1, 3}
 
 
-@pytest.mark.usefixtures("regions")
 def test_each_shape_has_regions_of_its_own(make_offloader: MakeOffloader) -> None:
     offloader, _, _ = _scripted(make_offloader, {0}, {2})
-    model = Chain()
+    model = _Checkpointed()
     for step in range(2 * (WARM_UP + 4)):
         _step(offloader, model, batch(rows=128 if step % 2 else 64))
         seen = _once(offloader)
@@ -480,11 +456,10 @@ def _run_out_of_memory(offloader: Offloader, model: nn.Module) -> None:
         raise torch.OutOfMemoryError("no memory")
 
 
-@pytest.mark.usefixtures("regions")
 def test_a_step_that_ran_out_of_memory_is_followed_by_one_with_all_regions_again(make_offloader: MakeOffloader) -> None:
     offloader, planner, pilot = _scripted(make_offloader, {1, 3}, stays=lambda *_: False, device_budget="1GiB")
-    model = Chain()
-    _steps(offloader, WARM_UP + 4, model)
+    model = _Checkpointed()
+    _regions(offloader, WARM_UP + 4)
     assert pilot.plan.once == (1, 3)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         _run_out_of_memory(offloader, model)
@@ -498,5 +473,5 @@ def test_a_step_that_ran_out_of_memory_is_followed_by_one_with_all_regions_again
         assert _once(offloader) == ALL_AGAIN
         loss = model(batch()).sum()
     loss.backward()
-    _steps(offloader, 1, model)
+    _regions(offloader, 1)
     assert planner.limits[-1].device_budget <= 0.9 * peak
