@@ -153,8 +153,8 @@ def random_profile(seed: int, *, storages: int | None = None, blocks: int | None
         kept = "module excluded" if rng.random() < 0.05 else ""
         inside = 0 < owner <= total_blocks and rng.random() < 0.95
         module = f"blocks.{owner - 1}.{number}" if inside else f"part{number}"
-        times = {"birth_s": birth_s, "need_s": need_s, "last_need_s": last_s}
-        made.append(Storage(index=None, nbytes=sizes[number], module=module, kept=kept, **times))
+        storage = Storage(index=None, nbytes=sizes[number], birth_s=birth_s, need_s=need_s, last_need_s=last_s)
+        made.append(replace(storage, module=module, kept=kept))
     listed = []
     index = 0
     for storage in made:

@@ -136,13 +136,6 @@ def test_a_checkpointed_step_gets_shorter_in_the_memory_that_there_is(gb_s: floa
     assert 0 < len(made.once) < made.regions == 16
 
 
-def test_a_link_of_no_use_never_makes_a_step_longer() -> None:
-    base = _llama(0.01)
-    found = propose(base, Limits(device_budget=base.baseline_peak_bytes))
-    assert found.once == frozenset()
-    assert found.step_s <= base.step_s
-
-
 def test_without_a_budget_regions_take_no_more_than_they_did() -> None:
     base = _llama(52)
     found = propose(base, Limits())
