@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+
+import pytest
 
 from actoffload.planning.plan import Plan
 from actoffload.planning.profile import Link, Profile, Region, Storage
 from actoffload.planning.regions import run_again
+from actoffload.planning.transfers import Device
 from actoffload.policy import part_of
 
 SAVED_PER_BLOCK = (
@@ -135,14 +140,21 @@ def random_profile(seed: int, *, storages: int | None = None, blocks: int | None
     forward_s = rng.uniform(0.01, 1.0)
     backward_s = forward_s * rng.uniform(1.0, 3.0)
     births = sorted(rng.uniform(0, forward_s) for _ in range(count))
-    sizes = [_random_size(rng) for _ in range(count)]
+    sizes = [int(2 ** rng.uniform(16, 26)) for _ in range(count)]
     bounds = sorted(rng.sample(range(1, count), min(block_count, count - 1))) if count > 1 else []
     owners = [sum(bound <= number for bound in bounds) for number in range(count)]
     total_blocks = len(bounds) if block_count else 0
-    made = [
-        _random_storage(rng, number, births[number], sizes[number], owners[number], total_blocks, forward_s, backward_s)
-        for number in range(count)
-    ]
+    made = []
+    for number, (birth_s, owner) in enumerate(zip(births, owners, strict=True)):
+        last_s = forward_s + (forward_s - birth_s) * backward_s / forward_s  # backward mirrors forward
+        need_s: float | None = max(forward_s, last_s - rng.uniform(0, 0.05) * backward_s)
+        if rng.random() < 0.05:
+            need_s, last_s = None, rng.uniform(birth_s, forward_s + backward_s)
+        kept = "module excluded" if rng.random() < 0.05 else ""
+        inside = 0 < owner <= total_blocks and rng.random() < 0.95
+        module = f"blocks.{owner - 1}.{number}" if inside else f"part{number}"
+        storage = Storage(index=None, nbytes=sizes[number], birth_s=birth_s, need_s=need_s, last_need_s=last_s)
+        made.append(replace(storage, module=module, kept=kept))
     listed = []
     index = 0
     for storage in made:
@@ -160,37 +172,6 @@ def random_profile(seed: int, *, storages: int | None = None, blocks: int | None
         other_s=rng.choice((0.0, 0.1 * forward_s)),
         device="cpu" if kind == "disk" else "cuda",
         prefetch_bytes=rng.choice((1 << 20, 16 << 20, 64 << 20)),
-    )
-
-
-def _random_size(rng: random.Random) -> int:
-    return int(2 ** rng.uniform(16, 26))
-
-
-def _random_storage(
-    rng: random.Random,
-    number: int,
-    birth_s: float,
-    nbytes: int,
-    owner: int,
-    total_blocks: int,
-    forward_s: float,
-    backward_s: float,
-) -> Storage:
-    last_s = forward_s + (forward_s - birth_s) * backward_s / forward_s  # backward mirrors forward
-    need_s: float | None = max(forward_s, last_s - rng.uniform(0, 0.05) * backward_s)
-    if rng.random() < 0.05:
-        need_s, last_s = None, rng.uniform(birth_s, forward_s + backward_s)
-    kept = "module excluded" if rng.random() < 0.05 else ""
-    inside = 0 < owner <= total_blocks and rng.random() < 0.95
-    return Storage(
-        index=None,
-        nbytes=nbytes,
-        birth_s=birth_s,
-        need_s=need_s,
-        last_need_s=last_s,
-        module=f"blocks.{owner - 1}.{number}" if inside else f"part{number}",
-        kept=kept,
     )
 
 
@@ -228,6 +209,21 @@ def regions_once(profile: Profile) -> tuple[Profile, dict[int, int]]:
 def checkpointed(profile: Profile) -> Profile:
     """The step with each block checkpointed, all of them run again."""
     return run_again(*regions_once(profile), {})
+
+
+@contextmanager
+def bytes_over_time() -> Iterator[list[tuple[float, int]]]:
+    """Note the bytes on the device from each moment on, in the step that is simulated meanwhile."""
+    found: list[tuple[float, int]] = []
+    take = Device.take
+
+    def note(device: Device, nbytes: int, now: float) -> None:
+        take(device, nbytes, now)
+        found.append((now, device.used))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Device, "take", note)
+        yield found
 
 
 def predicted_s(plan: Plan) -> float:

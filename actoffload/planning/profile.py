@@ -222,11 +222,6 @@ class Profile:
         return tuple(sorted(ran))
 
     @property
-    def recompute_bytes(self) -> int:
-        """The most bytes that the recomputation of one region holds."""
-        return max((s.nbytes for s in self.storages if s.kept == RECOMPUTED), default=0)
-
-    @property
     def derived_bytes(self) -> int:
         """The most bytes that backward computes again at once from other saved storages."""
         derived = [s for s in self.storages if s.kept == DERIVED]

@@ -97,7 +97,6 @@ class Prediction:
         stayed: the pressed storages, and the storages that backward needed before they had left.
         releases: by storage, how many events after its own save its device memory was released; 0 if backward needed it
             before that.
-        timeline: bytes on the device from each time on; empty without ``detail``.
         peak: the contents of the device at the peak; None without ``detail``.
     """
 
@@ -114,7 +113,6 @@ class Prediction:
     pressed: tuple[int, ...]
     stayed: tuple[int, ...]
     releases: tuple[int, ...]
-    timeline: tuple[tuple[float, int], ...]
     peak: Peak | None
 
     @property
@@ -137,7 +135,7 @@ def simulate(
         profile: the step and its links; `Profile.with_links` replaces the links.
         plan: the storages that move; None keeps all. Its regions are taken to be the profile's.
         conditions: budgets and windows; None for no limits.
-        detail: whether to return the timeline and the contents of the peak.
+        detail: whether to return the contents of the peak.
     """
     workload = Workload(profile)
     if plan is None:
@@ -252,7 +250,6 @@ class _Step:
         self.transfers = Transfers(workload, self.clock, *budgets)
         self.device = self.transfers.device
         if detail:
-            self.device.log = []
             self.device.on_peak = self._note_peak
         self.ahead = _ReadAhead(workload, self.modes, self.transfers, window)
         self.waits: list[tuple[int, float]] = []
@@ -304,9 +301,6 @@ class _Step:
                 state[p] = FREED
                 if kind in (DROP, DROP_AT_ONCE):
                     self.ahead.held_bytes -= self.workload.nbytes[p]
-        # Nothing after the last event changes the step's length, but a timeline shows the last transfers.
-        while device.log is not None and links.next_end < NEVER:
-            self.transfers.complete_next()
 
     def _let_go(self, now: float) -> None:
         for p in self.transfers.let_go(now):
@@ -444,7 +438,6 @@ class _Step:
             pressed=tuple(self.refused),
             stayed=tuple(p for p, mode in enumerate(self.modes) if mode != KEEP and not self.device.left[p]),
             releases=tuple(self._releases),
-            timeline=tuple(self.device.log or ()),
             peak=self._describe_peak(),
         )
 

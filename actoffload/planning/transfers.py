@@ -78,7 +78,7 @@ class Memory:
 
 
 class Device(Memory):
-    """The device, with the moment and the contents of its peak, and its log."""
+    """The device, with the moment and the contents of its peak."""
 
     def __init__(self, nbytes: Sequence[int], limit: int | None) -> None:
         super().__init__(nbytes, limit)
@@ -88,7 +88,6 @@ class Device(Memory):
         """Whether a storage that backward does not need yet fits."""
         self.phase = self.peak_phase = "forward"
         self.peak_time = 0.0
-        self.log: list[tuple[float, int]] | None = None
         self.on_peak: Callable[[], None] | None = None
 
     def take(self, nbytes: int, now: float) -> None:
@@ -97,8 +96,6 @@ class Device(Memory):
             self.peak, self.peak_time, self.peak_phase = self.used, now, self.phase
             if self.on_peak is not None:
                 self.on_peak()
-        if self.log is not None:
-            self.log.append((now, self.used))
 
 
 class Links:

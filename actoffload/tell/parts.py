@@ -85,11 +85,11 @@ class Analysis:
     recompute_s: float = 0.0
 
     def as_dict(self) -> dict[str, object]:
-        """Everything but the lists of storages and times, ready for JSON."""
+        """Everything but the lists of storages, ready for JSON."""
 
         def numbers(seen: Prediction) -> dict[str, object]:
             found = asdict(seen)
-            for name in ("timeline", "waits", "pressed", "stayed"):
+            for name in ("waits", "pressed", "stayed"):
                 del found[name]
             for tier in ("host", "disk"):
                 found |= {f"{tier}_{name}": nbytes for name, nbytes in found.pop(tier).items()}

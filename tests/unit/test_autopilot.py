@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from actoffload import Offloader, Plan
-from actoffload.autograd.offloader import _stores
 from actoffload.autotune.budgets import Budgets
 from actoffload.autotune.observations import surprise
 from actoffload.autotune.shapes import AGAIN, Shape, Tried
@@ -23,9 +22,8 @@ from actoffload.errors import BudgetError
 from actoffload.planning.constants import MOST_KNOWN, TIGHTER, WARM_UP
 from actoffload.planning.observed import Observed
 from actoffload.planning.plan import PlanEntry
-from actoffload.planning.profile import Link, Profile, Region, Storage
+from actoffload.planning.profile import Link, Profile, Storage
 from actoffload.planning.search import Limits, Proposal, own_budget
-from actoffload.runtime.profiler import Profiler
 from actoffload.testing.gpt import GPT, GPTConfig
 from tests.harness import (
     Chain,
@@ -39,6 +37,7 @@ from tests.harness import (
     gradients,
     plan_with,
     recorder_of,
+    use_clock,
 )
 
 TOKENS = torch.arange(64).reshape(2, 32)
@@ -84,7 +83,6 @@ class _Script:
 
     def propose(self, base: Profile, limits: Limits) -> Proposal:
         self.bases.append(base)
-        self.limits.append(limits)
         once = self.proposals.pop(0) if len(self.proposals) > 1 else self.proposals[0]
         return Proposal(once=once, step_s=0.5, peak_bytes=0)
 
@@ -129,26 +127,28 @@ def test_the_step_after_the_warm_up_becomes_a_plan_that_is_followed(make_offload
     assert_empty(offloader)
 
 
-def test_limits_come_from_the_options(make_offloader: MakeOffloader) -> None:
-    offloader, planner, _ = _scripted(make_offloader, device_budget="128KiB", nvme_budget="8MiB")
-    _steps(offloader, WARM_UP + 2)
-    (limits,) = planner.limits
-    assert limits.device_budget == 128 << 10
-    assert limits.nvme_budget == 8 << 20
-    assert limits.tiers == ("nvme",)
-
-
-def test_passes_without_gradients_or_without_backward_are_no_steps(make_offloader: MakeOffloader) -> None:
+def test_passes_without_gradients_or_without_backward_are_no_steps(
+    make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     offloader, planner, _ = _scripted(make_offloader)
-    model = Chain()
-    for _ in range(6):
+    model, seconds = Chain(), [0.0]
+    use_clock(lambda: seconds[0], monkeypatch)
+
+    def evaluate() -> None:
         with torch.no_grad(), offloader:
             model(batch())
+            seconds[0] += 1.0
+
+    for _ in range(6):
+        evaluate()
         with offloader:
             model(batch())
     assert planner.profiles == []
-    _steps(offloader, WARM_UP + 2, model)
-    assert len(planner.profiles) == 1
+    for _ in range(WARM_UP + 2):
+        evaluate()
+        _steps(offloader, 1, model)
+    (profile,) = planner.profiles
+    assert profile.step_s < 1.0, "the evaluation before a step is not recorded with it"
 
 
 def test_a_graph_that_is_kept_alive_is_the_reason_for_no_plan(make_offloader: MakeOffloader) -> None:
@@ -180,18 +180,6 @@ def test_steps_in_which_all_is_small_are_recorded_less_and_less(make_offloader: 
     assert autopilot_of(offloader).plan is not None, "later steps save large ones"
 
 
-def test_an_evaluation_before_a_step_is_not_recorded_with_it(make_offloader: MakeOffloader) -> None:
-    offloader, planner, _ = _scripted(make_offloader)
-    model = Chain()
-    for _ in range(WARM_UP + 2):
-        with torch.no_grad(), offloader:
-            model(batch())
-            time.sleep(0.5)
-        _steps(offloader, 1, model)
-    (profile,) = planner.profiles
-    assert profile.step_s < 0.5
-
-
 def test_a_forward_that_saves_something_else_starts_over(make_offloader: MakeOffloader) -> None:
     """The first storage is the same, so the library takes it for the same shape."""
     offloader, _, pilot = _scripted(make_offloader)
@@ -213,10 +201,11 @@ def test_a_budget_that_cannot_be_kept_is_an_error_before_the_forward(make_offloa
 
 
 def test_a_planner_that_is_too_strict_is_not_believed(make_offloader: MakeOffloader) -> None:
-    offloader, planner, pilot = _scripted(make_offloader, device_budget="1GiB")
+    offloader, planner, pilot = _scripted(make_offloader, device_budget="1GiB", nvme_budget="8MiB")
     planner.error = BudgetError(1 << 30, 1 << 31)
     _steps(offloader, WARM_UP + 6)
-    assert len(planner.profiles) == 1
+    (limits,) = planner.limits
+    assert (limits.device_budget, limits.nvme_budget, limits.tiers) == (1 << 30, 8 << 20, ("nvme",))
     assert len(pilot.history) == 1
     assert pilot.history[0].startswith("no plan: device_budget=")
 
@@ -248,54 +237,45 @@ def test_without_a_plan_room_is_made_for_the_largest_that_any_shape_has_saved(ma
 # -- checkpointed regions ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def regions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every recorded step has four checkpointed regions; regions that ran once have no recomputation."""
-    recorded = Profiler.profile
+class _Checkpointed(nn.Module):
+    """Four layers, each in a checkpoint."""
 
-    def profile(recorder: Profiler, device: str = "cpu") -> Profile | None:
-        found = recorded(recorder, device)
-        (store,) = [store for store in _stores if store.profiler is recorder]
-        once = store.regions.once
-        regions = tuple(
-            Region(
-                place=place,
-                name=f"layers.{place}",
-                begin_s=0.0,
-                end_s=0.0,
-                again_s=None if place in once else found.forward_s,
-                backward_end_s=found.forward_s,
-            )
-            for place in range(4)
-            if found is not None
-        )
-        return found and replace(found, regions=regions)
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = Chain().layers
 
-    monkeypatch.setattr(Profiler, "profile", profile)
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(lambda x, layer=layer: torch.tanh(layer(x)) * torch.sigmoid(x), x, use_reentrant=False)
+        return x
+
+
+def _regions(offloader: Offloader, count: int) -> None:
+    """Take steps with four checkpointed regions."""
+    _steps(offloader, count, _Checkpointed())
 
 
 def _once(offloader: Offloader) -> frozenset[int]:
     return frozenset(offloader.store.regions.once)
 
 
-@pytest.mark.usefixtures("regions")
 def test_a_step_with_all_regions_again_is_the_base_of_the_choice_and_the_next_one_of_the_plan(
     make_offloader: MakeOffloader,
 ) -> None:
     reported: list[str] = []
     offloader, planner, pilot = _scripted(make_offloader, {1, 3}, announce=reported.append)
-    _steps(offloader, WARM_UP + 1)
+    _regions(offloader, WARM_UP + 1)
     assert (_once(offloader), planner.bases) == (ALL_AGAIN, [])
-    _steps(offloader, 1)
+    _regions(offloader, 1)
     assert _once(offloader) == {1, 3}
     (base,) = planner.bases
-    assert {region.again_s for region in base.regions} == {base.forward_s}
+    assert [region.again_s is None for region in base.regions] == [False] * 4
     planned_from, on_paper = planner.profiles
     assert planned_from == base
     assert on_paper.once == (1, 3), "no step has saved these regions' tensors yet"
     assert pilot.plan is not None
     assert not any("checkpointed regions" in line for line in reported), "a plan made only on paper is not announced"
-    _steps(offloader, 1)
+    _regions(offloader, 1)
     _, _, profile = planner.profiles
     assert [region.again_s is None for region in profile.regions] == [False, True, False, True]
     own = own_budget(base, {})
@@ -303,101 +283,82 @@ def test_a_step_with_all_regions_again_is_the_base_of_the_choice_and_the_next_on
     assert planner.limits[-1].device_budget == own
     plan: Any = pilot.plan
     assert (plan.once, plan.regions, _once(offloader)) == ((1, 3), 4, frozenset({1, 3}))
-    _steps(offloader, 3)
+    _regions(offloader, 3)
     (line,) = [line for line in reported if "checkpointed regions" in line]
     assert line.startswith("actoffload: 4 checkpointed regions: 2 no longer run again, predicted ")
     assert line.removeprefix("actoffload: ") in offloader.explain()
 
 
-@pytest.mark.usefixtures("regions")
 def test_without_a_plan_that_keeps_the_budget_other_regions_are_chosen_for_less(make_offloader: MakeOffloader) -> None:
     offloader, planner, pilot = _scripted(make_offloader, {0, 1, 2, 3}, {3}, device_budget="1GiB")
-    _steps(offloader, WARM_UP + 2)
+    _regions(offloader, WARM_UP + 2)
     assert set(_once(offloader)) == {0, 1, 2, 3}
     planner.error, planner.errors_left = BudgetError(1 << 30, 1 << 31), 1
-    _steps(offloader, 1)
+    _regions(offloader, 1)
     assert set(_once(offloader)) == {3}, "no plan for the recorded step kept the budget"
     assert planner.limits[-1].device_budget == int(TIGHTER * (1 << 30))
     planner.errors_left = 2
-    _steps(offloader, 1)
+    _regions(offloader, 1)
     assert set(_once(offloader)) == set(), "no plan keeps it, for these regions or on paper for all again: all moves"
     assert pilot.plan is None, "the next step is recorded"
 
 
-@pytest.mark.usefixtures("regions")
 def test_each_plan_is_made_within_the_budget_of_its_own_regions(
     make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also that of the base while other regions run once, and that of regions on paper alone."""
-    offloader = make_offloader(policy="auto", device_budget="1GiB")
-    planner = _Script(lambda *_: True, frozenset({0, 1, 2, 3}), frozenset({3}))
-    making, seen = plan_with(offloader, planner).making, []
-    limits, plan = making.limits, planner.plan
+    offloader, planner, pilot = _scripted(make_offloader, {0, 1, 2, 3}, {3}, device_budget="1GiB")
+    limits = pilot.making.limits
 
     def limits_of(shape: Shape, once: frozenset[int] | None = None) -> Limits:
         found: Limits = limits(shape, once)
         return replace(found, host_budget=1 + len(shape.once if once is None else once))
 
-    def plan_seen(profile: Profile, limits: Limits) -> Plan:
-        seen.append((len(profile.once), (limits.host_budget or 0) - 1))
-        return plan(profile, limits)
-
-    monkeypatch.setattr(making, "limits", limits_of)
-    monkeypatch.setattr(planner, "plan", plan_seen)
-    _steps(offloader, WARM_UP + 2)
+    monkeypatch.setattr(pilot.making, "limits", limits_of)
+    _regions(offloader, WARM_UP + 2)
     planner.error, planner.errors_left = BudgetError(1 << 30, 1 << 31), 1
-    _steps(offloader, 1)
+    _regions(offloader, 1)
+    planned = zip(planner.profiles, planner.limits, strict=True)
+    seen = [(len(profile.once), (limits.host_budget or 0) - 1) for profile, limits in planned]
     assert seen == [(0, 0), (4, 4), (4, 4), (0, 0), (1, 1)]
 
 
-@pytest.mark.usefixtures("regions")
 def test_regions_with_which_a_step_passed_the_number_are_tried_once_more_with_less(
     make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offloader, _, _ = _scripted(make_offloader, {1, 3}, device_budget="1GiB")
-    _steps(offloader, WARM_UP + 2)
+    _regions(offloader, WARM_UP + 2)
     assert _once(offloader) == {1, 3}
     monkeypatch.setattr(Budgets, "passed_bytes", 1000)
-    _steps(offloader, 1)
+    _regions(offloader, 1)
     assert _once(offloader) == {1, 3}
-    _steps(offloader, 1)
+    _regions(offloader, 1)
     assert _once(offloader) == ALL_AGAIN, "it has passed the number twice"
 
 
-@pytest.mark.usefixtures("regions")
-def test_regions_run_once_only_where_that_makes_the_step_shorter(make_offloader: MakeOffloader) -> None:
-    offloader, planner, pilot = _scripted(make_offloader, {0, 1, 2, 3}, device_budget="1GiB")
-    planner.most_gain = 2
-    _steps(offloader, WARM_UP + 2)
-    assert (_once(offloader), pilot.plan.once) == (ALL_AGAIN, ()), "by its plan the step is longer than the base's"
-    assert list(pilot.history) == ["first plan"]
-
-
-@pytest.mark.usefixtures("regions")
-@pytest.mark.parametrize(("gain", "count"), [(0.0035, 4), (0.002, 0)])
+@pytest.mark.parametrize(("gain", "count"), [(0.0035, 4), (0.002, 0), (-0.1, 0)])
 def test_regions_run_once_for_a_gain_of_more_than_a_percent(
     make_offloader: MakeOffloader, gain: float, count: int
 ) -> None:
-    offloader, planner, _ = _scripted(make_offloader, {0, 1, 2, 3}, device_budget="1GiB")
+    offloader, planner, pilot = _scripted(make_offloader, {0, 1, 2, 3}, device_budget="1GiB")
     planner.gain = gain
     for _ in range(2):  # on paper, and for the tensors that the step has saved
-        _steps(offloader, WARM_UP + 2)
-        assert len(_once(offloader)) == count
+        _regions(offloader, WARM_UP + 2)
+        assert len(_once(offloader)) == len(pilot.plan.once) == count
+    assert len(pilot.history) == (2 if count else 1)
 
 
-@pytest.mark.usefixtures("regions")
 def test_a_recorded_step_that_is_no_shorter_than_the_bases_is_not_followed(make_offloader: MakeOffloader) -> None:
     offloader, planner, pilot = _scripted(make_offloader, {0, 1, 2, 3}, device_budget="1GiB")
-    _steps(offloader, WARM_UP + 2)
+    _regions(offloader, WARM_UP + 2)
     assert len(_once(offloader)) == 4
     planner.most_gain = 2
-    _steps(offloader, 1)
+    _regions(offloader, 1)
     assert (_once(offloader), pilot.plan.once) == (ALL_AGAIN, ())
-    _steps(offloader, 12)
+    _regions(offloader, 12)
     assert _once(offloader) == ALL_AGAIN, "the choice is not tried again within the same budget"
 
 
-@pytest.mark.usefixtures("regions")
 def test_measured_steps_decide_at_last(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plans predict a shorter mix; measured, it is longer than the base's prediction and than the base's steps."""
     offloader, planner, pilot = _scripted(make_offloader, {0, 1, 2, 3}, device_budget="1GiB")
@@ -405,7 +366,7 @@ def test_measured_steps_decide_at_last(make_offloader: MakeOffloader, monkeypatc
     monkeypatch.setattr("actoffload.autotune.autopilot.surprise", lambda *_, **__: "")
     seen = []
     for _ in range(40):
-        _steps(offloader, 1)
+        _regions(offloader, 1)
         seen.append(len(_once(offloader)))
     assert 4 in seen
     assert 0 in seen[seen.index(4) :]
@@ -437,32 +398,31 @@ def test_a_plan_that_passes_the_budget_is_replaced_even_if_the_new_one_is_slower
         assert making.gains(Shape(()), step, move, keep) == gains
 
 
-def test_of_many_choices_of_regions_the_longest_steps_are_forgotten(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(policy="auto")
-    pilot = autopilot_of(offloader)
-    _steps(offloader, WARM_UP + 3)
+def _know(shape: Shape, once: frozenset[int], seconds: float, nbytes: int = 0) -> None:
+    """Tell the shape how long a step takes under a plan of these regions."""
+    plan = Plan((PlanEntry(index=0, nbytes=nbytes, action="keep"),))
+    shape.tried.know(Tried(once, plan, Profile(storages=()), None, None, seconds))
+
+
+def test_of_many_choices_of_regions_the_longest_steps_are_forgotten() -> None:
     shape = Shape(())
-    for once, seconds in [(0, 9.0), (1, 1.0), *((n, 2.0 + n) for n in range(2, 30))]:
-        shape.once = frozenset(range(once))
-        shape.tried.know(Tried(shape.once, pilot.plan, pilot.profile, None, None, seconds))
+    for count, seconds in [(0, 9.0), (1, 1.0), *((n, 2.0 + n) for n in range(2, 30))]:
+        shape.once = frozenset(range(count))
+        _know(shape, shape.once, seconds)
     assert {0, 1, 2, 3, 29} <= {len(tried.once) for tried in shape.tried}, "the base, the shortest ones and the last"
     assert len(list(shape.tried)) == MOST_KNOWN
 
 
-def test_of_many_plans_of_no_regions_the_first_is_remembered(make_offloader: MakeOffloader) -> None:
+def test_of_many_plans_of_no_regions_the_first_is_remembered() -> None:
     """Corrections of one plan differ in their entries, and none of them runs a region once."""
-    offloader = make_offloader(policy="auto")
-    pilot, shape = autopilot_of(offloader), Shape(())
-    _steps(offloader, WARM_UP + 3)
+    shape = Shape(())
     for number in (0, 1, 0, *range(2, 3 * MOST_KNOWN)):  # the first plan is measured, and known again
-        plan = Plan((PlanEntry(index=0, nbytes=number + 1, action="keep"),))
-        shape.tried.know(Tried(AGAIN, plan, pilot.profile, None, None, 9.0 if not number else 1.0 + number % 5))
+        _know(shape, AGAIN, 1.0 + number % 5 if number else 9.0, nbytes=number)
     known = list(shape.tried)
     assert len(known) == MOST_KNOWN
-    assert [tried.plan.entries[0].nbytes for tried in (known[0], known[-1])] == [1, 3 * MOST_KNOWN]
+    assert [tried.plan.entries[0].nbytes for tried in (known[0], known[-1])] == [0, 3 * MOST_KNOWN - 1]
 
 
-@pytest.mark.usefixtures("regions")
 def test_a_base_during_which_the_allocator_gave_its_cache_back_is_recorded_again(
     make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -470,18 +430,17 @@ def test_a_base_during_which_the_allocator_gave_its_cache_back_is_recorded_again
     flushes = itertools.count()
     count = partial(next, flushes)
     monkeypatch.setattr(offloader.store.tiers, "allocator_count", lambda n: count() if n == "num_alloc_retries" else 0)
-    _steps(offloader, WARM_UP + 2)
+    _regions(offloader, WARM_UP + 2)
     assert (_once(offloader), pilot.plan.once, planner.bases) == (ALL_AGAIN, (), []), "its times choose no regions"
     planner.scale = 1e-9  # the simulation of the present plan is no shorter
     count = partial(int, 99)
-    _steps(offloader, 1)
+    _regions(offloader, 1)
     assert _once(offloader) == {1, 3}
 
 
-@pytest.mark.usefixtures("regions")
 def test_each_shape_has_regions_of_its_own(make_offloader: MakeOffloader) -> None:
     offloader, _, _ = _scripted(make_offloader, {0}, {2})
-    model = Chain()
+    model = _Checkpointed()
     for step in range(2 * (WARM_UP + 4)):
         _step(offloader, model, batch(rows=128 if step % 2 else 64))
         seen = _once(offloader)
@@ -497,11 +456,10 @@ def _run_out_of_memory(offloader: Offloader, model: nn.Module) -> None:
         raise torch.OutOfMemoryError("no memory")
 
 
-@pytest.mark.usefixtures("regions")
 def test_a_step_that_ran_out_of_memory_is_followed_by_one_with_all_regions_again(make_offloader: MakeOffloader) -> None:
     offloader, planner, pilot = _scripted(make_offloader, {1, 3}, stays=lambda *_: False, device_budget="1GiB")
-    model = Chain()
-    _steps(offloader, WARM_UP + 4, model)
+    model = _Checkpointed()
+    _regions(offloader, WARM_UP + 4)
     assert pilot.plan.once == (1, 3)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         _run_out_of_memory(offloader, model)
@@ -515,5 +473,5 @@ def test_a_step_that_ran_out_of_memory_is_followed_by_one_with_all_regions_again
         assert _once(offloader) == ALL_AGAIN
         loss = model(batch()).sum()
     loss.backward()
-    _steps(offloader, 1, model)
+    _regions(offloader, 1)
     assert planner.limits[-1].device_budget <= 0.9 * peak

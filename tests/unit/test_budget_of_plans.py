@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from actoffload import Offloader, Plan
 from actoffload.errors import BudgetError
-from actoffload.planning import search
 from actoffload.planning.constants import WARM_UP
 from actoffload.planning.plan import PlanEntry
 from actoffload.policy import KeepReason
@@ -33,9 +33,11 @@ from tests.harness import (
     lock_of,
     note_rooms,
     only_engine,
+    plan_with,
     same_bits,
     simulated,
     tape_records,
+    tier_of,
 )
 
 RECORD_BYTES = 64 << 10
@@ -66,40 +68,34 @@ def _gradient(x: Tensor) -> Tensor:
     return torch.autograd.grad(_waves(x).sum(), x)[0]
 
 
-def _run(make_offloader: MakeOffloader, plan: Plan, budget_records: int) -> tuple[int, bool]:
-    """The peak of one step in records, and whether the gradient is right."""
-    x = _input()
-    offloader = make_offloader(policy=plan, device_budget=budget_records * RECORD_BYTES, engine=SLOW)
-    with offloader:
-        loss = _waves(x).sum()
-    (found,) = torch.autograd.grad(loss, x)
-    statistics = offloader.statistics()
-    assert statistics.live_records == 0
-    assert statistics.baseline_peak_bytes == LAYERS * RECORD_BYTES
-    return -(-statistics.resident_peak_bytes // RECORD_BYTES), same_bits(found, _gradient(x))
-
-
 KEEPS_LATE = "......kkkkk."
 """Five stay at the end of the forward, when the first six have left, as far as the plan knows."""
 
 
-def test_a_storage_that_a_plan_keeps_waits_for_the_room_that_writes_free(make_offloader: MakeOffloader) -> None:
-    peak, right = _run(make_offloader, _plan(KEEPS_LATE), 7)
-    assert right
-    assert peak <= 7, "without a wait all except the first would be resident; a machine slower than the disk needs less"
-
-
-def test_a_plan_knows_the_room_that_is_needed_next(make_offloader: MakeOffloader) -> None:
-    """Kept storages fill the budget: only the plan's last one may take the last of it, and nothing waits for more."""
-    assert _run(make_offloader, _plan("k" * LAYERS), LAYERS) == (LAYERS, True)
+@pytest.mark.parametrize(
+    ("stays", "least", "most"),
+    [(KEEPS_LATE, 1, 7), ("k" * LAYERS, LAYERS, LAYERS)],
+    ids=["waits for the room that writes free", "knows the room that is needed next, and waits for no more"],
+)
+def test_a_storage_that_a_plan_keeps_has_room(make_offloader: MakeOffloader, stays: str, least: int, most: int) -> None:
+    """Without a wait all except the first would be resident; a machine slower than the disk needs less."""
+    x = _input()
+    offloader = make_offloader(policy=_plan(stays), device_budget=most * RECORD_BYTES, engine=SLOW)
+    with offloader:
+        loss = _waves(x).sum()
+    assert same_bits(torch.autograd.grad(loss, x)[0], _gradient(x))
+    statistics = offloader.statistics()
+    assert statistics.live_records == 0
+    assert statistics.baseline_peak_bytes == LAYERS * RECORD_BYTES
+    assert least * RECORD_BYTES <= statistics.resident_peak_bytes <= most * RECORD_BYTES
 
 
 def _follow(
-    plan: Plan, where: str, make_offloader: MakeOffloader, patch: pytest.MonkeyPatch, **options: Any
+    plan: Plan, where: str, make_offloader: MakeOffloader, **options: Any
 ) -> tuple[Offloader, list[dict[str, int]]]:
     """Six steps in which every plan is this one; returns what stayed and what moved in each. Gradients are right."""
-    patch.setattr(search, "plan", lambda profile, limits: plan)
     offloader = make_offloader(policy="auto", **options)
+    plan_with(offloader, SimpleNamespace(plan=lambda profile, limits: plan))
     x = _input(where)
     expected = _gradient(x)
     steps = []
@@ -117,35 +113,35 @@ def _follow(
 
 @ON_EACH_DEVICE
 def test_storages_that_a_plan_keeps_leave_if_the_budget_has_no_room_for_them(
-    where: str, make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
+    where: str, make_offloader: MakeOffloader
 ) -> None:
     """A plan may be wrong about a step's peak: here every plan keeps all, in a budget for half of it."""
     keeps = replace(_plan("k" * LAYERS), predicted_peak_bytes=0)
     half = LAYERS // 2 * RECORD_BYTES
-    offloader, steps = _follow(keeps, where, make_offloader, monkeypatch, device_budget=half)
+    offloader, steps = _follow(keeps, where, make_offloader, device_budget=half)
     assert steps[-1]["kept"] > 0, "the plan is followed"
     assert offloader.statistics().resident_peak_bytes <= half
 
 
 @ON_EACH_DEVICE
 def test_storages_that_a_plan_keeps_stay_if_storages_on_their_way_out_give_them_room(
-    where: str, make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
+    where: str, make_offloader: MakeOffloader
 ) -> None:
     """On the CPU a write takes longer than the compute; on a device the window lets the copies out wait."""
     late = replace(_plan(KEEPS_LATE), predicted_peak_bytes=7 * RECORD_BYTES)
     options = {"device_budget": 7 * RECORD_BYTES, "pending_bytes": "1GiB", "engine": SLOW if where == "cpu" else "auto"}
-    _, steps = _follow(late, where, make_offloader, monkeypatch, **options)
+    _, steps = _follow(late, where, make_offloader, **options)
     assert steps[-1]["kept"] == 5 * RECORD_BYTES
 
 
 @ON_EACH_DEVICE
 def test_a_storage_that_the_program_holds_stays_though_the_budget_has_no_room(
-    where: str, make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
+    where: str, make_offloader: MakeOffloader
 ) -> None:
     """Moving it frees nothing: the recorded step has shown that the program holds it."""
     held = tuple(replace(entry, reason="held elsewhere") for entry in _plan("k" * LAYERS).entries)
     keeps = replace(_plan("k" * LAYERS), entries=held, predicted_peak_bytes=0)
-    _, steps = _follow(keeps, where, make_offloader, monkeypatch, device_budget=LAYERS // 2 * RECORD_BYTES)
+    _, steps = _follow(keeps, where, make_offloader, device_budget=LAYERS // 2 * RECORD_BYTES)
     assert steps[0]["moved"] > 0, "nothing is known of the first step"
     assert steps[-1]["moved"] == 0
 
@@ -186,9 +182,8 @@ def test_memory_in_use_counts_beside_saved_tensors_only_where_that_is_measured(
 ) -> None:
     """A ``device_budget`` also bounds the tensor in use. On a CPU only the process's highest peak is known."""
     with simulated(policy="auto", **options) as offloader:
-        assert {tier.evicts_first for tier in offloader.store.tiers.by_device.values()} == {first}
-    on_cpu = make_offloader(policy="auto", devices="cpu", **options)
-    assert {tier.evicts_first for tier in on_cpu.store.tiers.by_device.values()} == {False}
+        assert tier_of(offloader).evicts_first == first
+    assert not tier_of(make_offloader(policy="auto", devices="cpu", **options)).evicts_first
 
 
 @pytest.mark.simulated
@@ -205,7 +200,7 @@ def test_a_storage_that_backward_takes_leaves_its_room_to_the_next_fetch(
         ahead.append(sum(record.state is State.RELOADING for record in records if record is not None))
 
     with simulated(policy="all", device_budget=2 * RECORD_BYTES) as offloader:
-        offloader.store.tiers.by_device[NAME].evicts_first = let_go
+        tier_of(offloader).evicts_first = let_go
         with offloader:
             h = x
             for _ in range(LAYERS):
@@ -227,7 +222,7 @@ def test_a_tensor_in_use_that_was_evicted_keeps_its_bytes(device: SimulatedDevic
     x = _input(NAME)
     expected = _gradient(x)
     with simulated(accelerator, debug=True, policy="all", device_budget=3 * RECORD_BYTES) as offloader:
-        offloader.store.tiers.by_device[NAME].evicts_first = True
+        tier_of(offloader).evicts_first = True
         for _ in range(2):
             with offloader:
                 loss = _waves(x).sum()
@@ -451,7 +446,7 @@ def test_no_room_is_made_where_nothing_may_be_ordered(
 ) -> None:
     """During graph capture and after abort() the library orders nothing."""
     offloader = make_offloader(device_budget=1000)
-    (tier,) = offloader.store.tiers.by_device.values()
+    tier = tier_of(offloader)
     asked: list[int] = []
     monkeypatch.setattr(tier, "wait_for_room", asked.append)
     tier.make_room(2000)
@@ -479,7 +474,7 @@ def test_a_read_under_way_is_not_counted_twice(make_offloader: MakeOffloader, mo
     (record,) = tape.records
     assert record is not None
     with lock_of(offloader):
-        offloader.store.tiers.by_device["cpu"].fetch(record, urgent=False)
+        tier_of(offloader).fetch(record, urgent=False)
     assert (record.state, record.counted) == (State.FETCHING, True)
     asked = note_rooms(monkeypatch)
     gate.open()

@@ -7,7 +7,7 @@ import gc
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -82,10 +82,7 @@ def _batch(rows: int) -> Tensor:
 
 def _step(model: nn.Module, rows: int, offloader: Offloader | None = None) -> None:
     x = _batch(rows)
-    if offloader is None:
-        model(x).square().sum().backward()
-        return
-    with offloader:
+    with offloader or nullcontext():
         loss = model(x).square().sum()
     loss.backward()
 
@@ -263,11 +260,8 @@ def test_the_memory_of_a_loss_leaves_backward_its_room(device: SimulatedDevice) 
         with offloader:
             pass
         assert offloader.statistics().live_records == 0
-        assert (accounts.resident_bytes, accounts.baseline_bytes, run.beside.taken_bytes) == (
-            0,
-            0,
-            sum(run.beside.given_back.drain()),
-        )
+        assert (accounts.resident_bytes, accounts.baseline_bytes) == (0, 0)
+        assert run.beside.taken_bytes == sum(run.beside.given_back.drain())
 
 
 @pytest.mark.simulated
@@ -366,9 +360,8 @@ def test_states_that_pass_the_number_alone_are_an_error_before_the_second_forwar
             raise AssertionError("not reached")
     assert caught.value.floor_bytes == pytest.approx(peaks[0], rel=0.1)
     reported = str(caught.value)
-    assert reported.startswith(
-        f"device_memory={limit}: the floor is {caught.value.floor_bytes} bytes (as an optimizer's "
-    )
+    figure = f"device_memory={limit}: the floor is {caught.value.floor_bytes} bytes (as an optimizer's "
+    assert reported.startswith(figure)
     assert all(name in reported for name in ("gradients, optimizer states", "FSDP2", "ZeRO-Offload", "8-bit or paged"))
 
 
@@ -409,23 +402,22 @@ def test_a_step_without_memory_notes_its_bytes_and_later_steps_take_less(device:
 def test_on_the_cpu_the_number_is_the_process(make_offloader: MakeOffloader) -> None:
     model = Chain(width=256, depth=8)
     optimizer = torch.optim.SGD(model.parameters())
+
+    def step(offloader: Offloader, rows: int) -> None:
+        train_step(model, batch(rows, width=256), offloader)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+
     offloader = make_offloader(policy="auto", device_memory="1TB")
     for _ in range(4):
-        train_step(model, batch(rows=512, width=256), offloader)
-        _with_gradients(model, optimizer)
+        step(offloader, 512)
     left = budget_of(offloader).limit_bytes or 0
     assert 10**12 - resident_set_bytes() - (1 << 30) < left < 10**12 - (100 << 20)
     offloader = make_offloader(policy="auto", device_memory="100MB")
-    train_step(model, batch(rows=64, width=256), offloader)
-    _with_gradients(model, optimizer)
+    step(offloader, 64)
     with pytest.raises(BudgetError, match=r"device_memory=100000000: the floor is .* FSDP2"):
-        train_step(model, batch(rows=64, width=256), offloader)
-
-
-def _with_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+        step(offloader, 64)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from actoffload.errors import ConfigError
 from actoffload.events import EventKind, TraceEvent
 from actoffload.runtime.pipeline import LONGEST_STEP, Phases
 from actoffload.runtime.tape import Tape
-from tests.harness import WAIT_S, MakeOffloader, assert_empty, same_bits
+from tests.harness import MakeOffloader, assert_empty, lock_of, same_bits, states_of, wait_until
 
 
 def _forward() -> Tape[Any]:
@@ -57,14 +57,11 @@ REVERSED = "F0 F1 F2 B2 B1 B0"
 def test_the_second_step_is_known_from_the_first(schedule: str) -> None:
     phases = Phases()
     assert set(_play(phases, schedule)) == {"-"}
-    words = schedule.split()
-    begun = [words[: place + 1] for place in range(len(words))]
     expected = [
-        word[0] if word[0] == "F" else word  # a forward that comes has no tape yet
-        for word, _ in zip(words[1:], begun, strict=False)
-    ]
-    assert _play(phases, schedule) == [*expected, "-"]
-    assert _play(phases, schedule) == [*expected, "-"]
+        word[0] if word[0] == "F" else word for word in schedule.split()[1:]
+    ]  # no tape yet of a forward to come
+    for _ in range(2):
+        assert _play(phases, schedule) == [*expected, "-"]
 
 
 def test_a_step_that_never_ends_is_given_up() -> None:
@@ -145,23 +142,20 @@ class _Pipeline:
 
     def read_of(self, number: int) -> int:
         """Records of a micro-batch that have been read back, after all reads under way have ended."""
-        deadline_s = time.monotonic() + WAIT_S
-        before = -1
-        while time.monotonic() < deadline_s:
-            found = sum(self.numbers[record][0] == number for record in self.reads)
-            if found == before:
-                return found
-            before = found
-            time.sleep(0.1)
-        raise AssertionError("reads do not end")
+        wait_until(lambda: "fetching" not in states_of(self.offloader))
+        with lock_of(self.offloader):  # the thread that reads notes a read before it lets go of the lock
+            return sum(self.numbers[record][0] == number for record in self.reads)
+
+
+MakePipeline = Callable[..., _Pipeline]
 
 
 @pytest.fixture
-def make_pipeline(make_offloader: MakeOffloader) -> Callable[..., _Pipeline]:
-    return lambda **options: _Pipeline(make_offloader, **options)
+def make_pipeline(make_offloader: MakeOffloader) -> MakePipeline:
+    return partial(_Pipeline, make_offloader)
 
 
-def test_a_tail_stays_only_where_its_own_backward_follows_at_once(make_pipeline: Callable[..., _Pipeline]) -> None:
+def test_a_tail_stays_only_where_its_own_backward_follows_at_once(make_pipeline: MakePipeline) -> None:
     pipeline = make_pipeline()
     pipeline.step("F0 F1 B0 B1")
     pipeline.kept.clear()
@@ -172,7 +166,7 @@ def test_a_tail_stays_only_where_its_own_backward_follows_at_once(make_pipeline:
     assert_empty(pipeline.offloader)
 
 
-def test_hints_keep_the_tail_from_the_first_step_on(make_pipeline: Callable[..., _Pipeline]) -> None:
+def test_hints_keep_the_tail_from_the_first_step_on(make_pipeline: MakePipeline) -> None:
     pipeline = make_pipeline()
     stage = pipeline.offloader.stage
     for number in (0, 1):  # the last stage of a pipeline
@@ -192,7 +186,7 @@ def test_hints_keep_the_tail_from_the_first_step_on(make_pipeline: Callable[...,
     assert_empty(pipeline.offloader)
 
 
-def test_the_next_backwards_tail_is_fetched_before_its_unpack(make_pipeline: Callable[..., _Pipeline]) -> None:
+def test_the_next_backwards_tail_is_fetched_before_its_unpack(make_pipeline: MakePipeline) -> None:
     pipeline = make_pipeline(keep_last_bytes=0)
     pipeline.step("F0 F1 B0 B1")
     pipeline.reads.clear()
@@ -205,7 +199,7 @@ def test_the_next_backwards_tail_is_fetched_before_its_unpack(make_pipeline: Cal
     assert_empty(pipeline.offloader)
 
 
-def test_prefetch_across_micro_batches_obeys_the_budget(make_pipeline: Callable[..., _Pipeline]) -> None:
+def test_prefetch_across_micro_batches_obeys_the_budget(make_pipeline: MakePipeline) -> None:
     budget = 4 * 4 * ELEMENTS
     pipeline = make_pipeline(keep_last_bytes=0, prefetch_bytes=64 * 4 * ELEMENTS, device_budget=budget)
     for _ in range(3):

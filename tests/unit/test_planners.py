@@ -25,18 +25,13 @@ from tests.profiles import (
     transformer_profile,
 )
 
-A100_FLOPS = 90e12
-"""The FLOP/s of an A100 at its base clock, as in SSDTrain's evaluation."""
 SHAPES = [(8192, 4), (12288, 3), (16384, 2)]
 
 
-def _a100(write_gb_s: float, read_gb_s: float | None = None) -> Accelerator:
-    return Accelerator(name="A100", flops=A100_FLOPS, host=None, disk=link(write_gb_s, read_gb_s))
-
-
 def _ssdtrain_profile(width: int, layers: int, write_gb_s: float) -> Profile:
-    """SSDTrain's evaluation: batch 16, sequences of 1024, tensor parallel over two devices."""
-    return transformer_profile(width, layers, 16, shards=2, accelerator=_a100(write_gb_s))
+    """SSDTrain's evaluation: batch 16, sequences of 1024, tensor parallel over two A100 at their base clock."""
+    a100 = Accelerator(name="A100", flops=90e12, host=None, disk=link(write_gb_s))
+    return transformer_profile(width, layers, 16, shards=2, accelerator=a100)
 
 
 def _llama(host_gb_s: float, layers: int = 16, vocabulary: int = 32_000) -> Profile:
@@ -141,13 +136,6 @@ def test_a_checkpointed_step_gets_shorter_in_the_memory_that_there_is(gb_s: floa
     assert 0 < len(made.once) < made.regions == 16
 
 
-def test_a_link_of_no_use_never_makes_a_step_longer() -> None:
-    base = _llama(0.01)
-    found = propose(base, Limits(device_budget=base.baseline_peak_bytes))
-    assert found.once == frozenset()
-    assert found.step_s <= base.step_s
-
-
 def test_without_a_budget_regions_take_no_more_than_they_did() -> None:
     base = _llama(52)
     found = propose(base, Limits())
@@ -162,11 +150,11 @@ def test_without_a_budget_regions_take_no_more_than_they_did() -> None:
 
 @pytest.mark.parametrize("gb_s", [12, 40])
 def test_a_link_has_something_to_move_from_the_first_region_to_the_last(gb_s: float) -> None:
-    base = _llama(gb_s)
+    base = _llama(gb_s, layers=8)
     budget = int(1.05 * base.baseline_peak_bytes)
     found = propose(base, Limits(device_budget=budget))
-    for count in range(2, 16):
-        spread = {round(n * 15 / (count - 1)) for n in range(count)}
+    for count in range(2, 8):
+        spread = {round(n * 7 / (count - 1)) for n in range(count)}
         try:
             step_s = predicted_s(plan(with_regions(base, spread), Limits(device_budget=budget)))
         except BudgetError:
@@ -291,7 +279,7 @@ def test_micro_batches_decide_alike() -> None:
 def test_running_once_may_keep_a_budget_that_running_again_breaks() -> None:
     """Tensors of a recomputation cannot leave; a region's saved tensors can."""
     base = _llama(200, layers=2)
-    held = base.recompute_bytes
+    held = max(s.nbytes for s in base.storages if s.kept == KeepReason.RECOMPUTED.value)
     found = propose(base, Limits(device_budget=held))
     assert found.once
     assert found.peak_bytes <= held
@@ -339,8 +327,7 @@ def test_a_declined_plan_has_its_reason() -> None:
     brief = Storage(index=0, nbytes=100, birth_s=0.0, need_s=0.1, last_need_s=0.1, module="loss")
     disk = Link(write_bytes_per_s=1e9, read_bytes_per_s=1)
     once = plan(Profile(storages=(brief,), forward_s=1.0, backward_s=1.0, disk=disk), Limits())
-    assert "lowers the peak by less than 16.0 MiB" in once.declined
-    assert "loss" in once.declined
+    assert "lowers the peak by less than 16.0 MiB; of the peak of 100 B the most, 100 B, is loss" in once.declined
     for made in (fits, once, plan(still, Limits()), plan(Profile(storages=()), Limits())):
         assert made.offloaded_bytes == 0
         assert made.declined

@@ -28,6 +28,7 @@ from tests.harness import (
     profile_of,
     recorder_of,
     simulated,
+    tier_of,
     train_step,
 )
 
@@ -56,7 +57,7 @@ class _Counter(Stopwatch):
         return float(stamp)
 
 
-def _recorded(offloader: Offloader, model: nn.Module, *args: Any, forwards: int = 1) -> Profile:
+def _recorded(offloader: Offloader, model: Callable[..., Tensor], *args: Any, forwards: int = 1) -> Profile:
     """The profile of one step of ``forwards`` micro-batches; their backwards run in reverse order."""
     recorder_of(offloader).stopwatch = _Counter()
     recorder_of(offloader).begin()
@@ -101,17 +102,14 @@ def test_the_profile_has_the_storages_of_the_plan(make_offloader: MakeOffloader)
 
 
 def test_a_storage_with_one_pending_handle_is_evicted_at_its_use(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader()
-    for tier in offloader.store.tiers.by_device.values():
-        tier.evicts_first = True
-    profile = _recorded(offloader, _Waves(), batch().requires_grad_())
-    assert [s.let_go for s in profile.storages if s.index is not None] == [True, False]
-
-
-class _Waves(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
+    def waves(x: Tensor) -> Tensor:
         y = (x * 2.0).sin() * 2.0
         return y.sin() + y.cos()
+
+    offloader = make_offloader()
+    tier_of(offloader).evicts_first = True
+    profile = _recorded(offloader, waves, batch().requires_grad_())
+    assert [s.let_go for s in profile.storages if s.index is not None] == [True, False]
 
 
 @pytest.mark.parametrize("once", [(), (1,), (0, 1, 2)])
@@ -208,22 +206,13 @@ def _region(x: Tensor, function: Callable[[Tensor], Tensor] = _inner, *more: Ten
     return found
 
 
-class _OfRegions(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
-
-
 @pytest.mark.parametrize("inputs", INPUTS)
 def test_on_paper_a_region_that_runs_once_saves_the_same_as_in_a_real_step(
     make_offloader: MakeOffloader, inputs: str
 ) -> None:
     """A plan made on paper names storages by their places."""
     _HELD.clear()
-    model, x = _OfRegions(INPUTS[inputs]), batch().requires_grad_()
+    model, x = INPUTS[inputs], batch().requires_grad_()
     base = _recorded(make_offloader(), model, x)
     places = choosable(base)
     assert places == [region.place for region in base.regions]
@@ -272,11 +261,7 @@ def test_tensors_that_may_never_move_have_a_reason_and_tensors_kept_once_do_not(
     x = torch.randn(64, 64, requires_grad=True)
     marked = keep(x * 3)
 
-    class _Model(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return (x.sin() * marked).exp() + x[:1].exp()
-
-    profile = _recorded(offloader, _Model(), x * 2)
+    profile = _recorded(offloader, lambda x: (x.sin() * marked).exp() + x[:1].exp(), x * 2)
     assert offloader.statistics().kept_bytes["pressure"] > 0
     kept = {s.kept for s in profile.storages}
     assert kept == {"", "keep()", "below min_bytes", "held elsewhere"}, "the input is the test's"

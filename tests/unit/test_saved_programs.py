@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,18 +17,29 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from actoffload import OffloadConfig, Offloader
 from actoffload.errors import SavedTensorModifiedError
 from actoffload.tiers.storage_ref import StorageRef
 from tests.harness import MakeOffloader, assert_empty, run_in_threads, same_bits
-from tests.programs import run_program
 from tests.unit.saved_tensors import BYTES, ELEMENTS, KeepsByIndex, SavedTensor, activation, in_python
 
 ALL = {"policy": "all", "min_bytes": 1, "engine": "memory"}
 KEEPS = {"policy": KeepsByIndex((True,) * 8), "min_bytes": 1, "engine": "memory"}
 POLICIES = pytest.mark.parametrize("options", [ALL, KEEPS], ids=["moves", "stays"])
 KIB = 1 << 10
+
+
+@pytest.fixture
+def options() -> dict[str, Any]:
+    return ALL
+
+
+@pytest.fixture
+def offloader(options: dict[str, Any], make_offloader: MakeOffloader) -> Offloader:
+    return make_offloader(**options)
+
 
 # -- random programs --------------------------------------------------------------------------------------------------
 
@@ -147,8 +157,7 @@ def test_saved_bits_come_back(least: int, policy: Any, elements: list[int], prog
 
 
 @POLICIES
-def test_a_view_of_less_does_not_stand_for_the_whole(options: dict[str, Any], make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(**options)
+def test_a_view_of_less_does_not_stand_for_the_whole(offloader: Offloader) -> None:
     tensor = activation(2, 4 * ELEMENTS)
     views = tensor[:ELEMENTS], tensor[3 * ELEMENTS :], tensor[130:140], tensor
     with offloader:
@@ -164,10 +173,7 @@ def test_a_view_of_less_does_not_stand_for_the_whole(options: dict[str, Any], ma
 
 
 @POLICIES
-def test_memory_that_was_freed_and_filled_again_is_another_storage(
-    options: dict[str, Any], make_offloader: MakeOffloader
-) -> None:
-    offloader = make_offloader(**options)
+def test_memory_that_was_freed_and_filled_again_is_another_storage(offloader: Offloader) -> None:
     tensor = activation(1).detach()
     storage = tensor.untyped_storage()
     with offloader:
@@ -187,8 +193,7 @@ def test_memory_that_was_freed_and_filled_again_is_another_storage(
     assert_empty(offloader)
 
 
-def test_memory_that_its_owner_has_made_smaller_is_not_read_past_its_end(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(**ALL)
+def test_memory_that_its_owner_has_made_smaller_is_not_read_past_its_end(offloader: Offloader) -> None:
     tensor = activation(1).detach()
     with offloader:
         saved = SavedTensor(tensor)
@@ -201,9 +206,8 @@ def test_memory_that_its_owner_has_made_smaller_is_not_read_past_its_end(make_of
 
 
 @POLICIES
-def test_another_thread_s_tensor_shares_no_record(options: dict[str, Any], make_offloader: MakeOffloader) -> None:
+def test_another_thread_s_tensor_shares_no_record(offloader: Offloader) -> None:
     """The comparison of two counters sets a version for a moment, which another thread must not see."""
-    offloader = make_offloader(**options)
     tensor = activation(1)
     theirs: list[SavedTensor] = []
 
@@ -242,8 +246,7 @@ def test_a_view_that_may_be_inside_of_a_dtensor_shares_no_record(
     assert_empty(offloader)
 
 
-def test_a_lazy_clone_has_its_memory_from_when_it_is_saved(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(**ALL)
+def test_a_lazy_clone_has_its_memory_from_when_it_is_saved(offloader: Offloader) -> None:
     clone = torch._lazy_clone(torch.ones(1 << 15))  # large enough to wait in a batch
     with offloader:
         saved = [SavedTensor(activation(0)), SavedTensor(clone)]
@@ -257,10 +260,7 @@ def test_a_lazy_clone_has_its_memory_from_when_it_is_saved(make_offloader: MakeO
 
 
 @POLICIES
-def test_an_emptied_tensor_leaves_other_saved_tensors_whole(
-    options: dict[str, Any], make_offloader: MakeOffloader
-) -> None:
-    offloader = make_offloader(**options)
+def test_an_emptied_tensor_leaves_other_saved_tensors_whole(offloader: Offloader) -> None:
     with torch.no_grad():
         z = torch.view_as_complex(torch.randn(16, 16, 2)) * 1.0
     expected = [view.clone() for view in (z, z.conj().mT)]
@@ -280,8 +280,7 @@ def test_an_emptied_tensor_leaves_other_saved_tensors_whole(
 
 
 @POLICIES
-def test_a_mode_saves_and_drops_while_a_tensor_is_saved(options: dict[str, Any], make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(**options)
+def test_a_mode_saves_and_drops_while_a_tensor_is_saved(offloader: Offloader) -> None:
     tensors = [activation(number) for number in range(4)]
     held: list[SavedTensor] = []
 
@@ -310,10 +309,7 @@ def test_a_mode_saves_and_drops_while_a_tensor_is_saved(options: dict[str, Any],
 
 @POLICIES
 @pytest.mark.parametrize("more", range(0, 60, 5))
-def test_the_collector_frees_the_record_that_a_save_has_found(
-    more: int, options: dict[str, Any], make_offloader: MakeOffloader
-) -> None:
-    offloader = make_offloader(**options)
+def test_the_collector_frees_the_record_that_a_save_has_found(more: int, offloader: Offloader) -> None:
     tensors = [activation(number) for number in range(2)]
     thresholds = gc.get_threshold()
     with offloader:
@@ -337,37 +333,26 @@ def test_the_collector_frees_the_record_that_a_save_has_found(
     assert_empty(offloader)
 
 
-def test_a_mode_that_makes_another_kind_of_tensor_ends_nothing() -> None:
-    program = """
-        import torch
-        from torch.utils._python_dispatch import TorchDispatchMode
-        from actoffload import OffloadConfig, Offloader
+def test_a_mode_that_makes_another_kind_of_tensor_ends_nothing(make_offloader: MakeOffloader) -> None:
+    class Other(Tensor):
+        pass
 
-        class Sub(torch.Tensor):
-            pass
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            return out.as_subclass(Other) if "empty" in str(func) else out
 
-        class Mode(TorchDispatchMode):
-            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-                out = func(*args, **(kwargs or {}))
-                return out.as_subclass(Sub) if "empty" in str(func) else out
-
-        x = torch.linspace(0, 1, 1024).requires_grad_()
-        config = OffloadConfig(target="nvme", engine="memory", devices="cpu", min_bytes=256, policy="all")
-        with Mode(), Offloader(config) as offloader:
-            out = (x * 1.0).sin().cos().exp().sum()
-        out.backward()
-        expected, = torch.autograd.grad((x * 1.0).sin().cos().exp().sum(), x)
-        assert torch.equal(x.grad, expected)
-    """
-    done = run_program(textwrap.dedent(program))
-    assert done.returncode == 0, done.stderr
+    x = torch.linspace(0, 1, 1024).requires_grad_()
+    with Mode(), make_offloader(**ALL):
+        out = (x * 1.0).sin().cos().exp().sum()
+    (expected,) = torch.autograd.grad((x * 1.0).sin().cos().exp().sum(), x)
+    assert same_bits(torch.autograd.grad(out, x)[0], expected)
 
 
 # -- references to memory ---------------------------------------------------------------------------------------------
 
 
-def test_memory_that_has_moved_is_not_held(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(**ALL)
+def test_memory_that_has_moved_is_not_held(offloader: Offloader) -> None:
     tensors = [activation(number, 64 * KIB) for number in range(3)]
     memory = [StorageRef(tensor.untyped_storage()) for tensor in tensors]
     with offloader:

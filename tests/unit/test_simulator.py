@@ -13,7 +13,7 @@ from actoffload.planning.plan import Plan, PlanEntry
 from actoffload.planning.profile import RECOMPUTED, Link, Profile, Region, Storage
 from actoffload.planning.simulator import Conditions, Prediction, run, simulate
 from actoffload.planning.workload import HOST, KEEP, NVME, Choice, Workload
-from tests.profiles import checkpointed, random_profile, scaled
+from tests.profiles import bytes_over_time, checkpointed, random_profile, scaled
 
 LINK = Link(write_bytes_per_s=100.0, read_bytes_per_s=100.0)
 
@@ -29,7 +29,7 @@ def _profile(*storages: Storage, **changes: Any) -> Profile:
     return Profile(storages=storages, **(values | changes))
 
 
-def _plan(profile: Profile, actions: str, **more: Any) -> Plan:
+def _plan(profile: Profile, actions: str) -> Plan:
     """One letter for each place: ``k``\\ eep, ``h``\\ ost, ``d``\\ isk."""
     sizes = [s.nbytes for s in profile.storages if s.index is not None]
     entries = []
@@ -37,18 +37,19 @@ def _plan(profile: Profile, actions: str, **more: Any) -> Plan:
         action = "keep" if letter == "k" else "offload"
         tier = {"k": "", "h": "host", "d": "nvme"}[letter]
         entries.append(PlanEntry(index=place, nbytes=sizes[place], action=action, tier=tier))
-    return Plan(tuple(entries), **more)
+    return Plan(tuple(entries))
 
 
-def _seen(profile: Profile, actions: str, conditions: Conditions | None = None, **more: Any) -> Prediction:
-    return simulate(profile, _plan(profile, actions, **more), conditions)
+def _seen(profile: Profile, actions: str, conditions: Conditions | None = None) -> Prediction:
+    return simulate(profile, _plan(profile, actions), conditions)
 
 
 def test_keeping_all() -> None:
     profile = _profile(_storage(0, 0.0, 6.0), _storage(1, 1.0, 3.0), other_s=1.0)
-    seen = simulate(profile)
+    with bytes_over_time() as over_time:
+        seen = simulate(profile)
     assert (seen.step_s, seen.peak_bytes, seen.moved_bytes) == (7.0, 200, 0)
-    assert seen.timeline == ((0.0, 100), (1.0, 200), (3.0, 100), (6.0, 0))
+    assert over_time == [(0.0, 100), (1.0, 200), (3.0, 100), (6.0, 0)]
     assert seen.peak is not None
     assert (seen.peak.time_s, seen.peak.phase) == (1.0, "forward")
     assert seen.peak.bytes_by_kind == {"kept": 200, "on its way out": 0, "brought back": 0, "recomputed": 0}
@@ -63,21 +64,28 @@ def test_the_storage_needed_last_is_not_read_before_nearer_ones_are_used(window:
     assert simulate(profile).peak_bytes == 400
 
 
-def test_a_read_that_nothing_hides_is_waited_for() -> None:
-    seen = _seen(_profile(_storage(0, 0.0, 3.0)), "d")
+@pytest.mark.parametrize("late_s", [0.0, 0.25])
+def test_a_read_that_nothing_hides_is_waited_for(late_s: float) -> None:
+    with bytes_over_time() as over_time:
+        seen = _seen(_profile(_storage(0, 0.0, 3.0), disk=replace(LINK, latency_s=late_s)), "d")
     # Written from 0 to 1, needed at 3 and read only then, as nothing before it tells backward to read ahead.
-    assert (seen.step_s, seen.backward_wait_s, seen.waits) == (7.0, 1.0, ((0, 1.0),))
-    assert seen.timeline == ((0.0, 100), (1.0, 0), (3.0, 100), (4.0, 0))
+    wait_s = 1.0 + late_s
+    assert (seen.step_s, seen.backward_wait_s, seen.waits) == (6.0 + wait_s, wait_s, ((0, wait_s),))
+    assert over_time == [(0.0, 100), (wait_s, 0), (3.0, 100), (3.0 + wait_s, 0)]
     assert (seen.disk.written_bytes, seen.disk.read_bytes, seen.disk.peak_bytes) == (100, 100, 100)
 
 
-def test_a_read_is_hidden_behind_the_need_before_it() -> None:
+def test_a_read_is_hidden_behind_the_need_before_it_and_costs_compute_time() -> None:
     profile = _profile(_storage(0, 0.0, 5.0), _storage(1, 1.5, 2.0, last_s=2.5))
-    seen = _seen(profile, "dk")
+    with bytes_over_time() as over_time:
+        seen = _seen(profile, "dk")
     assert (seen.step_s, seen.backward_wait_s) == (6.0, 0.0)
-    assert seen.timeline == ((0.0, 100), (1.0, 0), (1.5, 100), (2.0, 200), (2.5, 100), (5.0, 0))
+    assert over_time == [(0.0, 100), (1.0, 0), (1.5, 100), (2.0, 200), (2.5, 100), (5.0, 0)]
     assert seen.peak is not None
     assert seen.peak.bytes_by_kind == {"kept": 100, "on its way out": 0, "brought back": 100, "recomputed": 0}
+    costly = _seen(replace(profile, disk=replace(LINK, cost_s_each=0.1)), "dk")
+    assert costly.cost_s == pytest.approx(0.2)
+    assert costly.step_s == pytest.approx(6.2)
 
 
 def test_a_storage_whose_write_has_not_begun_is_taken_and_the_write_cancelled() -> None:
@@ -132,21 +140,12 @@ def test_a_read_that_backward_needs_takes_room_that_an_early_one_leaves(need_s: 
     assert charged == pytest.approx(2 * 2 * 1e-4), "each way once, wherever the read waits"
 
 
-def test_moves_that_cost_compute_time_and_transfers_that_begin_late() -> None:
-    slow = replace(LINK, latency_s=0.25)
-    seen = _seen(_profile(_storage(0, 0.0, 3.0), disk=slow), "d")
-    assert seen.timeline == ((0.0, 100), (1.25, 0), (3.0, 100), (4.25, 0))
-    costly = replace(LINK, cost_s_each=0.1)
-    seen = _seen(_profile(_storage(0, 0.0, 5.0), _storage(1, 1.5, 2.0), disk=costly), "dk")
-    assert seen.cost_s == pytest.approx(0.2)
-    assert seen.step_s == pytest.approx(6.2)
-
-
 def test_host_and_disk_are_two_hops() -> None:
     profile = _profile(_storage(0, 0.0, 6.0), _storage(1, 1.5, 3.5, last_s=4.0), host=scaled(LINK, 2))
-    seen = _seen(profile, "dk")
+    with bytes_over_time() as over_time:
+        seen = _seen(profile, "dk")
     # Copied at 0.5, and released as the next one is saved; at 3.5 it is read to the host for 1 s, and then copied back.
-    assert seen.timeline == ((0.0, 100), (1.5, 200), (1.5, 100), (4.0, 0), (4.5, 100), (6.0, 0))
+    assert over_time == [(0.0, 100), (1.5, 200), (1.5, 100), (4.0, 0), (4.5, 100), (6.0, 0)]
     assert seen.releases == (1, 0)
     assert (seen.host.written_bytes, seen.disk.written_bytes, seen.disk.read_bytes, seen.host.read_bytes) == (100,) * 4
     assert (seen.host.peak_bytes, seen.disk.peak_bytes) == (100, 100)
@@ -170,9 +169,10 @@ def _again_profile(**changes: Any) -> Profile:
 
 
 def test_tensors_of_a_recomputation_are_at_the_peak() -> None:
-    seen = _seen(_again_profile(), "kk")
+    with bytes_over_time() as over_time:
+        seen = _seen(_again_profile(), "kk")
     assert (seen.step_s, seen.peak_bytes, seen.moved_bytes) == (7.5, 230, 0)
-    assert seen.timeline == ((0.0, 30), (1.0, 130), (2.5, 30), (3.0, 230), (6.5, 30), (6.5, 0))
+    assert over_time == [(0.0, 30), (1.0, 130), (2.5, 30), (3.0, 230), (6.5, 30), (6.5, 0)]
     assert seen.peak is not None
     assert (seen.peak.phase, seen.peak.bytes_by_kind["recomputed"]) == ("recompute", 200)
 
@@ -188,9 +188,10 @@ def test_a_recomputation_holds_its_storages_when_the_region_before_has_let_go_of
     at_once = _storage(None, 4.0, None, nbytes=300, last_s=end_s, kept=RECOMPUTED)
     for storages, peak in ([first, second], 200), ([first, second, at_once], 500):
         profile = _profile(*storages)
-        seen = simulate(profile, conditions=Conditions(device_budget=peak))
+        with bytes_over_time() as over_time:
+            seen = simulate(profile, conditions=Conditions(device_budget=peak))
         assert (profile.baseline_peak_bytes, seen.peak_bytes, seen.wait_s) == (peak, peak, 0.0)
-        assert seen.timeline[-1][1] == 0
+        assert over_time[-1][1] == 0
 
 
 def test_a_read_ahead_may_take_the_room_of_the_region_that_backward_has_just_left() -> None:
@@ -254,8 +255,9 @@ def test_the_forward_of_a_region_waits_for_its_room_and_gives_it_back() -> None:
     profile = _profile(_storage(0, 0.0, 5.0), _storage(1, 1.6, 3.0), regions=(region,))
     seen = _seen(profile, "dk", Conditions(device_budget=150, in_forward={3: 60}))
     assert (seen.forward_wait_s, seen.peak_bytes) == (0.5, 100)
-    wide = _seen(profile, "kk", Conditions(in_forward={3: 60, 7: 500}))
-    assert wide.timeline == ((0.0, 100), (0.5, 160), (1.5, 100), (1.6, 200), (3.0, 100), (5.0, 0))
+    with bytes_over_time() as over_time:
+        _seen(profile, "kk", Conditions(in_forward={3: 60, 7: 500}))
+    assert over_time == [(0.0, 100), (0.5, 160), (1.5, 100), (1.6, 200), (3.0, 100), (5.0, 0)]
     assert _seen(profile, "dk", Conditions(device_budget=150)).forward_wait_s == 0.0
 
 
@@ -265,9 +267,10 @@ def test_the_turn_takes_its_bytes_until_backward_reaches_a_region() -> None:
     for again_s, end_s in ((None, 4.0), (3.5, 3.5)):
         ran = replace(regions[1], again_s=again_s)
         profile = _profile(_storage(0, 0.0, 5.0), first, loss, regions=(regions[0], ran))
-        seen = _seen(profile, "kkk", Conditions(in_forward={2: 60}))
-        taken = [moment for moment, nbytes in seen.timeline if nbytes % 100 == 60]
-        assert (min(taken), max(moment for moment, _ in seen.timeline if moment <= end_s)) == (2.0, end_s)
+        with bytes_over_time() as over_time:
+            seen = _seen(profile, "kkk", Conditions(in_forward={2: 60}))
+        taken = [moment for moment, nbytes in over_time if nbytes % 100 == 60]
+        assert (min(taken), max(moment for moment, _ in over_time if moment <= end_s)) == (2.0, end_s)
         assert seen.peak_bytes == 360
     seen = _seen(profile, "kdk", Conditions(device_budget=210, in_forward={2: 60}))
     assert seen.forward_wait_s == pytest.approx(0.6), "the last region's storage leaves before the loss takes its bytes"
@@ -297,10 +300,11 @@ def test_rules_for_every_step(seed: int) -> None:
         keep = run(workload, workload.keep_all(), Conditions(), detail=True)
         assert (keep.step_s, keep.peak_bytes, keep.moved_bytes) == (step.step_s, step.baseline_peak_bytes, 0)
         choice = _everything(workload)
-        seen = run(workload, choice, Conditions(), detail=True)
-        assert max(nbytes for _, nbytes in seen.timeline) == seen.peak_bytes
-        assert seen.timeline[-1][1] == 0  # everything has been released
-        assert list(seen.timeline) == sorted(seen.timeline, key=lambda pair: pair[0])
+        with bytes_over_time() as over_time:
+            seen = run(workload, choice, Conditions(), detail=True)
+        assert max(nbytes for _, nbytes in over_time) == seen.peak_bytes
+        assert over_time[-1][1] == 0, "everything has been released"
+        assert over_time == sorted(over_time, key=lambda pair: pair[0])
         waits = seen.forward_wait_s + seen.backward_wait_s + seen.cost_s
         assert seen.step_s == pytest.approx(step.step_s + waits)
         assert sum(wait for _, wait in seen.waits) == pytest.approx(seen.backward_wait_s)

@@ -33,6 +33,7 @@ from tests.harness import (
     tape_records,
     wait_until,
 )
+from tests.profiles import bytes_over_time
 from tests.unit.saving import ReadsTwice, take_gradient, weight
 
 
@@ -162,9 +163,10 @@ def _simulated(profile: Profile, away: list[bool]) -> dict[int, list[int]]:
         PlanEntry(index=n, nbytes=s.nbytes, action="offload" if gone else "keep", tier="nvme" if gone else "")
         for n, (s, gone) in enumerate(zip(recorded, away, strict=True))
     )
-    timeline = simulate(profile, Plan(entries)).timeline
+    with bytes_over_time() as over_time:
+        simulate(profile, Plan(entries))
     came: dict[int, list[int]] = {}
-    for (_, before), (time_s, after) in pairwise(timeline):
+    for (_, before), (time_s, after) in pairwise(over_time):
         if time_s >= 100 and after > before:
             came.setdefault(round(time_s) - 100, []).append(after - before)
     return came
