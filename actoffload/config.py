@@ -67,7 +67,7 @@ def _size(*, share: bool = False, whole: bool = False, zero: bool = False) -> Ki
             raise ConfigError(name, value, "no device has more than 100% of its memory")
         nbytes = parse_size(name, value) if part is None else 0
         if not (part or nbytes or zero):
-            raise ConfigError(name, 0, "must be above 0; leave it out for the default")
+            raise ConfigError(name, value, "must be above 0; leave it out for the default")
         return f"{100 * part:g}%" if part else nbytes
 
     return Kind("SIZE", check)

@@ -1,6 +1,6 @@
 """The rooms of docs/design.md, checked on the source text: floors, cycles, allowed imports, and sizes.
 
-Each check is a function from source text to a list of problems. To add a room, give it a floor in `FLOORS`.
+To add a room, give it a floor in `FLOORS`.
 """
 
 from __future__ import annotations
@@ -81,23 +81,14 @@ def read_sources(folder: str, prefix: str) -> Sources:
     sources = {}
     for file in sorted((ROOT / folder).rglob("*.py")):
         parts = [prefix, *file.relative_to(ROOT / folder).with_suffix("").parts]
-        name = ".".join(part for part in parts if part and part != "__init__")
+        name = ".".join(part for part in parts if part != "__init__")
         sources[name] = file.read_text(encoding="utf-8")
     return sources
 
 
-@cache
-def package() -> Sources:
-    """The modules of the installed package."""
-    return read_sources("actoffload", "actoffload") | read_sources("integrations", "actoffload.integrations")
-
-
-@cache
-def benchmarks() -> Sources:
-    """The modules of the benchmarks."""
-    return read_sources("benchmarks", "benchmarks")
-
-
+ADAPTERS = read_sources("integrations", "actoffload.integrations")
+PACKAGE = read_sources("actoffload", "actoffload") | ADAPTERS
+BENCHMARKS = read_sources("benchmarks", "benchmarks")
 parse = cache(ast.parse)
 
 
@@ -121,11 +112,6 @@ def matches(module: str, patterns: str) -> bool:
     """Whether the table's ``patterns`` name ``module``; a star stands for the rest of the name."""
     name = short(module)
     return any(fnmatchcase(name, pattern) for pattern in patterns.split())
-
-
-def floor_of(module: str) -> int | None:
-    """The floor of ``module``, None when no table row names it."""
-    return next((floor for floor, patterns in FLOORS.items() if matches(module, patterns)), None)
 
 
 def imports(module: str, source: str, sources: Sources, *, for_types: bool = False) -> Iterator[str]:
@@ -164,72 +150,71 @@ def graph(sources: Sources, *, for_types: bool = False) -> dict[str, set[str]]:
     }
 
 
-def floor_problems(sources: Sources) -> list[str]:
-    """Modules without a floor, and imports that go up."""
-    problems = [f"{module} has no floor in FLOORS" for module in sources if floor_of(module) is None]
-    for module, targets in graph(sources).items():
-        for target in sorted(targets):
-            mine, theirs = floor_of(module), floor_of(target)
-            if mine is not None and theirs is not None and theirs > mine:
-                problems.append(f"{module} (floor {mine}) imports {target} (floor {theirs})")
-    return problems
+def test_floors() -> None:
+    floors = {module: [floor for floor, rooms in FLOORS.items() if matches(module, rooms)] for module in PACKAGE}
+    assert [module for module, found in floors.items() if not found] == [], "these have no floor in FLOORS"
+    problems = [
+        f"{module} (floor {floors[module][0]}) imports {target} (floor {floors[target][0]})"
+        for module, targets in graph(PACKAGE).items()
+        for target in targets
+        if floors[target][0] > floors[module][0]
+    ]
+    assert problems == []
 
 
-def cycle_problems(sources: Sources) -> list[str]:
-    """Import cycles: the modules left after both ends of every chain are removed again and again.
+def in_circles(sources: Sources) -> set[str]:
+    """The modules left after both ends of every chain of imports are removed again and again.
 
     Two modules that need each other's types cannot be read apart either, so imports for types count.
     """
     left = graph(sources, for_types=True)
     while True:
-        imported = set().union(*left.values()) if left else set()
+        imported = set[str]().union(*left.values())
         ends = {module for module, targets in left.items() if not targets or module not in imported}
         if not ends:
-            return [f"import cycle through {sorted(left)}"] if left else []
+            return set(left)
         left = {module: targets - ends for module, targets in left.items() if module not in ends}
 
 
-def reaches(module: str, edges: dict[str, set[str]]) -> set[str]:
-    """``module`` and every module that it imports by these edges, directly or not."""
-    seen, todo = set[str](), [module]
-    while todo:
-        current = todo.pop()
-        if current not in seen:
-            seen.add(current)
-            todo += edges[current]
-    return seen
-
-
-def torch_problems(sources: Sources) -> list[str]:
-    """Modules that import torch and must not."""
-    with_torch = {
-        module
-        for module, text in sources.items()
-        if "torch" in {n.split(".")[0] for n in imports(module, text, sources)}
+def test_no_import_cycles() -> None:
+    assert in_circles(PACKAGE) == set()
+    of_types = {
+        "actoffload.config": "if TYPE_CHECKING:\n    from .locks import Lock\n",
+        "actoffload.locks": "from .config import Config\n",
     }
-    edges = graph(sources)
-    return [
-        f"{module} must not import torch, but reaches it through {sorted(reaches(module, edges) & with_torch)}"
-        for module in sources
-        if matches(module, TORCH_FREE) and reaches(module, edges) & with_torch
-    ]
+    assert in_circles(of_types) == of_types.keys()
 
 
-def optional_problems(sources: Sources) -> list[str]:
-    """Optional third parties imported where they must not be."""
-    return [
+def test_rooms_without_torch() -> None:
+    """Neither a module of these nor any that it imports, directly or not, imports torch."""
+    tops = {m: {name.split(".")[0] for name in imports(m, text, PACKAGE)} for m, text in PACKAGE.items()}
+    edges = graph(PACKAGE)
+    for module in (module for module in PACKAGE if matches(module, TORCH_FREE)):
+        reached, todo = set[str](), [module]
+        while todo:
+            if (current := todo.pop()) not in reached:
+                reached.add(current)
+                todo += edges[current]
+        assert [each for each in reached if "torch" in tops[each]] == [], module
+
+
+def test_optional_dependencies_stay_in_their_file() -> None:
+    problems = [
         f"{module} imports {name}; only {OPTIONAL[top]} may"
-        for module, text in sources.items()
-        for name in imports(module, text, sources)
+        for module, text in (PACKAGE | BENCHMARKS).items()
+        for name in imports(module, text, PACKAGE | BENCHMARKS)
         if (top := name.split(".")[0]) in OPTIONAL and not matches(module, OPTIONAL[top])
     ]
+    assert problems == []
 
 
-def public_problems(outside: Sources, sources: Sources, public: set[str]) -> list[str]:
-    """Names that integrations and benchmarks use although they are not public."""
+def test_integrations_and_benchmarks_use_public_names_only() -> None:
+    import actoffload
+
+    public = {*actoffload.__all__, "testing", "tools", "integrations"}
     problems = []
-    for module, text in outside.items():
-        for name in imports(module, text, sources | outside):
+    for module, text in (ADAPTERS | BENCHMARKS).items():
+        for name in imports(module, text, PACKAGE | BENCHMARKS):
             if name.split(".")[0] == "actoffload" and not matches(name, PUBLIC_MODULES):
                 problems.append(f"{module} imports {name}")
         for node in nodes(text):
@@ -238,44 +223,36 @@ def public_problems(outside: Sources, sources: Sources, public: set[str]) -> lis
                 used = [alias.name for alias in node.names]
             elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "actoffload":
                 used = [node.attr]
-            open_names = public | {"testing", "tools", "integrations"}
-            problems += [f"{module} uses actoffload.{name}" for name in used if name not in open_names]
-    return problems
+            problems += [f"{module} uses actoffload.{name}" for name in used if name not in public]
+    assert problems == []
 
 
-def length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines from ``def`` to the end."""
-    return (function.end_lineno or function.lineno) - function.lineno + 1
-
-
-def size_problems(sources: Sources) -> list[str]:
-    """Files and functions that are too long."""
-    problems = []
-    lengths = []
-    for module, text in sources.items():
-        if (lines := text.count("\n")) > MAX_FILE_LINES:
-            problems.append(f"{module} has {lines} lines, at most {MAX_FILE_LINES}")
-        functions = (node for node in nodes(text) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
-        for function in functions:  # methods and inner ones too
-            lengths.append(length(function))
-            if lengths[-1] > MAX_FUNCTION_LINES:
-                problems.append(f"{module}.{function.name} has {lengths[-1]} lines, at most {MAX_FUNCTION_LINES}")
-    if len(lengths) > 1 and (p90 := quantiles(lengths, n=10)[-1]) > MAX_P90_FUNCTION_LINES:
-        problems.append(f"the 90th percentile of function lengths is {p90:.0f}, at most {MAX_P90_FUNCTION_LINES}")
-    return problems
-
-
-def assert_problems(sources: Sources) -> list[str]:
-    """Calls inside ``assert``, which ``python -O`` drops; only calls that surely change nothing may stand there."""
-    return [
-        f"{module} line {node.lineno}: {ast.unparse(call.func)}() inside an assert"
+def test_sizes() -> None:
+    """Of files and of functions, methods and inner ones too, from ``def`` to the end."""
+    sources = PACKAGE | BENCHMARKS
+    assert [module for module, text in sources.items() if text.count("\n") > MAX_FILE_LINES] == []
+    lengths = {
+        f"{module}.{node.name} line {node.lineno}": (node.end_lineno or node.lineno) - node.lineno + 1
         for module, text in sources.items()
+        for node in nodes(text)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+    assert [name for name, lines in lengths.items() if lines > MAX_FUNCTION_LINES] == []
+    assert quantiles(lengths.values(), n=10)[-1] <= MAX_P90_FUNCTION_LINES
+
+
+def test_no_work_inside_asserts() -> None:
+    """``python -O`` drops them: only calls that surely change nothing may stand there."""
+    problems = [
+        f"{module} line {node.lineno}: {ast.unparse(call.func)}() inside an assert"
+        for module, text in PACKAGE.items()
         if not matches(module, "testing.*")  # the conformance suite consists of tests
         for node in nodes(text)
         if isinstance(node, ast.Assert)
         for call in ast.walk(node.test)
         if isinstance(call, ast.Call) and ast.unparse(call.func) not in PURE_CALLS.split()
     ]
+    assert problems == []
 
 
 def number_problems(sources: Sources) -> list[str]:
@@ -302,7 +279,7 @@ def number_problems(sources: Sources) -> list[str]:
 
 
 def test_the_numbers_of_the_planner_are_few_and_have_a_source() -> None:
-    assert number_problems(package()) == []
+    assert number_problems(PACKAGE) == []
     name, many = "actoffload.planning.constants", "".join(f'N{n} = {n}\n"""Seen."""\n' for n in range(MAX_TUNED + 1))
     found = {
         "N = 3\n": "no source",
@@ -314,48 +291,8 @@ def test_the_numbers_of_the_planner_are_few_and_have_a_source() -> None:
     assert "belongs" in str(number_problems({"actoffload.autotune.shapes": 'N = 3\n"""Seen."""\n'}))
 
 
-def test_floors() -> None:
-    assert floor_problems(package()) == []
-
-
-def test_no_import_cycles() -> None:
-    assert cycle_problems(package()) == []
-    of_types = {
-        "actoffload.config": "if TYPE_CHECKING:\n    from .locks import Lock\n",
-        "actoffload.locks": "from .config import Config\n",
-    }
-    assert cycle_problems(of_types), "imports that only a type checker sees count"
-
-
-def test_rooms_without_torch() -> None:
-    assert torch_problems(package()) == []
-
-
-def test_optional_dependencies_stay_in_their_file() -> None:
-    assert optional_problems(package() | benchmarks()) == []
-
-
-def test_integrations_and_benchmarks_use_public_names_only() -> None:
-    import actoffload
-
-    outside = read_sources("integrations", "actoffload.integrations") | benchmarks()
-    assert public_problems(outside, package(), set(actoffload.__all__)) == []
-
-
-def test_sizes() -> None:
-    assert size_problems(package() | benchmarks()) == []
-
-
-def test_no_work_inside_asserts() -> None:
-    assert assert_problems(package()) == []
-
-
 def test_every_package_is_installed() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
-    folders = [file.parent.relative_to(ROOT) for file in (ROOT / "actoffload").rglob("__init__.py")]
-    names = {".".join(folder.parts) for folder in folders}
-    names |= {
-        ".".join(["actoffload", *file.parent.relative_to(ROOT).parts])
-        for file in (ROOT / "integrations").rglob("__init__.py")
-    }
-    assert set(settings["packages"]) == names
+    files = [*ROOT.glob("actoffload/**/__init__.py"), *ROOT.glob("integrations/**/__init__.py")]
+    folders = {".".join(file.relative_to(ROOT).parent.parts) for file in files}
+    assert {name.replace("actoffload.integrations", "integrations") for name in settings["packages"]} == folders

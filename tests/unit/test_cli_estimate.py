@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -127,12 +128,6 @@ def test_hidden_moves_cost_no_time_and_the_least_memory_does(four_layers: tuple[
     assert kept["micro_batch"] <= hidden["micro_batch"] <= least["micro_batch"]
 
 
-def test_the_memory_with_all_kept_is_that_of_try(tmp_path: Path) -> None:
-    own = f"{documented_model(tmp_path)}:build"
-    kept = answer("--from-model", own, "--micro-batch", "64")["fits"]["kept"]["saved_bytes"]
-    assert kept == commands.answer("try", own, "--no-measure", "--batch", "64", "--gpu", "rtx-4090")["kept_bytes"]
-
-
 def test_adapters_leave_the_states_of_the_rest_out(two_layers: tuple[str, ...]) -> None:
     whole, some = (answer(*two_layers, *more) for more in ((), ("--adapters", "16")))
     trained = some["states"]["gradients"] / 4  # adapters are in float32
@@ -190,19 +185,16 @@ def test_a_config_json_is_counted_with_the_batch_that_is_named(tmp_path: Path) -
     assert "llama, sequence 2048, micro-batch 1: 2 × " in run("--from-model", str(file))
 
 
-def documented_model(folder: Path) -> Path:
-    """The file that docs/commands.md shows."""
-    page = Path(__file__).parents[2] / "docs" / "commands.md"
-    file = folder / "mine.py"
-    file.write_text(page.read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0])
-    return file
-
-
-def test_the_documented_model_of_ones_own_is_counted(tmp_path: Path) -> None:
-    found = answer("--from-model", f"{documented_model(tmp_path)}:build", "--micro-batch", "64")
+def test_the_documented_model_of_ones_own_is_counted_as_try_counts_it(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "commands.md").read_text(encoding="utf-8")
+    file = tmp_path / "mine.py"
+    file.write_text(page.partition("```python\n")[2].partition("```")[0])
+    found = answer("--from-model", f"{file}:build", "--micro-batch", "64")
     assert len(found["layers_bytes"]) == 4
     assert min(found["layers_bytes"]) > 64 * 128 * 256 * 4
     assert found["hardware"]["name"] == "rtx-4090"
+    tried = commands.answer("try", f"{file}:build", "--no-measure", "--batch", "64", "--gpu", "rtx-4090")
+    assert found["fits"]["kept"]["saved_bytes"] == tried["kept_bytes"]
 
 
 TWO_LINEAR = """
@@ -389,6 +381,6 @@ def test_configurations_are_files_or_types(tmp_path: Path, monkeypatch: pytest.M
         configuration(str(file))
     with pytest.raises(ConfigError, match=r"from_model='gpt9': give FILE.py:FUNCTION, a config.json"):
         configuration("gpt9")
-    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match=r"pip install actoffload\[hf\]"):
         configuration("gpt2")

@@ -149,6 +149,7 @@ def test_a_small_model_of_each_type_can_be_built(kind: str) -> None:
     made = build(Case(model=kind, **trial.SMALL, batch=1), torch.device("meta"))
     assert len(made.blocks) >= trial.SMALL["layers"] - 1
     assert sum(parameter.numel() for parameter in made.model.parameters()) < 70e6
+    assert made.model.training
 
 
 def test_a_model_without_blocks_is_refused(own: str) -> None:

@@ -23,7 +23,16 @@ from actoffload.errors import ConfigError, OffloaderClosedError, SpoolFullError,
 from actoffload.policy import KeepReason
 from actoffload.sizes import format_size, parse_size
 from actoffload.storage.engines.base import SpoolFile
-from tests.harness import Chain, MakeOffloader, accounts_of, assert_same_gradients, batch, descriptors, train_step
+from tests.harness import (
+    Chain,
+    MakeOffloader,
+    accounts_of,
+    assert_same_gradients,
+    batch,
+    budget_of,
+    descriptors,
+    train_step,
+)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +110,11 @@ def enter(request: pytest.FixtureRequest) -> Any:
         ("device_budget", 0, "must be above 0"),
         *(("device_budget", value, 'give "40%" if that share is meant') for value in ("40", 40, " 40 ", 0.4, "0.4")),
         ("device_budget", 100, 'is 100 bytes: give "100%"'),
+        ("device_budget", "x%", "give a size"),
+        ("device_budget", "-1%", "give a share"),
+        ("device_budget", "0%", "above 0"),
+        ("host_budget", "40%", "not a size"),
+        ("devices", "meta", "no such device here; leave it out"),
         ("min_bytes", 1.5, "give a size in bytes"),
         ("policy", "some", "choose one of 'auto', 'greedy', 'all'"),
         ("policy", 3, "policy"),
@@ -260,18 +274,10 @@ def test_a_budget_as_a_share_holds_although_a_tensor_lives_on(make_offloader: Ma
         alive = Chain(depth=1)(batch()).sum()
     for _ in range(2):
         train_step(Chain(depth=8), batch(), offloader)
-    limit, peak = offloader.store.shared.budget.limit_bytes, accounts_of(offloader).baseline_peak_bytes
+    limit, peak = budget_of(offloader).limit_bytes, accounts_of(offloader).baseline_peak_bytes
     assert limit is not None
     assert 0.3 * peak < limit < 0.5 * peak
     alive.backward()
-
-
-@pytest.mark.parametrize(("bad", "reported"), [("x%", "give a size"), ("-1%", "give a share"), ("0%", "above 0")])
-def test_a_share_that_is_none(bad: str, reported: str) -> None:
-    with pytest.raises(ConfigError, match=f"device_budget=.*{reported}"):
-        OffloadConfig(device_budget=bad)
-    with pytest.raises(ConfigError, match="host_budget='40%': not a size"):
-        OffloadConfig(host_budget="40%")
 
 
 def test_an_nvme_budget_without_room_for_anything(tmp_path: Path) -> None:
@@ -287,11 +293,6 @@ def test_an_engine_factory_that_fails_leaves_nothing_open(tmp_path: Path) -> Non
     with pytest.raises(KeyError):
         Offloader(OffloadConfig(target="nvme", path=tmp_path, engine=factory))
     assert descriptors() == before
-
-
-def test_a_device_that_is_not_here() -> None:
-    with pytest.raises(ConfigError, match="devices='meta': no such device here; leave it out"):
-        Offloader(OffloadConfig(target="host", devices="meta"))
 
 
 # -- arguments of functions --------------------------------------------------------------------------------------------

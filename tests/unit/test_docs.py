@@ -217,13 +217,6 @@ def test_the_first_screen_has_measured_figures_and_gaps() -> None:
     assert "consumer GPUs, several GPUs, NCCL were not measured" in first
 
 
-def test_files_of_results_that_pages_name_are_there() -> None:
-    for page in PAGES:
-        for name in re.findall(r"benchmarks/results/([\w.+-]+\.(?:json|md))", page.read_text(encoding="utf-8")):
-            if "_DATE" not in name:
-                assert (ROOT / "benchmarks" / "results" / name).is_file(), f"{named(page)}: {name}"
-
-
 # -- the examples in docstrings are true -------------------------------------------------------------------------------
 
 

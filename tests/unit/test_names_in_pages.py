@@ -6,13 +6,13 @@ Names of PyTorch, frameworks and the shell are listed in `THEIRS`, placeholders 
 from __future__ import annotations
 
 import ast
-import importlib
-import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
-from typing import Any, get_type_hints
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import typer.main
 
@@ -25,8 +25,9 @@ ROOT = pages.ROOT
 SOURCES = [*ROOT.glob("actoffload/**/*.py"), *ROOT.glob("integrations/**/*.py"), *ROOT.glob("benchmarks/*.py")]
 FILE = re.compile(r"[\w./-]+\.(?:py|md|json|cpp|html|svg|png|ipynb|toml)")
 DOTTED = re.compile(r"(?<![\w./])[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
-RECEIVERS = {"offloader": "Offloader", "attachment": "Attachment", "statistics": "Statistics"}
-"""The classes of these names in all pages."""
+CLASSES = {"offloader": "Offloader", "attachment": "Attachment", "statistics": "Statistics", "profile": "Profile"}
+CLASSES |= {name: name for name in actoffload.__all__ if name[0].isupper()}
+"""Our classes, by their names and by those of their objects in all pages."""
 OPTIONS = {field.name for field in fields(OffloadConfig)}
 THEIRS = {
     "torch": "allow_cache_entry_mutation allow_mutation_on_saved_tensors context_fn create_graph fullgraph fully_shard "
@@ -91,65 +92,39 @@ def spans(pattern: str) -> Iterator[tuple[str, re.Match[str]]]:
             yield place, found
 
 
-def problem(name: str) -> str:
-    """Why a dotted name does not exist; "" where it does, or is not ours."""
-    first, *rest = name.split(".")
-    if first == "actoffload":
-        return _in_package(rest)
-    return _in_class(getattr(actoffload, RECEIVERS.get(first, first), None), rest)
+@cache
+def defined(file: Path) -> set[str]:
+    """The names that a module defines, and those that its classes define, as ``Class.member``."""
+    text, name = file.read_text(encoding="utf-8"), r"(?:class |def )?(\w+)(?=\(|:| =)"
+    found = set(re.findall(f"^{name}", text, re.MULTILINE))
+    for cls, body in re.findall(r"^class (\w+).*\n((?:(?: .*)?\n)+)", text, re.MULTILINE):
+        members = re.findall(f"^    {name}|\\bself\\.(\\w+)", body, re.MULTILINE)
+        found |= {f"{cls}.{member or attribute}" for member, attribute in members}
+    return found
 
 
-def _in_package(parts: list[str]) -> str:
-    """As `problem`, of a name in a module; "" where a dependency of it is missing."""
-    if parts[0] == "integrations":
-        return _in_adapter(parts[1:])
-    place: Any = actoffload
-    for number, part in enumerate(parts):
-        if not inspect.ismodule(place):
-            return _in_class(place, parts[number:])
-        name = f"{place.__name__}.{part}"
-        try:
-            place = getattr(place, part) if hasattr(place, part) else importlib.import_module(name)
-        except ImportError as error:
-            return f"{place.__name__} has no {part}" if error.name == name else ""
-    return ""
-
-
-def _in_adapter(parts: list[str]) -> str:
-    """As `problem`, of a name in an adapter, by its source: it imports its framework, which takes seconds."""
-    place, left = ROOT / "integrations", list(parts)
-    while left and place.is_dir() and ((place / left[0]).is_dir() or (place / f"{left[0]}.py").exists()):
-        part = left.pop(0)
-        place = place / part if (place / part).is_dir() else place / f"{part}.py"
-    text = (place / "__init__.py" if place.is_dir() else place).read_text(encoding="utf-8")
-    imports = (node for node in ast.parse(text).body if isinstance(node, ast.ImportFrom))
-    known = defined(text) | {alias.asname or alias.name for node in imports for alias in node.names}
-    name = ".".join(left)
-    return "" if not name or name in known else f"{place.name} has no {name}"
-
-
-def _in_class(cls: Any, parts: list[str]) -> str:
-    """The first member that a class lacks, or the class that a member has or returns."""
-    for part in parts:
-        if not isinstance(cls, type) or not cls.__module__.startswith("actoffload"):
-            return ""
-        is_set = re.search(rf"\bself\.{part}\b", inspect.getsource(cls))
-        if not (hasattr(cls, part) or is_set or part in get_type_hints(cls)):
-            return f"{cls.__name__} has no {part}"
-        member = getattr(cls, part, None)
-        member = member.fget if isinstance(member, property) else member
-        returned = get_type_hints(member).get("return") if inspect.isfunction(member) else get_type_hints(cls).get(part)
-        cls = returned or getattr(actoffload, RECEIVERS.get(part, part), None)
-    return ""
+@cache
+def ours() -> set[str]:
+    """Our modules, the names in each, and the public names with the members of their classes."""
+    found = {f"actoffload.{name}" for name in (*actoffload.__all__, "__all__")}
+    for file in SOURCES:
+        parts = ["actoffload", *file.relative_to(ROOT).with_suffix("").parts]
+        module = ".".join(part for part in parts if part != "__init__").replace("actoffload.actoffload", "actoffload")
+        of_classes = {name for name in defined(file) if name.partition(".")[0] in CLASSES}
+        found |= {module, *(f"{module}.{name}" for name in defined(file))}
+        found |= {*of_classes, *(f"actoffload.{name}" for name in of_classes)}
+    return found
 
 
 def test_dotted_names() -> None:
     wrong = []
     for place, _, text in codes():
         without_calls = re.sub(r"\([^()]*\)", "", re.sub(r"\([^()]*\)", "", text))
-        for name in DOTTED.findall(without_calls):
-            if name not in FOREIGN and not FILE.fullmatch(name) and (why := problem(name)):
-                wrong.append(f"{place}: {why}")
+        for name in set(DOTTED.findall(without_calls)) - FOREIGN:
+            if not FILE.fullmatch(name):
+                used = [f"{CLASSES[each]}.{member}" for each, member in pairwise(name.split(".")) if each in CLASSES]
+                used += [name] if name.startswith("actoffload.") else []
+                wrong += [f"{place}: {each}" for each in used if each not in ours()]
     assert wrong == []
 
 
@@ -209,31 +184,14 @@ def test_files() -> None:
 
 # -- docs/how-it-works.md ----------------------------------------------------------------------------------------------
 
-
 HOW_IT_WORKS = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
-HOW_FILES = sorted(set(re.findall(r"`((?:\w+/)*\w+\.py)`", HOW_IT_WORKS)))
-HOW_NAMES = sorted(
-    {name for name in re.findall(r"`([A-Za-z_]\w*(?:\.\w+)?)`", HOW_IT_WORKS) if not name.endswith((".py", ".md"))}
-)
-
-
-def defined(text: str) -> set[str]:
-    """Classes, functions, and methods as ``Class.method``."""
-    found: set[str] = set()
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.ClassDef):
-            found.add(node.name)
-            found |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
-        elif isinstance(node, ast.FunctionDef):
-            found.add(node.name)
-    return found
 
 
 def test_each_name_is_defined_in_a_file_that_the_page_names() -> None:
-    known = set[str]().union(
-        *(defined((ROOT / "actoffload" / f).read_text("utf-8")) for f in HOW_FILES if "tests" not in f)
-    )
-    assert [name for name in HOW_NAMES if name not in known] == []
+    files = set(re.findall(r"`((?:\w+/)*\w+\.py)`", HOW_IT_WORKS))
+    known = set[str]().union(*(defined(ROOT / "actoffload" / file) for file in files if "tests" not in file))
+    names = re.findall(r"`([A-Za-z_]\w*(?:\.\w+)?)`", HOW_IT_WORKS)
+    assert [name for name in names if name not in known and not FILE.fullmatch(name)] == []
 
 
 def test_a_tensor_passes_at_most_eight_files_on_its_way_out() -> None:

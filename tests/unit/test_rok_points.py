@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -81,38 +82,24 @@ def test_one_bit_of_difference_is_found() -> None:
 
 
 def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is as wide as a column, and its legend has exactly its series; SVG names each text in a comment."""
     pytest.importorskip("matplotlib")
-    paths = [tmp_path / "rok.png", tmp_path / "rok.svg"]
+    png, svg = paths = [tmp_path / "rok.png", tmp_path / "rok.svg"]
     draw_rok(points_of(all_points()), paths, "title")
-    assert paths[0].read_bytes().startswith(b"\x89PNG")
-    assert b"<svg" in paths[1].read_bytes()
-    draw_rok(points_of([failed("keep", "boom")]), paths, "nothing was measured")
-    none = [tmp_path / "none.png"]
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    with pytest.raises(ImportError):
-        draw_rok(points_of(all_points()), none, "title")
-    assert not none[0].exists()
-
-
-def test_the_picture_is_as_wide_as_a_column_and_has_its_colours(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    file = tmp_path / "rok.svg"
-    draw_rok(points_of(all_points()), [file], "title")
-    text = file.read_text(encoding="utf-8")
+    assert png.read_bytes().startswith(b"\x89PNG")
+    text = svg.read_text(encoding="utf-8")
     assert 'width="237.6pt"' in text
     assert COLOURS["hybrid"] in text
-
-
-def test_the_picture_has_a_legend_for_exactly_its_series(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    file = tmp_path / "rok.svg"
-    draw_rok(points_of(all_points()), [file], "title")
-    text = file.read_text(encoding="utf-8")  # SVG names each text in a comment
     for printed in ("hybrid ≤ 60% of keep", "recompute", "keep, batch 8", "no room", "A/A noise of keep"):
         assert printed in text
-    draw_rok(points_of([sample("keep", ratios=[1.0]), sample("offload")]), [file], "title")
-    text = file.read_text(encoding="utf-8")
+    draw_rok(points_of([sample("keep", ratios=[1.0]), sample("offload")]), [svg], "title")
+    text = svg.read_text(encoding="utf-8")
     assert not [printed for printed in ("hybrid", "recompute", "batch 8", "no room", "A/A noise") if printed in text]
+    draw_rok(points_of([failed("keep", "boom")]), [svg], "nothing was measured")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError):
+        draw_rok(points_of(all_points()), [tmp_path / "none.png"], "title")
+    assert not (tmp_path / "none.png").exists()
 
 
 # -- predicted from shapes: bytes as counted, times as estimated, nothing run ------------------------------------------
@@ -167,14 +154,14 @@ def test_a_sample_without_a_prediction_has_its_error(tmp_path: Path) -> None:
     own = tmp_path / "mine.py"
     own.write_text("import torch\ndef build():\n    return torch.nn.Flatten(0), lambda size: torch.ones(size)\n")
     variants = [asdict(v) for v in replace(PRESETS["cpu"], levels=("recompute",)).variants]
-    spec = {"variants": variants, "gpu": "a100-pcie"}
-    assert "its loss has no gradient" in predict({**spec, "case": {"model": f"{own}:build", "batch": 2}})["error"]
+    spec = {"variants": variants, "gpu": "a100-pcie", "case": {"model": f"{own}:build", "batch": 1}}
+    assert "its loss has no gradient" in predict(spec)["error"]
     own.write_text(
         "import torch\n"
         "def build():\n"
         "    return torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.Flatten(0)), lambda size: torch.ones(size, 4)\n"
     )
-    keep, recompute, _, _, hybrid = predict({**spec, "case": {"model": f"{own}:build", "batch": 1}})["samples"]
+    keep, recompute, _, _, hybrid = predict(spec)["samples"]
     assert keep["ratios"] == [1.0]
     assert "there are no blocks to recompute" in recompute["error"]
     assert "the peak for recompute is not known" in hybrid["error"]

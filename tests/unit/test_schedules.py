@@ -269,29 +269,20 @@ class _AfterBackward(torch.autograd.Function):
         return None, gradient
 
 
-def test_fsdp2_is_known_by_its_setters_alone() -> None:
+def test_fsdp2_is_known_by_its_setters_alone_and_a_second_backward_is_as_the_first() -> None:
     """A PyTorch that keeps its settings under other names gets its defaults back."""
     model = Model()
-    model.blocks = nn.ModuleList(Sharded(block) for block in model.blocks)
-    step(model, batches())
-    for block in model.blocks:
-        assert isinstance(block, Sharded)
-        assert (block.gathers, block.reductions, block.gathered) == (2, 1, False)
-        assert all(block.set.values())
-
-
-def test_a_second_backward_is_as_the_first() -> None:
-    model = Model()
-    model.blocks = nn.ModuleList(Sharded(block) for block in model.blocks)
+    blocks = [Sharded(block) for block in model.blocks]
+    model.blocks = nn.ModuleList(blocks)
     total: Any = sum(model(batches()))
     total.backward(retain_graph=True)
+    assert {(block.gathers, block.reductions, block.gathered) for block in blocks} == {(2, 1, False)}
+    assert all(all(block.set.values()) for block in blocks)
     first = gradients(model)
-    model.zero_grad()
     total.backward()
     assert_same_gradients(gradients(model), first)
-    for block in model.blocks:
-        assert isinstance(block, Sharded)
-        assert (block.gathers, block.reductions, block.gathered) == (3, 2, False)
+    assert {(block.gathers, block.reductions, block.gathered) for block in blocks} == {(3, 2, False)}
+    assert all(all(block.set.values()) for block in blocks)
 
 
 # -- on the simulated device ------------------------------------------------------------------------------------------
