@@ -8,6 +8,7 @@ import gc
 import pickle
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,6 +37,7 @@ from tests.harness import (
     MakeOffloader,
     accounts_of,
     assert_empty,
+    assert_same_bits,
     assert_same_gradients,
     autopilot_of,
     batch,
@@ -206,35 +208,37 @@ def test_the_innermost_offloader_chooses(make_offloader: MakeOffloader) -> None:
     assert_same_gradients(gradients(model), expected)
 
 
-@pytest.mark.parametrize("once", [(), (0,)])
-def test_a_nested_region_runs_as_pytorch_runs_it(make_offloader: MakeOffloader, once: tuple[int]) -> None:
-    runs: list[str] = []
+@pytest.mark.parametrize(("once", "outer_runs"), [((), 2), ((0,), 1)])
+def test_a_nested_region_runs_as_pytorch_runs_it(
+    make_offloader: MakeOffloader, once: tuple[int, ...], outer_runs: int
+) -> None:
+    runs = Counter[str]()
+    nested: Any = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)
 
     def inner(x: Tensor) -> Tensor:
-        runs.append("inner")
+        runs["inner"] += 1
         return torch.tanh(x).exp()
 
     def outer(x: Tensor) -> Tensor:
-        runs.append("outer")
+        runs["outer"] += 1
         y: Tensor = checkpoint(inner, x.sin())
         with nested:  # another context does not change that
             z: Tensor = checkpoint(inner, y)
         return z
 
-    found = []
-    for offloader in (None, following(make_offloader(), *once)):
-        nested: Any = following(make_offloader(), 0) if offloader is not None else contextlib.nullcontext()
+    def gradient(context: Any) -> tuple[Tensor, ...]:
+        runs.clear()
         x = batch().requires_grad_()
-        with offloader or contextlib.nullcontext():
+        with context:
             loss = checkpoint(outer, x.exp()).sum()
-        loss.backward()
-        assert x.grad is not None
-        found.append(x.grad)
-        if offloader is not None:
-            assert offloader.statistics().regions == 1
-            assert nested.statistics().regions == 0
-    assert torch.equal(found[0], found[1])
-    assert runs[-1] == "inner", "the inner region did run again"
+        return torch.autograd.grad(loss, x)
+
+    expected = gradient(contextlib.nullcontext())
+    assert runs == {"outer": 2, "inner": 4}
+    offloader, nested = (following(make_offloader(), *places) for places in (once, (0,)))
+    assert_same_bits(gradient(offloader), expected)
+    assert runs == {"outer": outer_runs, "inner": 4}
+    assert (offloader.statistics().regions, nested.statistics().regions) == (1, 0)
 
 
 def test_each_forward_of_a_step_counts_its_own_regions(make_offloader: MakeOffloader) -> None:
@@ -439,7 +443,7 @@ def test_a_region_whose_saves_are_changed_in_place_goes_on_running_again(
     torch.manual_seed(0)
     layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
     contexts = partial(plain.create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
-    options = {"context_fn": contexts} if selective else {}
+    options: dict[str, Any] = {"context_fn": contexts} if selective else {}
     offloader = make_offloader()
     recorder_of(offloader).begin()
     with offloader:
@@ -995,8 +999,9 @@ def test_the_blocks_that_are_named_run_as_regions(make_offloader: MakeOffloader,
 
 def test_a_region_is_named_by_its_block(make_offloader: MakeOffloader) -> None:
     model = Unchecked()
+    expected = train_step(model, batch())
     offloader = make_offloader(recompute=True, policy="auto").use(model)
-    until_recorded(offloader, lambda: train_step(model, batch(), offloader))
+    until_recorded(offloader, lambda: assert_same_gradients(train_step(model, batch(), offloader), expected))
     assert offloader.profile is not None
     assert [region.name for region in offloader.profile.regions] == ["layers.a", "layers.b", "layers.c"]
 
