@@ -556,22 +556,23 @@ def test_what_is_saved_whole_before_a_region_is_not_saved_in_half_as_well(where:
     assert saved_bytes[0] == saved_bytes[1]
 
 
+@pytest.mark.simulated
 def test_each_recorded_step_reads_nodes(make_offloader: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each shape has such a step, and the limit holds for the graphs that are alive. If none of the shapes lets a
     region run once, no other save begins to count anew."""
     noted = note_region_saves(monkeypatch)
     monkeypatch.setattr(Regions, "follow", lambda *_: None)
-    monkeypatch.setattr(originals, "MOST", 40)  # a step reads 30
-    model = Model("cpu", checkpointed=True)
+    monkeypatch.setattr(originals, "MOST", 40)  # two steps read more
+    model = Model(NAME, checkpointed=True)
     offloader = make_offloader(policy="auto")
     small = []
     for rows in (32, 64, 96):
-        model.x = torch.randn(rows, 64).bfloat16().requires_grad_()
+        model.x = torch.randn(rows, 64).bfloat16().to(NAME).requires_grad_()
         noted.clear()
         while not noted:
             model.gradients(offloader)
         small.append(noted.count(rows * 64 * 2))
-    assert small[0] == small[1] == small[2]
+    assert small == [6] * 3, "of nine tensors, backward computes one of each block again"
 
 
 def test_a_recorded_region_has_the_bytes_that_it_would_save(
