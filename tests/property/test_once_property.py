@@ -43,10 +43,6 @@ def bases(draw: st.DrawFn) -> Profile:
     return twice(base) if draw(st.booleans()) else base
 
 
-def subset(base: Profile, mask: int) -> frozenset[int]:
-    return frozenset(place for place in choosable(base) if mask >> place & 1)
-
-
 LATE = twice(checkpointed(random_profile(417, storages=40, blocks=6)))
 """Its last recomputation begins after ``forward_s + backward_s``, as there is time between its micro-batches."""
 
@@ -55,7 +51,7 @@ LATE = twice(checkpointed(random_profile(417, storages=40, blocks=6)))
 @given(base=bases(), mask=st.integers(0, 63))
 @example(base=LATE, mask=63)
 def test_rules_for_every_choice_of_regions(base: Profile, mask: int) -> None:
-    once = subset(base, mask)
+    once = frozenset(place for place in choosable(base) if mask >> place & 1)
     other = with_regions(base, once)
     chosen = [region for region in base.regions if region.place in once]
     # Bytes: tensors that a region held are saved, and no others come or go.
@@ -90,16 +86,10 @@ def test_rules_for_every_choice_of_regions(base: Profile, mask: int) -> None:
         assert [a.need_s for a in own[:-1]] == pytest.approx([b.last_need_s for b in own[1:]])
     assert other.once == tuple(sorted(once))
     assert Profile.from_json(other.to_json()) == other
-
-
-@settings(max_examples=60, deadline=None)
-@given(base=bases(), mask=st.integers(0, 63))
-def test_no_region_once_is_the_recorded_step_and_all_once_is_the_shortest(base: Profile, mask: int) -> None:
+    # No region once is the recorded step, and all once is the shortest one.
     assert with_regions(base, ()) == base
-    some = with_regions(base, subset(base, mask))
     everything = with_regions(base, choosable(base))
-    assert everything.step_s <= some.step_s * (1 + 1e-9)
-    assert everything.step_s <= base.step_s * (1 + 1e-9)
+    assert everything.step_s <= min(other.step_s, base.step_s) * (1 + 1e-9)
     assert all(not region.saves for region in everything.regions)
 
 
