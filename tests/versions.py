@@ -38,7 +38,7 @@ SUITES = {
         *("-m", "not slow"),
         *(f"tests/unit/test_{name}.py" for name in ("cpu_allocator", "native_build", "native_hooks")),
     ],
-    "checkpoints": [f"tests/unit/test_{name}.py" for name in ("selective", "checkpoints", "checkpoint")],
+    "checkpoints": [f"tests/unit/test_{name}.py" for name in ("selective", "checkpoint")],
     "simulated device": [
         "--simulated",
         *(f"tests/unit/test_{name}.py" for name in ("ordering", "stream_waits", "device_budget")),
