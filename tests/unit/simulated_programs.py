@@ -51,6 +51,11 @@ def _model(index: int = 0, blocks: int = 6) -> tuple[nn.Sequential, Tensor]:
     return nn.Sequential(*[_Block() for _ in range(blocks)]).to(where), torch.randn(SIZE, SIZE).to(where)
 
 
+def leaf() -> Tensor:
+    """A tensor that needs a gradient, as large as a record."""
+    return torch.linspace(-1, 1, SIZE * SIZE).to(NAME).requires_grad_()
+
+
 def _offloader(path: Path, *, accelerator: Any = None, **options: Any) -> AbstractContextManager[Offloader]:
     """Moves all that it can; few bytes may be under way, so that copies, kernels and memory come close together."""
     fields: dict[str, Any] = {

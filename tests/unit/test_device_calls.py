@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +136,11 @@ class _Counts(SimulatedAccelerator):
         super().__init__()
         self.calls = Counter[str]()
 
+    def __getattribute__(self, name: str) -> Any:
+        if name in {"record", "wait", "seconds_between", "used_on", "synchronize"}:
+            self.calls[name] += 1
+        return super().__getattribute__(name)
+
     def done(self, event: Any) -> bool:
         self.calls["query"] += 1
         with self.hook:  # switches to relaxed, and back at its end
@@ -153,20 +157,6 @@ class _Counts(SimulatedAccelerator):
     def is_capturing(self, index: int) -> bool:
         self.calls["capture"] += self.current_stream(index).stream_id != 0
         return super().is_capturing(index)
-
-
-def _counted(name: str) -> Callable[..., Any]:
-    plain = getattr(SimulatedAccelerator, name)
-
-    def count(accelerator: _Counts, *arguments: Any, **options: Any) -> Any:
-        accelerator.calls[name] += 1
-        return plain(accelerator, *arguments, **options)
-
-    return count
-
-
-for _name in ("record", "wait", "seconds_between", "used_on", "synchronize"):
-    setattr(_Counts, _name, _counted(_name))
 
 
 @pytest.mark.parametrize("other", [False, True], ids=["default stream", "another stream"])

@@ -14,7 +14,7 @@ from actoffload import Plan
 from actoffload.planning.plan import PlanEntry
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
 from actoffload.tiers import copy_streams
-from tests.harness import same_bits, simulated
+from tests.harness import autopilot_of, same_bits, simulated
 from tests.host_bound import use_virtual_time
 
 pytestmark = pytest.mark.simulated
@@ -92,13 +92,7 @@ def test_the_allocators_peak_is_the_plans(gpu: SimulatedDevice, launch: float, b
     others = keep.peaks[-1] - SAVED
     with simulated(policy="auto", device_budget=budget, pending_bytes=None, prefetch_bytes=None) as offloader:
         run.run(offloader, 4)
-        plan = offloader.plan
-        assert plan is not None
-        followed = offloader.autopilot
-        assert followed is not None
-        assert followed.plan is not None
-        predicted = followed.plan.predicted_peak_bytes
-    assert predicted is not None
+        predicted = autopilot_of(offloader).plan.predicted_peak_bytes
     assert predicted <= 0.8 * SAVED
     assert same_bits(run.gradient, keep.gradient)
     assert run.peaks[-1] - others == pytest.approx(predicted, rel=0.04, abs=NBYTES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,47 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from actoffload import Offloader
 from actoffload.errors import StateError
 from actoffload.memory import host_pool
 from actoffload.memory.host_pool import HostPool
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
-from tests.harness import assert_same_gradients, gradients, on_stream, pools_of, train_step
+from tests.harness import assert_same_gradients, gradients, on_stream, pools_of, train_step, wait_until
 from tests.unit.simulated_programs import RECORD_BYTES, SIZE, _is_right, _model, _offloader
 
 pytestmark = pytest.mark.simulated
-
-PATIENCE_S = 5.0
-
-
-def _happens(event: torch.Event | torch.Stream) -> bool:
-    """Whether an event happens, or a stream ends its work, while other streams may be paused."""
-    until_s = time.monotonic() + PATIENCE_S
-    while not event.query() and time.monotonic() < until_s:
-        time.sleep(0.01)
-    return event.query()
-
-
-def _computes_without_copies_out(device: SimulatedDevice, offloader: Offloader, copies_out: torch.Stream) -> bool:
-    """Whether a step reaches its last gradient while no copy to the host can end; its gradients are right.
-
-    At the end of backward the compute stream waits for the copies, whose memory is released then.
-    """
-    model, x = _model()
-    expected = train_step(model, x)
-    device.synchronize()
-    first = next(model.parameters())
-    last = torch.Event(NAME)
-    hook = first.register_post_accumulate_grad_hook(lambda _: last.record())
-    with device.paused(copies_out):
-        with offloader:
-            loss = model(x).square().sum()
-        loss.backward()
-        finished = _happens(last)
-    hook.remove()
-    found = gradients(model)
-    assert_same_gradients(found, expected)
-    return finished
 
 
 @pytest.mark.parametrize("target", ["host", "nvme"])
@@ -77,10 +43,7 @@ def test_page_locked_memory_follows_the_need(
         def steps(model: nn.Module, count: int) -> None:
             expected = train_step(model, x)
             for _ in range(count):
-                with offloader:
-                    loss = model(x).square().sum()
-                loss.backward()
-                assert_same_gradients(gradients(model), expected)
+                assert_same_gradients(train_step(model, x, offloader), expected)
 
         steps(model, 3)
         most_bytes = pool.slabs.mapped_bytes
@@ -92,10 +55,21 @@ def test_page_locked_memory_follows_the_need(
 
 
 def test_backward_waits_for_no_copy_out_of_a_tensor_on_the_device(device: SimulatedDevice, tmp_path: Path) -> None:
+    """It reaches the last gradient while no copy can end. As it ends, the compute stream waits to release memory."""
     accelerator = SimulatedAccelerator()
+    model, x = _model()
+    expected = train_step(model, x)
+    device.synchronize()
+    last = torch.Event(NAME)
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda _: last.record())
     options: dict[str, Any] = {"target": "host", "pending_bytes": None, "prefetch_bytes": None}
     with _offloader(tmp_path, accelerator=accelerator, **options) as offloader:
-        assert _computes_without_copies_out(device, offloader, accelerator.side_stream(0, "out"))
+        with device.paused(accelerator.side_stream(0, "out")):
+            with offloader:
+                loss = model(x).square().sum()
+            loss.backward()
+            wait_until(last.query, "a copy is waited for")
+        assert_same_gradients(gradients(model), expected)
         statistics = offloader.statistics()
     assert statistics.forwarded_bytes > 0
     assert statistics.moved_bytes >= statistics.forwarded_bytes
@@ -162,7 +136,7 @@ class _Capturing(SimulatedAccelerator):
 def test_a_capture_sees_no_copy_query_or_wait_of_ours(device: SimulatedDevice, tmp_path: Path, target: str) -> None:
     accelerator = _Capturing()
     model, x = _model()
-    with _offloader(tmp_path, target=target, accelerator=accelerator) as offloader:
+    with _offloader(tmp_path, target=target, accelerator=accelerator, pending_bytes=4 * RECORD_BYTES) as offloader:
 
         def forward() -> Tensor:
             with offloader:
@@ -176,10 +150,10 @@ def test_a_capture_sees_no_copy_query_or_wait_of_ours(device: SimulatedDevice, t
         with device.paused(accelerator.side_stream(0, "out")):
             on_its_way = x.detach().requires_grad_() * 2.0
             with offloader:
-                square = on_its_way.square()
+                square, dies = on_its_way.square(), (on_its_way * 3.0).square()
             with accelerator.capture():
+                del dies, died, used  # until the capture ends, memory that is being copied has no new owner
                 forward().backward()
-                del died, used
                 with pytest.raises(StateError, match="moved before the capture"):
                     moved.backward()
                 torch.autograd.grad(square.sum(), on_its_way)

@@ -17,6 +17,7 @@ from actoffload.tiers.accelerator import Accelerator
 from actoffload.tiers.copy_streams import CopyStreams
 from actoffload.tiers.timers import DeviceStopwatch, StreamWaits, WaitFor
 from tests.harness import (
+    WAIT_S,
     Chain,
     after_fork_in_child,
     assert_same_gradients,
@@ -37,14 +38,26 @@ NOTHING = dict.fromkeys(WaitFor, 0.0)
 X = batch()
 
 
+class _Timed(SimulatedAccelerator):
+    """Notes the pairs of events that were timed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.timed: list[tuple[Any, Any]] = []
+
+    def seconds_between(self, begin: Any, end: Any) -> float:
+        self.timed.append((begin, end))
+        return super().seconds_between(begin, end)
+
+
 @pytest.fixture
-def accelerator(device: SimulatedDevice) -> SimulatedAccelerator:
+def accelerator(device: SimulatedDevice) -> _Timed:
     """Its kernels take no time, and its copies a second for each megabyte; no copy begins before a wait for it."""
     device.model(
         flops=float("inf"), memory_bytes_per_s=float("inf"), to_device_bytes_per_s=1e6, to_host_bytes_per_s=1e6,
         latency_s=0,
     )  # fmt: skip
-    accelerator = SimulatedAccelerator()
+    accelerator = _Timed()
     hinder(device, accelerator, "late copies")
     return accelerator
 
@@ -90,22 +103,6 @@ def _step(offloader: Offloader, model: nn.Module) -> float:
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / 1e3
-
-
-def test_during_a_capture_no_event_is_queried_or_recorded(
-    accelerator: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """CUDA refuses the query of an event then and ends the capture; an event would become part of the graph."""
-    model = _model()
-    with simulated(accelerator, pending_bytes=1) as offloader:
-        waited_s = sum(_step(offloader, model) for _ in range(3))
-        with monkeypatch.context() as patch:
-            patch.setattr(accelerator, "done", lambda event: pytest.fail("an event was asked for"))
-            patch.setattr(accelerator, "timestamp", lambda stream: pytest.fail("an event in a graph"))
-            patch.setattr(accelerator, "is_capturing", lambda index: True)
-            assert _step(offloader, model) == 0
-        assert offloader.statistics().kept_bytes["graph capture"] > 0
-        assert offloader.statistics().wait_s == pytest.approx(waited_s)
 
 
 @pytest.mark.parametrize("traced", [False, True], ids=["", "traced"])
@@ -202,108 +199,43 @@ def test_statistics_have_the_waits_of_streams(accelerator: SimulatedAccelerator,
         assert offloader.statistics().wait_s == statistics.wait_s, "once"
 
 
-def test_a_sample_of_many_waits_is_timed_and_stands_for_all(
-    accelerator: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sample_of_many_waits_is_timed_and_stands_for_all(accelerator: _Timed) -> None:
     """No planner uses the waits under ``policy="all"``."""
     model = nn.Sequential(nn.Linear(64, 64), *[nn.Hardtanh() for _ in range(150)]).to(NAME)
-    asked: list[None] = []
-
-    def seconds_between(begin: Any, end: Any) -> float:
-        asked.append(None)
-        return SimulatedAccelerator.seconds_between(accelerator, begin, end)
-
-    monkeypatch.setattr(accelerator, "seconds_between", seconds_between)
     with simulated(accelerator, pending_bytes=1, policy="all") as offloader:
         waited_s = _step(offloader, model)
         assert offloader.statistics().wait_s == pytest.approx(waited_s, rel=0.1)
-    assert 40 < len(asked) < 120
-
-
-def test_a_window_that_shortens_no_wait_is_widened_no_more(accelerator: SimulatedAccelerator) -> None:
-    model, seen = _model(), []
-    with simulated(accelerator, pending_bytes=1, policy="all") as offloader:
-        for _ in range(8):
-            _step(offloader, model)
-            seen.append(window_bytes(offloader))
-    assert seen[-1] == seen[3] > seen[0]
+    assert 40 < len(accelerator.timed) < 120
 
 
 @pytest.mark.parametrize("fixed", [False, True])
-def test_a_stream_that_waits_for_data_widens_the_window(
-    device: SimulatedDevice, accelerator: SimulatedAccelerator, fixed: bool
+def test_a_stream_that_waits_for_data_widens_the_window_while_that_shortens_its_waits(
+    accelerator: SimulatedAccelerator, fixed: bool
 ) -> None:
     """A wait of the host does so, too; the host of a device runs ahead of it, and never waits."""
     model = _model()
     options = {"prefetch_bytes": 64 << 10} if fixed else {}
     with simulated(accelerator, pending_bytes=1, policy="all", **options) as offloader:
-        first = window_bytes(offloader)
-        for _ in range(3):
+        seen = [window_bytes(offloader)]
+        for _ in range(8):
             _step(offloader, model)
+            seen.append(window_bytes(offloader))
         assert offloader.statistics().unpack_wait_s > 0
-        assert (window_bytes(offloader) > first) is not fixed
+    assert seen[-1] == seen[4]
+    assert [seen[3] > seen[0], seen[4] > seen[1]] == [not fixed] * 2
 
 
-class _Given:
-    """A device with a list of times: each new event happens at the next one."""
+class _Given(Accelerator):
+    """Its events are the seconds at which they happen, from a list; notes the pairs that were timed."""
 
     def __init__(self, *seconds: float) -> None:
+        super().__init__(NAME)
         self.left = list(seconds)
-
-    def current_stream(self, index: int) -> str:
-        return "compute"
-
-    def capturing(self, index: int) -> bool:
-        return False
-
-    def timestamp(self, stream: str) -> float:
-        return self.left.pop(0)
-
-    def seconds_between(self, begin: float, end: float) -> float:
-        return end - begin
-
-
-class _TwoEvents(_Given):
-    """A device on which the first event has happened and later ones have not; a thread may be stopped as it stamps."""
-
-    def __init__(self) -> None:
-        super().__init__(0, 1, 2)
-        self.held, self.go_on = threading.Event(), threading.Event()
-
-    def timestamp(self, stream: str) -> float:
-        event = super().timestamp(stream)
-        if event == 1:  # made before another thread's, and noted after it
-            self.held.set()
-            assert self.go_on.wait(10)
-        return event
-
-    def done(self, event: float) -> bool:
-        return event <= 1
-
-
-def test_a_step_is_not_over_before_the_last_stamp_of_every_thread() -> None:
-    """Two threads stamp at once: the stamp that is made first is stored last."""
-    device = _TwoEvents()
-    watch = DeviceStopwatch(device, lambda: 0)  # type: ignore[arg-type]
-    watch.begin()
-    other = threading.Thread(target=watch.stamp)
-    other.start()
-    assert device.held.wait(10)
-    watch.stamp()
-    device.go_on.set()
-    other.join()
-    assert not watch.end(), "the third event has not happened"
-
-
-class _Clock(Accelerator):
-    """Its events are the seconds at which they happen; notes the pairs that were timed."""
-
-    def __init__(self) -> None:
         self.now_s = 0.0
         self.timed: list[tuple[float, float]] = []
 
     def timestamp(self, stream: Any) -> float:
-        return float(stream)
+        return self.left.pop(0)
 
     def done(self, event: Any) -> bool:
         return bool(event <= self.now_s)
@@ -313,9 +245,39 @@ class _Clock(Accelerator):
         return float(end - begin)
 
 
+class _StopsAtTheSecond(_Given):
+    """A thread is stopped as it makes the second event, which it notes after another thread's."""
+
+    def __init__(self, *seconds: float) -> None:
+        super().__init__(*seconds)
+        self.held, self.go_on = threading.Event(), threading.Event()
+
+    def timestamp(self, stream: Any) -> float:
+        event = super().timestamp(stream)
+        if event == 1:
+            self.held.set()
+            assert self.go_on.wait(WAIT_S)
+        return event
+
+
+def test_a_step_is_not_over_before_the_last_stamp_of_every_thread() -> None:
+    """Two threads stamp at once: the stamp that is made first is stored last."""
+    device = _StopsAtTheSecond(0, 1, 2)
+    device.now_s = 1
+    watch = DeviceStopwatch(device, lambda: 0)
+    watch.begin()
+    other = threading.Thread(target=watch.stamp)
+    other.start()
+    assert device.held.wait(WAIT_S)
+    watch.stamp()
+    device.go_on.set()
+    other.join()
+    assert not watch.end(), "the third event has not happened"
+
+
 def test_each_copy_of_a_recorded_step_is_timed_once_for_the_rate_of_its_link() -> None:
     """Each later step reads the rates; copies that were under way at the first reading count from then on."""
-    device = _Clock()
+    device = _Given()
     watch = DeviceStopwatch(device, lambda: None)
     watch.begin()
     assert watch.rate("write") is None
@@ -335,17 +297,10 @@ def test_each_copy_of_a_recorded_step_is_timed_once_for_the_rate_of_its_link() -
 
 
 def test_waits_that_are_over_as_backward_ends_take_no_time_of_the_next_step(
-    device: SimulatedDevice, accelerator: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch
+    device: SimulatedDevice, accelerator: _Timed
 ) -> None:
     """An idle device then waits for the host; as backward ends it mostly has work left."""
-    timed: list[Any] = []
-    plain = accelerator.seconds_between
-
-    def noted(*events: Any) -> float:
-        timed.append(events)
-        return plain(*events)
-
-    monkeypatch.setattr(accelerator, "seconds_between", noted)
+    timed = accelerator.timed
     model, x = _model(), X.to(NAME).requires_grad_()
     with simulated(accelerator, pending_bytes=1) as offloader:
         for _ in range(2):
@@ -367,7 +322,7 @@ def test_idle_time_of_a_device_in_hooks_is_no_part_of_a_recorded_step() -> None:
 
     A wait for a copy that a hook enqueued counts once, as a wait.
     """
-    watch = DeviceStopwatch(_Given(10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 18.0, 20.0, 22.0), lambda: 0)  # type: ignore[arg-type]
+    watch = DeviceStopwatch(_Given(10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 18.0, 20.0, 22.0), lambda: 0)
     watch.begin()
     with watch.hook():
         within = watch.stamp()

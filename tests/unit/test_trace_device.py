@@ -38,7 +38,9 @@ def _traced(device: SimulatedDevice, path: Path, **options: object) -> TraceFile
 
 
 @pytest.mark.parametrize("target", ["host", "nvme"])
-def test_every_copy_has_its_time_and_its_bytes(device: SimulatedDevice, tmp_path: Path, target: str) -> None:
+def test_copies_have_times_and_bytes_and_the_device_has_phases_of_its_own(
+    device: SimulatedDevice, tmp_path: Path, target: str
+) -> None:
     trace = _traced(device, tmp_path, target=target, policy="all", device_budget=1024)
     statistics = trace.metadata["statistics"]
     for link, name in (("host", "host"), ("disk", "nvme")):
@@ -54,10 +56,6 @@ def test_every_copy_has_its_time_and_its_bytes(device: SimulatedDevice, tmp_path
     assert {"room"} < {wait.reason for wait in waits} <= {"data", "room"}
     assert {"stack.blocks.0.up", "stack.blocks.1.up"} & {wait.module for wait in waits}
     assert trace.metadata["virtual_device_time"] is True
-
-
-def test_the_device_has_phases_of_its_own(device: SimulatedDevice, tmp_path: Path) -> None:
-    trace = _traced(device, tmp_path, target="host", policy="greedy")
     names = [(phase.name, phase.microbatch) for phase in trace.phases if phase.on_device]
     assert names == [(name, number) for number in (1, 2, 3) for name in ("forward", "backward", "optimizer")]
 
