@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
 import threading
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable
@@ -49,8 +49,6 @@ def _in_child(work: Any) -> int:
         try:
             work()
         except BaseException:
-            import traceback
-
             traceback.print_exc()
             os._exit(120)
         os._exit(0)
@@ -194,7 +192,7 @@ def test_data_loader_workers_inside_the_context(make_offloader: MakeOffloader) -
 
 
 _SETUP = """
-import os, signal, sys
+import sys
 import torch
 from functools import partial
 from actoffload import OffloadConfig, Offloader, attach, offload_activations
@@ -209,10 +207,6 @@ def run(engine):
 """
 
 
-def _script(body: str, path: Path) -> subprocess.CompletedProcess[str]:
-    return run_program(_SETUP + body, str(path), errors=("RuntimeWarning", "ResourceWarning"))
-
-
 @pytest.mark.parametrize(
     "body",
     [
@@ -223,6 +217,6 @@ def _script(body: str, path: Path) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_the_interpreter_exits_with_work_in_flight(tmp_path: Path, body: str) -> None:
-    run = _script(body, tmp_path)
+    run = run_program(_SETUP + body, str(tmp_path), errors=("RuntimeWarning", "ResourceWarning"))
     assert (run.returncode, run.stderr) == (0, "")
     assert os.listdir(tmp_path) == []
