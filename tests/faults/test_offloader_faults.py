@@ -46,7 +46,7 @@ ROW_BYTES = 128 * 64 * 4
 """One activation of `Chain`; it has 4 layers and saves 12 of them and its input."""
 
 
-def _assert_trains_as_plainly(offloader: Offloader, depth: int = 4, between: Callable[[], object] | None = None) -> None:
+def _assert_trains_alike(offloader: Offloader, depth: int = 4, between: Callable[[], object] | None = None) -> None:
     model, x = Chain(depth=depth), batch()
     assert_same_gradients(train_step(model, x, offloader, between=between), train_step(model, x))
 
@@ -56,7 +56,7 @@ def _steps_with_one_warning(offloader: Offloader, words: str, steps: int = 3) ->
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(steps):
-            _assert_trains_as_plainly(offloader, between=offloader.synchronize)
+            _assert_trains_alike(offloader, between=offloader.synchronize)
             assert_empty(offloader)
     messages = [str(warning.message) for warning in caught if issubclass(warning.category, RuntimeWarning)]
     assert len(messages) == 1
@@ -116,7 +116,7 @@ def test_a_slow_disk_without_a_budget_keeps(make_offloader: MakeOffloader) -> No
     offloader = make_offloader(
         engine=partial(SlowEngine, threads=1, bandwidth_bytes_per_s=1e6), pending_bytes=3 * ROW_BYTES
     )
-    _assert_trains_as_plainly(offloader)
+    _assert_trains_alike(offloader)
     statistics = offloader.statistics()
     assert statistics.kept_bytes["pressure"] >= 6 * ROW_BYTES
     assert statistics.pack_wait_s == 0
@@ -128,7 +128,7 @@ def test_a_slow_disk_with_a_budget_is_waited_for(make_offloader: MakeOffloader) 
     offloader = make_offloader(
         engine=partial(SlowEngine, threads=1, bandwidth_bytes_per_s=5e6), device_budget=budget, prefetch_bytes=ROW_BYTES
     )
-    _assert_trains_as_plainly(offloader, depth=8)
+    _assert_trains_alike(offloader, depth=8)
     statistics = offloader.statistics()
     assert statistics.resident_peak_bytes <= budget
     assert statistics.baseline_peak_bytes > 5 * budget
@@ -156,7 +156,7 @@ def test_a_failed_read_of_the_only_copy_fails_the_step_and_no_other(make_offload
         del caught, loss
         forget_failed_backward()
         assert_empty(offloader)
-    _assert_trains_as_plainly(offloader, between=offloader.synchronize)
+    _assert_trains_alike(offloader, between=offloader.synchronize)
     assert offloader.statistics().nvme_read_bytes > 0
     assert offloader.statistics().degraded == {}
 
@@ -190,7 +190,7 @@ def test_corruption_on_disk_is_found(make_offloader: MakeOffloader) -> None:
         loss.backward()
     del loss
     forget_failed_backward()
-    _assert_trains_as_plainly(offloader, between=offloader.synchronize)
+    _assert_trains_alike(offloader, between=offloader.synchronize)
 
 
 # -- the gate: decisions while I/O waits or runs -----------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_corruption_on_disk_is_found(make_offloader: MakeOffloader) -> None:
 
 def test_unpack_before_a_write_begins_cancels_the_write(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(engine=partial(GateEngine, threads=1), min_bytes=ROW_BYTES)
-    _assert_trains_as_plainly(offloader)
+    _assert_trains_alike(offloader)
     statistics = offloader.statistics()
     assert statistics.cancelled_bytes == statistics.forwarded_bytes == statistics.baseline_peak_bytes
     assert (statistics.nvme_written_bytes, statistics.nvme_read_bytes) == (0, 0)
@@ -280,7 +280,7 @@ def test_abort_in_mid_step(make_offloader: MakeOffloader) -> None:
 
 def test_abort_before_anything_was_written_loses_nothing(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(engine=partial(GateEngine, threads=1))
-    _assert_trains_as_plainly(offloader, between=offloader.abort)
+    _assert_trains_alike(offloader, between=offloader.abort)
     assert offloader.statistics().live_records == 0
     assert offloader.statistics().nvme_written_bytes == 0
 

@@ -7,9 +7,10 @@ import errno
 import importlib.machinery
 import os
 import sys
-import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,15 +37,8 @@ def really_read(fd: int, address: int, nbytes: int, offset: int) -> int:
     return len(data)
 
 
-class Future:
-    """The result of a transfer of ``kvikio``: it runs, and fails, when ``get`` is called."""
-
-    def __init__(self, run: Callable[[], int]) -> None:
-        self.get = run
-
-
 class CuFile:
-    """``kvikio.CuFile`` with two descriptors, as the real one."""
+    """``kvikio.CuFile`` with two descriptors, as the real one. A transfer runs, and fails, when ``get`` is called."""
 
     def __init__(self, kvikio: StandIn, path: str, flags: str) -> None:
         assert flags == "r+"
@@ -65,24 +59,24 @@ class CuFile:
     def closed(self) -> bool:
         return not self._fds
 
-    def pread(self, buf: Any, size: int, file_offset: int) -> Future:
+    def pread(self, buf: Any, size: int, file_offset: int) -> Any:
         return self._transfer(self._kvikio.read, buf, size, file_offset)
 
-    def pwrite(self, buf: Any, size: int, file_offset: int) -> Future:
+    def pwrite(self, buf: Any, size: int, file_offset: int) -> Any:
         return self._transfer(self._kvikio.write, buf, size, file_offset)
 
-    def _transfer(self, transfer: Transfer, buf: Any, size: int, file_offset: int) -> Future:
+    def _transfer(self, transfer: Transfer, buf: Any, size: int, file_offset: int) -> Any:
         seen = buf.__cuda_array_interface__
         assert (seen["shape"], seen["typestr"], seen["strides"]) == ((size,), "|u1", None)
-        return Future(lambda: transfer(self._fds[0], seen["data"][0], size, file_offset))
+        return SimpleNamespace(get=lambda: transfer(self._fds[0], seen["data"][0], size, file_offset))
 
 
-class StandIn(types.ModuleType):
+class StandIn:
     """The parts of ``kvikio`` that the engine uses."""
 
     def __init__(self) -> None:
-        super().__init__("kvikio")
         self.__spec__ = importlib.machinery.ModuleSpec("kvikio", None)
+        self.CuFile = partial(CuFile, self)
         self.open_error: Exception | None = None
         self.opened: list[CuFile] = []
         self.read: Transfer = really_read
@@ -90,20 +84,6 @@ class StandIn(types.ModuleType):
         self.settings = {"num_threads": 1}
         self.prefers_compat = False
         self.gds_available = True
-
-    def submodules(self) -> Iterator[types.ModuleType]:
-        """Modules that ``import kvikio`` alone does not import."""
-        defaults, driver = types.ModuleType("kvikio.defaults"), types.ModuleType("kvikio.cufile_driver")
-        vars(defaults).update(
-            get=self.settings.__getitem__,
-            set=self.settings.__setitem__,
-            is_compat_mode_preferred=lambda: self.prefers_compat,
-        )
-        vars(driver).update(get=lambda name: {"is_gds_available": self.gds_available}[name])
-        yield from (defaults, driver)
-
-    def CuFile(self, path: str, flags: str) -> CuFile:
-        return CuFile(self, path, flags)
 
 
 class DeviceMemory:
@@ -123,10 +103,17 @@ class DeviceMemory:
 @pytest.fixture
 def kvikio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
     """A machine with a device, cuFile and the kernel module."""
-    kvikio, cupy = StandIn(), types.ModuleType("cupy")
-    vars(cupy).update(cuda=types.SimpleNamespace(alloc=DeviceMemory))
-    for module in (kvikio, *kvikio.submodules(), cupy):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    kvikio = StandIn()
+    defaults = SimpleNamespace(
+        get=kvikio.settings.__getitem__,
+        set=kvikio.settings.__setitem__,
+        is_compat_mode_preferred=lambda: kvikio.prefers_compat,
+    )
+    driver = SimpleNamespace(get=lambda name: {"is_gds_available": kvikio.gds_available}[name])
+    cupy = SimpleNamespace(cuda=SimpleNamespace(alloc=DeviceMemory))
+    modules = {"kvikio": kvikio, "kvikio.defaults": defaults, "kvikio.cufile_driver": driver, "cupy": cupy}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)  # type: ignore[misc]
     monkeypatch.setattr(gds_module, "_KERNEL_MODULE", tmp_path)
     return kvikio
 
@@ -149,12 +136,12 @@ class TestGdsOnAStandIn(StorageEngineTests):
 
 def test_it_is_tried_with_device_memory_and_leaves_no_trace(file: SpoolFile, kvikio: StandIn) -> None:
     os.ftruncate(file.fd, BLOCK + 512)
-    tried: list[tuple[str, int, int]] = []
+    tried: list[Any] = []
 
     def noting(name: str, transfer: Transfer) -> Transfer:
-        def run(fd: int, address: int, nbytes: int, offset: int) -> int:
-            tried.append((name, nbytes, offset))
-            return transfer(fd, address, nbytes, offset)
+        def run(*arguments: int) -> int:
+            tried.append((name, *arguments[2:]))
+            return transfer(*arguments)
 
         return run
 
@@ -172,9 +159,17 @@ def test_it_is_tried_with_device_memory_and_leaves_no_trace(file: SpoolFile, kvi
     assert [each.closed for each in kvikio.opened] == [True]
 
 
-@pytest.mark.parametrize("cause", ["module", "preferred", "cufile", "silent"])
+@pytest.mark.parametrize(
+    ("cause", "reason"),
+    [
+        ("module", "the kernel module nvidia-fs is not loaded"),
+        ("preferred", "kvikio prefers it here (KVIKIO_COMPAT_MODE, or no cuFile)"),
+        ("cufile", "cuFile says that GPUDirect Storage is not available"),
+        ("silent", "cuFile does not answer: division by zero"),
+    ],
+)
 def test_compatibility_mode_is_reported_and_never_called_direct(
-    file: SpoolFile, kvikio: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: str
+    file: SpoolFile, kvikio: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: str, reason: str
 ) -> None:
     assert why_compat() == ""
     kvikio.prefers_compat = cause == "preferred"
@@ -183,15 +178,9 @@ def test_compatibility_mode_is_reported_and_never_called_direct(
         monkeypatch.setattr(gds_module, "_KERNEL_MODULE", tmp_path / "absent")
     if cause == "silent":
         monkeypatch.setattr(sys.modules["kvikio.cufile_driver"], "get", lambda name: 1 / 0)
-    found = {
-        "module": "the kernel module nvidia-fs is not loaded",
-        "preferred": "kvikio prefers it here (KVIKIO_COMPAT_MODE, or no cuFile)",
-        "cufile": "cuFile says that GPUDirect Storage is not available",
-        "silent": "cuFile does not answer: division by zero",
-    }
-    assert why_compat() == found[cause]
+    assert why_compat() == reason
     engine = GdsEngine(file)
-    assert engine.remark == f"compatibility mode, through host memory: {found[cause]}"
+    assert engine.remark == f"compatibility mode, through host memory: {reason}"
     assert not engine.capabilities.direct
     source, target = Memory(BLOCK, fill=3), Memory(BLOCK)
     assert move(engine, IoKind.WRITE, source).error is None
