@@ -22,7 +22,7 @@ from actoffload.storage.engines.base import IoKind, SpoolFile, StorageEngine
 from actoffload.storage.engines.gds import PAGE_BYTES, GdsEngine, why_compat
 from actoffload.testing.engine_suite import BLOCK, Memory, StorageEngineTests, peek_file, random_bytes
 from actoffload.tools.doctor import gpudirect_storage
-from tests.spools import move
+from tests.spools import in_child, move
 
 Transfer = Callable[[int, int, int, int], int]  # descriptor, address, bytes, offset
 
@@ -113,7 +113,7 @@ def kvikio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
     cupy = SimpleNamespace(cuda=SimpleNamespace(alloc=DeviceMemory))
     modules = {"kvikio": kvikio, "kvikio.defaults": defaults, "kvikio.cufile_driver": driver, "cupy": cupy}
     for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)  # type: ignore[misc]
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(gds_module, "_KERNEL_MODULE", tmp_path)
     return kvikio
 
@@ -251,23 +251,16 @@ def test_an_error_of_a_transfer_names_place_and_cause(
     assert "more lines" not in str(error)
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_closes_both_descriptors_and_no_other(engine: GdsEngine, file: SpoolFile) -> None:
     inode = os.fstat(file.fd).st_ino
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            engine.after_fork_in_child()
-            found = [
-                os.stat(f"/proc/self/fd/{fd}").st_ino
-                for fd in os.listdir("/proc/self/fd")
-                if int(fd) > 2 and os.path.exists(f"/proc/self/fd/{fd}")
-            ]
-            status = 0 if found.count(inode) == 1 and os.fstat(file.fd) else 2  # the spool closes its own
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def child() -> None:
+        engine.after_fork_in_child()
+        links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+        assert [os.stat(link).st_ino for link in links if os.path.exists(link)].count(inode) == 1
+        assert os.fstat(file.fd).st_ino == inode, "the spool closes its own"
+
+    assert in_child(child) == 0
     source = Memory(BLOCK)
     source.data = random_bytes(BLOCK, 5)
     assert move(engine, IoKind.WRITE, source).error is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from actoffload.memory.host_pool import TRIM_STEPS, HostBudget, HostPool
 from actoffload.memory.slab import ALIGNMENT, Device, Slab, Slabs
 from actoffload.memory.slots import Slot
 from tests.harness import WAIT_S, acquire_slot, no_garbage_collection, run_in_threads
+from tests.spools import in_child
 
 KIB = 1 << 10
 SLAB = 256 * KIB
@@ -229,23 +229,23 @@ def test_memory_beyond_the_capacity_is_not_page_locked_and_goes_at_once() -> Non
     pool.close()
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_has_no_page_locked_memory() -> None:
     """A device's pages would be copied for each child as soon as the parent writes to them."""
     (pins, pool), pageable = _pinned(is_done=lambda event: pytest.fail("asked")), _pool()
     slots = [_acquire(pool, SLAB), _acquire(pageable, SLAB)]
     slots[0].events.append("copy")
-    child = os.fork()
-    if child == 0:
+
+    def child() -> None:
         found = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
         mapped = [any(int(begin, 16) <= slot.address < int(end, 16) for begin, end in found) for slot in slots]
+        assert mapped == [False, True]
         pool.after_fork_in_child()
         slots.clear()
         pool.reclaim()
-        nothing = pool.acquire(1) is None
+        assert pool.acquire(1) is None
         pool.close(wait=True)
-        os._exit(0 if mapped == [False, True] and nothing else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    assert in_child(child) == 0
     pool.tensor(slots[0], 0, SLAB).fill_(1)
     slots[0].events.clear()
     slots.clear()

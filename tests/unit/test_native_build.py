@@ -6,7 +6,6 @@ import ctypes
 import os
 import resource
 import shutil
-import signal
 import sys
 import sysconfig
 import tempfile
@@ -24,6 +23,7 @@ from actoffload.errors import ActOffloadError
 from actoffload.memory import cpu_allocator, native_build
 from actoffload.memory.native_build import Refused
 from tests.programs import run_program
+from tests.spools import in_child
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux") or shutil.which("c++") is None, reason="Linux and a C++ compiler"
@@ -45,16 +45,14 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(native_build.SWITCH, raising=False)
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_does_not_wait_for_a_build_of_its_parent() -> None:
     module = native.load()
+
+    def child() -> None:
+        assert native.load() is module
+
     with native._Process.lock:
-        child = os.fork()
-        if not child:
-            signal.alarm(60)  # ends a child that waits
-            os._exit(0 if native.load() is module else 1)
-        _, status = os.waitpid(child, 0)
-    assert status == 0
+        assert in_child(child) == 0
 
 
 @pytest.mark.usefixtures("fresh")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actoffload import Plan
+from actoffload import Offloader, Plan
 from actoffload.errors import StateError
 from actoffload.planning.plan import PlanEntry
 from actoffload.planning.profile import Link, Profile, Storage
@@ -351,52 +351,40 @@ def test_a_second_unpack_does_not_enlarge_the_window(make_offloader: MakeOffload
 # -- how far ahead -----------------------------------------------------------------------------------------------------
 
 
-def _away(records: list[Any]) -> int:
-    return sum(record is not None and record.state.value == "spilled" for record in records)
-
-
-def _sines(count: int, at_each: Any = None) -> Tensor:
-    h = torch.randn(ELEMENTS, requires_grad=True) * 1.0
-    for _ in range(count):
-        h = h.sin()
-        if at_each is not None:
-            h.register_hook(at_each)
-    return h
-
-
-@pytest.mark.parametrize("printed_by", ["user", "plan"])
-@pytest.mark.parametrize(("window", "early"), [(2 * NBYTES, False), (CHAIN * NBYTES, True)])
-def test_a_record_behind_records_in_memory(
-    make_offloader: MakeOffloader, window: int, early: bool, printed_by: str
-) -> None:
-    """The first storage moves, all others stay."""
-    entries = tuple(PlanEntry(index=n, nbytes=NBYTES, action="keep" if n else "offload") for n in range(CHAIN))
-    if printed_by == "user":
-        offloader = make_offloader(policy=Plan(entries), prefetch_bytes=window)
-    else:
-        offloader = make_offloader(policy=Plan(entries, prefetch_bytes=window))
+def _away_in_backward(offloader: Offloader, watched: int = CHAIN) -> list[int]:
+    """How many of the first records of a chain are on disk as backward comes to each of its nodes."""
     away: list[int] = []
     records: list[Any] = []
     with offloader:
-        h = _sines(CHAIN, lambda _: away.append(_away(records)))
-        records += tape_records(offloader)[:1]
+        h = torch.randn(ELEMENTS, requires_grad=True) * 1.0
+        for _ in range(CHAIN):
+            h = h.sin()
+            h.register_hook(lambda _: away.append(sum(record.state is State.SPILLED for record in records)))
+        records += tape_records(offloader)[:watched]
     offloader.synchronize()
-    assert _away(records) == 1
     h.sum().backward()
+    return away
+
+
+@pytest.mark.parametrize("chosen_by", ["user", "plan"])
+@pytest.mark.parametrize(("window", "early"), [(2 * NBYTES, False), (CHAIN * NBYTES, True)])
+def test_a_record_behind_records_in_memory(
+    make_offloader: MakeOffloader, window: int, early: bool, chosen_by: str
+) -> None:
+    """The first storage moves, all others stay."""
+    entries = tuple(PlanEntry(index=n, nbytes=NBYTES, action="keep" if n else "offload") for n in range(CHAIN))
+    if chosen_by == "user":
+        offloader = make_offloader(policy=Plan(entries), prefetch_bytes=window)
+    else:
+        offloader = make_offloader(policy=Plan(entries, prefetch_bytes=window))
+    away = _away_in_backward(offloader, watched=1)
     # Hooks run before their node's backward: no fetch has begun at the first, the last record's at the second.
     assert away[:2] == [1, 0 if early else 1]
     assert away[-1] == 0, "fetched before its own node unpacks it"
 
 
 def test_tensors_of_a_small_forward_do_not_come_back_all_at_once(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(policy="all", min_bytes=1)
-    away: list[int] = []
-    records: list[Any] = []
-    with offloader:
-        h = _sines(CHAIN, lambda _: away.append(_away(records)))
-        records += tape_records(offloader)
-    offloader.synchronize()
-    h.sum().backward()
+    away = _away_in_backward(make_offloader(policy="all", min_bytes=1))
     assert away[0] == CHAIN
     assert away[1] >= CHAIN // 2, "backward has reached the first of eight, and reads a quarter ahead"
 
