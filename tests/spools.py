@@ -1,7 +1,11 @@
-"""For tests of the storage room: write data into an extent, read it back; io_uring, where the system has it."""
+"""For tests of storage and memory: write an extent, read it back; io_uring where the system has it; forked children."""
 
 from __future__ import annotations
 
+import os
+import signal
+import traceback
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -48,3 +52,19 @@ def make_uring(file: SpoolFile, threads: int | None = None) -> UringEngine:
         return UringEngine(file, threads=threads)
     except EngineUnavailableError as exc:
         pytest.skip(str(exc))
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """Run ``work`` in a forked child, which an alarm ends if it hangs; returns its exit code (120: it raised)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of a fork beside threads
+        pid = os.fork()
+    if pid == 0:
+        signal.alarm(int(WAIT_S))
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(120)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -62,11 +62,9 @@ class ShortEngine(PosixEngine):
 
     def __init__(self, file: SpoolFile, *, threads: int | None = None, most_bytes: int = 4096) -> None:
         self._most_bytes = -(-most_bytes // file.alignment) * file.alignment
-        self.calls = 0
         super().__init__(file, threads=threads)
 
     def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
-        self.calls += 1
         return super()._transfer_once(kind, _first_bytes(views, self._most_bytes), offset)
 
 

@@ -6,15 +6,15 @@ import contextlib
 import errno
 import threading
 import warnings
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from actoffload import OffloadConfig, Offloader
+from actoffload import Offloader
 from actoffload.errors import ChecksumError, OffloaderClosedError, StorageReadError
 from actoffload.storage.engines.base import IoKind
 from actoffload.testing.engine_suite import poke_file
@@ -46,14 +46,17 @@ ROW_BYTES = 128 * 64 * 4
 """One activation of `Chain`; it has 4 layers and saves 12 of them and its input."""
 
 
+def _assert_trains_alike(offloader: Offloader, depth: int = 4, between: Callable[[], object] | None = None) -> None:
+    model, x = Chain(depth=depth), batch()
+    assert_same_gradients(train_step(model, x, offloader, between=between), train_step(model, x))
+
+
 def _steps_with_one_warning(offloader: Offloader, words: str, steps: int = 3) -> int:
     """Train with gradients as in plain PyTorch and exactly one warning; returns how often something was degraded."""
-    model, x = Chain(), batch()
-    expected = train_step(model, x)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(steps):
-            assert_same_gradients(train_step(model, x, offloader, between=offloader.synchronize), expected)
+            _assert_trains_alike(offloader, between=offloader.synchronize)
             assert_empty(offloader)
     messages = [str(warning.message) for warning in caught if issubclass(warning.category, RuntimeWarning)]
     assert len(messages) == 1
@@ -113,8 +116,7 @@ def test_a_slow_disk_without_a_budget_keeps(make_offloader: MakeOffloader) -> No
     offloader = make_offloader(
         engine=partial(SlowEngine, threads=1, bandwidth_bytes_per_s=1e6), pending_bytes=3 * ROW_BYTES
     )
-    model, x = Chain(), batch()
-    assert_same_gradients(train_step(model, x, offloader), train_step(model, x))
+    _assert_trains_alike(offloader)
     statistics = offloader.statistics()
     assert statistics.kept_bytes["pressure"] >= 6 * ROW_BYTES
     assert statistics.pack_wait_s == 0
@@ -126,8 +128,7 @@ def test_a_slow_disk_with_a_budget_is_waited_for(make_offloader: MakeOffloader) 
     offloader = make_offloader(
         engine=partial(SlowEngine, threads=1, bandwidth_bytes_per_s=5e6), device_budget=budget, prefetch_bytes=ROW_BYTES
     )
-    model, x = Chain(depth=8), batch()
-    assert_same_gradients(train_step(model, x, offloader), train_step(model, x))
+    _assert_trains_alike(offloader, depth=8)
     statistics = offloader.statistics()
     assert statistics.resident_peak_bytes <= budget
     assert statistics.baseline_peak_bytes > 5 * budget
@@ -155,9 +156,7 @@ def test_a_failed_read_of_the_only_copy_fails_the_step_and_no_other(make_offload
         del caught, loss
         forget_failed_backward()
         assert_empty(offloader)
-    model = Chain()
-    found = train_step(model, batch(), offloader, between=offloader.synchronize)
-    assert_same_gradients(found, train_step(model, batch()))
+    _assert_trains_alike(offloader, between=offloader.synchronize)
     assert offloader.statistics().nvme_read_bytes > 0
     assert offloader.statistics().degraded == {}
 
@@ -191,9 +190,7 @@ def test_corruption_on_disk_is_found(make_offloader: MakeOffloader) -> None:
         loss.backward()
     del loss
     forget_failed_backward()
-    model = Chain()
-    found = train_step(model, batch(), offloader, between=offloader.synchronize)
-    assert_same_gradients(found, train_step(model, batch()))
+    _assert_trains_alike(offloader, between=offloader.synchronize)
 
 
 # -- the gate: decisions while I/O waits or runs -----------------------------------------------------------------------
@@ -201,9 +198,7 @@ def test_corruption_on_disk_is_found(make_offloader: MakeOffloader) -> None:
 
 def test_unpack_before_a_write_begins_cancels_the_write(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(engine=partial(GateEngine, threads=1), min_bytes=ROW_BYTES)
-    model, x = Chain(), batch()
-    expected = train_step(model, x)
-    assert_same_gradients(train_step(model, x, offloader), expected)
+    _assert_trains_alike(offloader)
     statistics = offloader.statistics()
     assert statistics.cancelled_bytes == statistics.forwarded_bytes == statistics.baseline_peak_bytes
     assert (statistics.nvme_written_bytes, statistics.nvme_read_bytes) == (0, 0)
@@ -265,7 +260,7 @@ def test_a_graph_dropped_while_io_runs_leaves_memory_and_extent_alone_until_it_e
 
 
 def test_abort_in_mid_step(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(keep_last_bytes=0)
+    offloader = make_offloader()
     model, x = Chain(), batch()
     before = descriptors()
     with offloader:
@@ -285,9 +280,7 @@ def test_abort_in_mid_step(make_offloader: MakeOffloader) -> None:
 
 def test_abort_before_anything_was_written_loses_nothing(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(engine=partial(GateEngine, threads=1))
-    model, x = Chain(), batch()
-    expected = train_step(model, x)
-    assert_same_gradients(train_step(model, x, offloader, between=offloader.abort), expected)
+    _assert_trains_alike(offloader, between=offloader.abort)
     assert offloader.statistics().live_records == 0
     assert offloader.statistics().nvme_written_bytes == 0
 
@@ -316,7 +309,7 @@ def test_close_with_a_living_graph(make_offloader: MakeOffloader) -> None:
 @ON_EACH_DEVICE
 @pytest.mark.parametrize("started", [0, 1])
 def test_where_the_system_starts_no_more_threads_nothing_moves_and_training_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, started: int
+    make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch, where: str, started: int
 ) -> None:
     start, names = threading.Thread.start, []
 
@@ -329,15 +322,12 @@ def test_where_the_system_starts_no_more_threads_nothing_moves_and_training_goes
 
     before = set(threading.enumerate())
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(3)]).to(where)
-    x = torch.randn(64, 64).to(where)
-    model(x).sum().backward()
-    expected = gradients(model)
-    offloader = Offloader(OffloadConfig(target="nvme", path=tmp_path, engine="posix", policy="all", min_bytes=0))
-    with pytest.warns(RuntimeWarning, match="nothing moves: the system starts no more threads"), offloader:
-        loss = model(x).sum()
-    loss.backward()
-    assert_same_gradients(gradients(model), expected)
+    model, x = Chain().to(where), batch().to(where)
+    expected = train_step(model, x)
+    offloader = make_offloader(engine="posix", policy="all")
+    with pytest.warns(RuntimeWarning, match="nothing moves: the system starts no more threads"):
+        found = train_step(model, x, offloader)
+    assert_same_gradients(found, expected)
     assert offloader.statistics().moved_bytes == 0
     assert "the system starts no more threads" in offloader.report()
     offloader.close()

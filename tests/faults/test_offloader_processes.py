@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
-import subprocess
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,26 +31,9 @@ from tests.harness import (
     train_step,
 )
 from tests.programs import run_program
+from tests.spools import in_child
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork()")
-
-
-def _in_child(work: Any) -> int:
-    """Run ``work`` in a forked child, which an alarm ends if it hangs; returns its exit code (120: it raised)."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of a fork beside threads
-        pid = os.fork()
-    if pid == 0:
-        signal.alarm(int(WAIT_S))
-        try:
-            work()
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-            os._exit(120)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 @pytest.mark.parametrize("settle", [True, False])
@@ -79,7 +58,7 @@ def test_a_child_forked_in_mid_step(make_offloader: MakeOffloader, settle: bool)
             offloader.synchronize()
             assert "forked process" in offloader.report()
 
-        assert _in_child(child) == 0
+        assert in_child(child) == 0
     loss.backward()
     assert_same_gradients(gradients(model), expected)
     assert_empty(offloader)
@@ -106,7 +85,7 @@ def _assert_only_the_parent_reads(x: torch.Tensor, loss: torch.Tensor, then: Cal
             loss.backward()
 
     try:
-        assert _in_child(child) == 0
+        assert in_child(child) == 0
     finally:
         then()
     loss.backward()
@@ -161,7 +140,7 @@ def test_a_child_forked_while_another_thread_makes_an_offloader(
     thread.start()
     try:
         assert inside.wait(WAIT_S)
-        assert _in_child(child) == 0
+        assert in_child(child) == 0
     finally:
         forked.set()
         thread.join()
@@ -194,7 +173,7 @@ def test_data_loader_workers_inside_the_context(make_offloader: MakeOffloader) -
 
 
 _SETUP = """
-import os, signal, sys
+import sys
 import torch
 from functools import partial
 from actoffload import OffloadConfig, Offloader, attach, offload_activations
@@ -209,10 +188,6 @@ def run(engine):
 """
 
 
-def _script(body: str, path: Path) -> subprocess.CompletedProcess[str]:
-    return run_program(_SETUP + body, str(path), errors=("RuntimeWarning", "ResourceWarning"))
-
-
 @pytest.mark.parametrize(
     "body",
     [
@@ -223,6 +198,6 @@ def _script(body: str, path: Path) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_the_interpreter_exits_with_work_in_flight(tmp_path: Path, body: str) -> None:
-    run = _script(body, tmp_path)
+    run = run_program(_SETUP + body, str(tmp_path), errors=("RuntimeWarning", "ResourceWarning"))
     assert (run.returncode, run.stderr) == (0, "")
     assert os.listdir(tmp_path) == []

@@ -28,27 +28,18 @@ from actoffload.storage.spool import Extent, Spool, Transfer
 from actoffload.testing.engine_suite import WAIT_S, Memory, poke_file, random_bytes
 from actoffload.testing.faults import FailingEngine, FullEngine, ShortEngine
 from tests.harness import run_in_threads
-from tests.spools import BLOCK, MIB, MakeSpool
+from tests.spools import BLOCK, MIB, MakeSpool, get, put
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def write(spool: Spool, extent: Extent, memory: Memory) -> Transfer:
-    """Writes all of the memory and waits, also for ``on_done``."""
-    return _move(spool.write, extent, memory)
-
-
-def read(spool: Spool, extent: Extent, memory: Memory) -> Transfer:
-    """Reads all of the memory and waits, also for ``on_done``."""
-    return _move(spool.read, extent, memory)
-
-
-def _move(start: Callable[..., Transfer], extent: Extent, memory: Memory) -> Transfer:
-    called = threading.Event()
-    transfer = start(extent, memory.address, memory.nbytes, on_done=lambda _: called.set(), keepalive=memory)
+def failure(start: Callable[..., Transfer], extent: Extent, nbytes: int) -> BaseException | None:
+    """The error of a write or a read, also after ``on_done``; None if there is none."""
+    called, memory = threading.Event(), Memory(nbytes)
+    transfer = start(extent, memory.address, nbytes, on_done=lambda _: called.set(), keepalive=memory)
     assert called.wait(WAIT_S)
     assert transfer.wait(0)
-    return transfer
+    return transfer.error
 
 
 def assert_write_error(error: BaseException | None, number: int, path: str) -> None:
@@ -62,18 +53,13 @@ def assert_write_error(error: BaseException | None, number: int, path: str) -> N
 
 def test_a_full_disk_fails_the_write_and_leaves_the_rest_alone(make_spool: MakeSpool, tmp_path: Path) -> None:
     spool = make_spool(engine=partial(FullEngine, threads=1, capacity_bytes=2 * MIB + BLOCK))
-    first, second = spool.allocate(2 * MIB), spool.allocate(MIB)
-    memory = Memory(2 * MIB)
-    memory.data = random_bytes(2 * MIB, 1)
-    assert write(spool, first, memory).error is None
-    failed = write(spool, second, Memory(MIB))
-    assert_write_error(failed.error, errno.ENOSPC, str(tmp_path))
+    data = random_bytes(2 * MIB, 1)
+    first, second = put(spool, data), spool.allocate(MIB)
+    assert_write_error(failure(spool.write, second, MIB), errno.ENOSPC, str(tmp_path))
     with pytest.raises(StateError, match="0 valid bytes"):
-        spool.read(second, memory.address, MIB)
+        spool.read(second, 0, MIB)
     spool.free(second)
-    target = Memory(2 * MIB)
-    assert read(spool, first, target).error is None
-    assert target.data == memory.data
+    assert get(spool, first, 2 * MIB) == data
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
@@ -111,33 +97,28 @@ def test_no_room_at_all_is_found_at_the_start(make_spool: MakeSpool, monkeypatch
 def test_a_failing_write_is_an_error_with_all_facts(make_spool: MakeSpool, tmp_path: Path) -> None:
     spool = make_spool(engine=partial(FailingEngine, first=2, count=1, error_number=errno.EIO))
     extent = spool.allocate(3 * MIB)
-    transfer = write(spool, extent, Memory(3 * MIB))
-    assert_write_error(transfer.error, errno.EIO, str(tmp_path))
+    assert_write_error(failure(spool.write, extent, 3 * MIB), errno.EIO, str(tmp_path))
     with pytest.raises(StateError):
         spool.read(extent, 0, BLOCK)
-    assert write(spool, extent, Memory(3 * MIB)).error is None  # the extent itself is not lost
+    assert failure(spool.write, extent, 3 * MIB) is None  # the extent itself is not lost
 
 
 def test_a_failing_read_is_an_error_with_all_facts(make_spool: MakeSpool, tmp_path: Path) -> None:
     spool = make_spool(engine=partial(FailingEngine, kind=IoKind.READ, first=2, count=1))
-    extent = spool.allocate(3 * MIB)
-    assert write(spool, extent, Memory(3 * MIB)).error is None
-    error = read(spool, extent, Memory(3 * MIB)).error
+    extent = put(spool, bytes(3 * MIB))
+    error = failure(spool.read, extent, 3 * MIB)
     assert isinstance(error, StorageReadError)
     assert (error.errno, error.filename) == (errno.EIO, str(tmp_path))
     assert f"read of {MIB} bytes at offset" in str(error)
-    assert read(spool, extent, Memory(3 * MIB)).error is None
+    assert failure(spool.read, extent, 3 * MIB) is None
 
 
 @pytest.mark.parametrize("number", [errno.EINTR, errno.EAGAIN])
 @pytest.mark.parametrize("kind", list(IoKind))
 def test_interruptions_are_tried_again(make_spool: MakeSpool, number: int, kind: IoKind) -> None:
     spool = make_spool(engine=partial(FailingEngine, kind=kind, count=5, error_number=number))
-    source, target, extent = Memory(2 * MIB), Memory(2 * MIB), spool.allocate(2 * MIB)
-    source.data = random_bytes(2 * MIB, 2)
-    assert write(spool, extent, source).error is None
-    assert read(spool, extent, target).error is None
-    assert target.data == source.data
+    data = random_bytes(2 * MIB, 2)
+    assert get(spool, put(spool, data), 2 * MIB) == data
     (engine,) = spool.engines
     assert isinstance(engine, FailingEngine)
     assert engine.calls == 2 + 5
@@ -146,7 +127,7 @@ def test_interruptions_are_tried_again(make_spool: MakeSpool, number: int, kind:
 def test_endless_interruptions_are_an_error(make_spool: MakeSpool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actoffload.storage.engines.queued._MAX_STALLS", 5)
     spool = make_spool(engine=partial(FailingEngine, error_number=errno.EAGAIN))
-    error = write(spool, spool.allocate(BLOCK), Memory(BLOCK)).error
+    error = failure(spool.write, spool.allocate(BLOCK), BLOCK)
     assert isinstance(error, StorageError)
     assert error.errno == errno.EAGAIN
     assert "no progress in 6 attempts" in str(error)
@@ -164,11 +145,8 @@ def test_odd_short_transfers_of_a_direct_file_continue_on_a_boundary(make_spool:
     spool = make_spool(engine=partial(OddEngine, most_bytes=4 * BLOCK))
     if not spool.capabilities.direct:
         pytest.skip("this file system has no direct I/O")
-    source, target, extent = Memory(MIB), Memory(MIB), spool.allocate(MIB)
-    source.data = random_bytes(MIB, 4)
-    assert write(spool, extent, source).error is None
-    assert read(spool, extent, target).error is None
-    assert target.data == source.data
+    data = random_bytes(MIB, 4)
+    assert get(spool, put(spool, data), MIB) == data
     assert len(offsets) > 2 * MIB // (4 * BLOCK)
     assert not [offset for offset in offsets if offset % spool.capabilities.alignment]
 
@@ -176,11 +154,10 @@ def test_odd_short_transfers_of_a_direct_file_continue_on_a_boundary(make_spool:
 @pytest.mark.parametrize("position", [0, MIB - 1, MIB, 3 * MIB - 1])
 def test_verify_finds_bytes_that_changed_on_disk(make_spool: MakeSpool, tmp_path: Path, position: int) -> None:
     spool = make_spool(engine="posix", verify=True)
-    extent, memory = spool.allocate(3 * MIB), Memory(3 * MIB, fill=0x5A)
-    assert write(spool, extent, memory).error is None
-    assert read(spool, extent, Memory(3 * MIB)).error is None
+    extent = put(spool, b"\x5a" * (3 * MIB))
+    assert failure(spool.read, extent, 3 * MIB) is None
     poke_file(spool.files[0], extent.offset + position, b"\x5b")
-    error = read(spool, extent, Memory(3 * MIB)).error
+    error = failure(spool.read, extent, 3 * MIB)
     assert isinstance(error, ChecksumError)
     assert error.filename == str(tmp_path)
     assert f"at offset {extent.offset + position // MIB * MIB} " in str(error)
@@ -291,19 +268,14 @@ def test_random_cancels_and_frees_never_mix_bytes_up(make_spool: MakeSpool, engi
 def churn(spool: Spool, seed: int) -> None:
     """Writes extents, cancels every third write, and reads the other extents back."""
     for turn in range(40):
-        fill = (seed * 97 + turn * 7) % 251 + 1
-        source, target = Memory(2 * MIB, fill), Memory(2 * MIB)
-        extent = spool.allocate(2 * MIB)
-        transfer = spool.write(extent, source.address, 2 * MIB, keepalive=source)
-        if turn % 3 == 0:
-            transfer.cancel()
+        memory = Memory(2 * MIB, fill=(seed * 97 + turn * 7) % 251 + 1)
+        if turn % 3:
+            extent = put(spool, memory.data)
+            assert get(spool, extent, 2 * MIB) == memory.data, f"turn {turn}"
             spool.free(extent)
-            assert transfer.wait(WAIT_S)
             continue
-        assert transfer.wait(WAIT_S)
-        assert transfer.error is None
-        reading = spool.read(extent, target.address, 2 * MIB, keepalive=target)
-        assert reading.wait(WAIT_S)
-        assert reading.error is None
-        assert target.data == source.data, f"turn {turn}"
+        extent = spool.allocate(2 * MIB)
+        transfer = spool.write(extent, memory.address, 2 * MIB, keepalive=memory)
+        transfer.cancel()
         spool.free(extent)
+        assert transfer.wait(WAIT_S)

@@ -6,7 +6,6 @@ import gc
 import random
 import tempfile
 import threading
-import time
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -36,6 +35,7 @@ from tests.harness import (
     forget_failed_backward,
     only_engine,
     pending_bytes,
+    run_in_threads,
     same_bits,
     spool_of,
     spool_statistics,
@@ -243,13 +243,11 @@ def test_synchronize_ends_while_another_thread_saves(make_offloader: MakeOffload
             offloader.synchronize()
         done.set()
 
-    waiting = threading.Thread(target=wait_over_and_over, daemon=True)
-    waiting.start()
-    ends_s = time.monotonic() + WAIT_S
-    while not done.is_set() and time.monotonic() < ends_s:
-        Saved(offloader, tensors[: random.randrange(1, 4)]).check_rest()
-    assert done.is_set()
-    waiting.join(WAIT_S)
+    def save_meanwhile() -> None:
+        while not done.is_set():
+            Saved(offloader, tensors[: random.randrange(1, 4)]).check_rest()
+
+    run_in_threads(wait_over_and_over, save_meanwhile)
     assert_empty(offloader)
 
 

@@ -7,9 +7,10 @@ import errno
 import importlib.machinery
 import os
 import sys
-import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from actoffload.storage.engines.base import IoKind, SpoolFile, StorageEngine
 from actoffload.storage.engines.gds import PAGE_BYTES, GdsEngine, why_compat
 from actoffload.testing.engine_suite import BLOCK, Memory, StorageEngineTests, peek_file, random_bytes
 from actoffload.tools.doctor import gpudirect_storage
-from tests.spools import move
+from tests.spools import in_child, move
 
 Transfer = Callable[[int, int, int, int], int]  # descriptor, address, bytes, offset
 
@@ -36,15 +37,8 @@ def really_read(fd: int, address: int, nbytes: int, offset: int) -> int:
     return len(data)
 
 
-class Future:
-    """The result of a transfer of ``kvikio``: it runs, and fails, when ``get`` is called."""
-
-    def __init__(self, run: Callable[[], int]) -> None:
-        self.get = run
-
-
 class CuFile:
-    """``kvikio.CuFile`` with two descriptors, as the real one."""
+    """``kvikio.CuFile`` with two descriptors, as the real one. A transfer runs, and fails, when ``get`` is called."""
 
     def __init__(self, kvikio: StandIn, path: str, flags: str) -> None:
         assert flags == "r+"
@@ -65,24 +59,24 @@ class CuFile:
     def closed(self) -> bool:
         return not self._fds
 
-    def pread(self, buf: Any, size: int, file_offset: int) -> Future:
+    def pread(self, buf: Any, size: int, file_offset: int) -> Any:
         return self._transfer(self._kvikio.read, buf, size, file_offset)
 
-    def pwrite(self, buf: Any, size: int, file_offset: int) -> Future:
+    def pwrite(self, buf: Any, size: int, file_offset: int) -> Any:
         return self._transfer(self._kvikio.write, buf, size, file_offset)
 
-    def _transfer(self, transfer: Transfer, buf: Any, size: int, file_offset: int) -> Future:
+    def _transfer(self, transfer: Transfer, buf: Any, size: int, file_offset: int) -> Any:
         seen = buf.__cuda_array_interface__
         assert (seen["shape"], seen["typestr"], seen["strides"]) == ((size,), "|u1", None)
-        return Future(lambda: transfer(self._fds[0], seen["data"][0], size, file_offset))
+        return SimpleNamespace(get=lambda: transfer(self._fds[0], seen["data"][0], size, file_offset))
 
 
-class StandIn(types.ModuleType):
+class StandIn:
     """The parts of ``kvikio`` that the engine uses."""
 
     def __init__(self) -> None:
-        super().__init__("kvikio")
         self.__spec__ = importlib.machinery.ModuleSpec("kvikio", None)
+        self.CuFile = partial(CuFile, self)
         self.open_error: Exception | None = None
         self.opened: list[CuFile] = []
         self.read: Transfer = really_read
@@ -90,20 +84,6 @@ class StandIn(types.ModuleType):
         self.settings = {"num_threads": 1}
         self.prefers_compat = False
         self.gds_available = True
-
-    def submodules(self) -> Iterator[types.ModuleType]:
-        """Modules that ``import kvikio`` alone does not import."""
-        defaults, driver = types.ModuleType("kvikio.defaults"), types.ModuleType("kvikio.cufile_driver")
-        vars(defaults).update(
-            get=self.settings.__getitem__,
-            set=self.settings.__setitem__,
-            is_compat_mode_preferred=lambda: self.prefers_compat,
-        )
-        vars(driver).update(get=lambda name: {"is_gds_available": self.gds_available}[name])
-        yield from (defaults, driver)
-
-    def CuFile(self, path: str, flags: str) -> CuFile:
-        return CuFile(self, path, flags)
 
 
 class DeviceMemory:
@@ -123,10 +103,17 @@ class DeviceMemory:
 @pytest.fixture
 def kvikio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
     """A machine with a device, cuFile and the kernel module."""
-    kvikio, cupy = StandIn(), types.ModuleType("cupy")
-    vars(cupy).update(cuda=types.SimpleNamespace(alloc=DeviceMemory))
-    for module in (kvikio, *kvikio.submodules(), cupy):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    kvikio = StandIn()
+    defaults = SimpleNamespace(
+        get=kvikio.settings.__getitem__,
+        set=kvikio.settings.__setitem__,
+        is_compat_mode_preferred=lambda: kvikio.prefers_compat,
+    )
+    driver = SimpleNamespace(get=lambda name: {"is_gds_available": kvikio.gds_available}[name])
+    cupy = SimpleNamespace(cuda=SimpleNamespace(alloc=DeviceMemory))
+    modules = {"kvikio": kvikio, "kvikio.defaults": defaults, "kvikio.cufile_driver": driver, "cupy": cupy}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(gds_module, "_KERNEL_MODULE", tmp_path)
     return kvikio
 
@@ -149,12 +136,12 @@ class TestGdsOnAStandIn(StorageEngineTests):
 
 def test_it_is_tried_with_device_memory_and_leaves_no_trace(file: SpoolFile, kvikio: StandIn) -> None:
     os.ftruncate(file.fd, BLOCK + 512)
-    tried: list[tuple[str, int, int]] = []
+    tried: list[Any] = []
 
     def noting(name: str, transfer: Transfer) -> Transfer:
-        def run(fd: int, address: int, nbytes: int, offset: int) -> int:
-            tried.append((name, nbytes, offset))
-            return transfer(fd, address, nbytes, offset)
+        def run(*arguments: int) -> int:
+            tried.append((name, *arguments[2:]))
+            return transfer(*arguments)
 
         return run
 
@@ -172,9 +159,17 @@ def test_it_is_tried_with_device_memory_and_leaves_no_trace(file: SpoolFile, kvi
     assert [each.closed for each in kvikio.opened] == [True]
 
 
-@pytest.mark.parametrize("cause", ["module", "preferred", "cufile", "silent"])
+@pytest.mark.parametrize(
+    ("cause", "reason"),
+    [
+        ("module", "the kernel module nvidia-fs is not loaded"),
+        ("preferred", "kvikio prefers it here (KVIKIO_COMPAT_MODE, or no cuFile)"),
+        ("cufile", "cuFile says that GPUDirect Storage is not available"),
+        ("silent", "cuFile does not answer: division by zero"),
+    ],
+)
 def test_compatibility_mode_is_reported_and_never_called_direct(
-    file: SpoolFile, kvikio: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: str
+    file: SpoolFile, kvikio: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: str, reason: str
 ) -> None:
     assert why_compat() == ""
     kvikio.prefers_compat = cause == "preferred"
@@ -183,15 +178,9 @@ def test_compatibility_mode_is_reported_and_never_called_direct(
         monkeypatch.setattr(gds_module, "_KERNEL_MODULE", tmp_path / "absent")
     if cause == "silent":
         monkeypatch.setattr(sys.modules["kvikio.cufile_driver"], "get", lambda name: 1 / 0)
-    found = {
-        "module": "the kernel module nvidia-fs is not loaded",
-        "preferred": "kvikio prefers it here (KVIKIO_COMPAT_MODE, or no cuFile)",
-        "cufile": "cuFile says that GPUDirect Storage is not available",
-        "silent": "cuFile does not answer: division by zero",
-    }
-    assert why_compat() == found[cause]
+    assert why_compat() == reason
     engine = GdsEngine(file)
-    assert engine.remark == f"compatibility mode, through host memory: {found[cause]}"
+    assert engine.remark == f"compatibility mode, through host memory: {reason}"
     assert not engine.capabilities.direct
     source, target = Memory(BLOCK, fill=3), Memory(BLOCK)
     assert move(engine, IoKind.WRITE, source).error is None
@@ -262,23 +251,16 @@ def test_an_error_of_a_transfer_names_place_and_cause(
     assert "more lines" not in str(error)
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_closes_both_descriptors_and_no_other(engine: GdsEngine, file: SpoolFile) -> None:
     inode = os.fstat(file.fd).st_ino
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            engine.after_fork_in_child()
-            found = [
-                os.stat(f"/proc/self/fd/{fd}").st_ino
-                for fd in os.listdir("/proc/self/fd")
-                if int(fd) > 2 and os.path.exists(f"/proc/self/fd/{fd}")
-            ]
-            status = 0 if found.count(inode) == 1 and os.fstat(file.fd) else 2  # the spool closes its own
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def child() -> None:
+        engine.after_fork_in_child()
+        links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+        assert [os.stat(link).st_ino for link in links if os.path.exists(link)].count(inode) == 1
+        assert os.fstat(file.fd).st_ino == inode, "the spool closes its own"
+
+    assert in_child(child) == 0
     source = Memory(BLOCK)
     source.data = random_bytes(BLOCK, 5)
     assert move(engine, IoKind.WRITE, source).error is None

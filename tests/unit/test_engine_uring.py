@@ -7,7 +7,6 @@ import errno
 import os
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +21,6 @@ from actoffload.storage.engines.uring import UringEngine
 from actoffload.testing.engine_suite import BLOCK, WAIT_S, Memory, peek_file, random_bytes
 from tests.harness import run_in_threads
 from tests.spools import make_uring, move
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

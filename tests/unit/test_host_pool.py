@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from actoffload.memory.host_pool import TRIM_STEPS, HostBudget, HostPool
 from actoffload.memory.slab import ALIGNMENT, Device, Slab, Slabs
 from actoffload.memory.slots import Slot
 from tests.harness import WAIT_S, acquire_slot, no_garbage_collection, run_in_threads
+from tests.spools import in_child
 
 KIB = 1 << 10
 SLAB = 256 * KIB
@@ -32,29 +32,17 @@ def _acquire(pool: HostPool, nbytes: int, **options: Any) -> Slot:
     return slot
 
 
-def interrupted(*_: Any) -> Any:
-    raise KeyboardInterrupt
-
-
 def _in_use(pool: HostPool) -> int:
     pool.reclaim()
     return pool.slots.allocated_bytes
 
 
-def test_the_slab_with_the_least_room_is_found_until_it_is_unlisted() -> None:
-    slabs = Slabs()
-    large, small = Slab(4 * ALIGNMENT), Slab(2 * ALIGNMENT)
-    slabs.add(large)
-    slabs.add(small)
-    assert (slabs.with_room(1), slabs.with_room(3 * ALIGNMENT), slabs.with_room(5 * ALIGNMENT)) == (small, large, None)
-    small.take(1)
-    slabs.relist(small)
-    assert (slabs.with_room(1), slabs.idle) == (small, [large])
-    slabs.unlist(small)
-    assert (slabs.with_room(1), slabs.mapped_bytes) == (large, 6 * ALIGNMENT), "it is mapped all the same"
-    slabs.remove(small)
-    assert (list(slabs), slabs.mapped_bytes) == ([large], 4 * ALIGNMENT)
-    slabs.unlist(large)
+def test_a_slab_that_is_not_listed_is_mapped_and_not_idle() -> None:
+    slabs, slab = Slabs(), Slab(4 * ALIGNMENT)
+    slabs.add(slab)
+    assert (slabs.with_room(1), slabs.idle) == (slab, [slab])
+    slabs.unlist(slab)
+    assert (slabs.with_room(1), slabs.mapped_bytes) == (None, slab.nbytes)
     assert slabs.idle == [], "a thread may be giving it back"
 
 
@@ -86,13 +74,14 @@ def test_the_capacity_holds_unless_forced() -> None:
     assert small.slabs.mapped_bytes == 8192
 
 
-def test_a_slot_returns_when_the_last_tensor_on_it_dies() -> None:
+def test_a_slot_returns_when_the_last_tensor_that_owns_it_dies() -> None:
     pool = _pool()
     with no_garbage_collection():
         slot = _acquire(pool, 1000)
         whole = pool.tensor(slot, 24, 960, owning=True)
         view = whole.view(torch.float32)[10:20]
         storage = view.untyped_storage()
+        not_owning = pool.tensor(slot, 0, 1000)
         del slot
         assert _in_use(pool) == 4096
         del whole
@@ -101,15 +90,7 @@ def test_a_slot_returns_when_the_last_tensor_on_it_dies() -> None:
         assert _in_use(pool) == 4096
         del storage
         assert _in_use(pool) == 0
-
-
-def test_a_tensor_that_does_not_own_its_slot_does_not_hold_it() -> None:
-    pool = _pool()
-    slot = _acquire(pool, 1000)
-    tensor = pool.tensor(slot, 0, 1000)
-    del slot
-    assert _in_use(pool) == 0
-    assert tensor.numel() == 1000
+    assert not_owning.numel() == 1000
 
 
 def test_memory_comes_with_the_events_of_the_copies_that_used_it() -> None:
@@ -211,16 +192,19 @@ def test_memory_that_may_be_locked_stays_mapped_after_an_error() -> None:
     assert pins.locked == {address: SLAB}
 
 
-def test_page_locking_is_done_ahead_in_another_thread() -> None:
-    reported: list[int] = []
+def test_page_locking_is_done_ahead_in_another_thread_that_is_near_the_device_first() -> None:
+    """Pages lie near the thread that writes them first."""
+    order: list[str] = []
     me, go_on = threading.get_ident(), threading.Event()
 
     def pin(address: int, nbytes: int) -> bool:
         assert go_on.wait(WAIT_S)
         assert threading.get_ident() != me
+        order.append("page-lock")
         return True
 
-    pool = _pool(slabs=3, pin=pin, unpin=lambda address: True, on_growth=lambda: reported.append(1))
+    near, grown = partial(order.append, "near"), partial(order.append, "grown")
+    pool = _pool(slabs=3, pin=pin, unpin=lambda address: True, stay_near=near, on_growth=grown)
     assert pool.acquire(SLAB) is None
     assert pool.growing
     go_on.set()
@@ -228,7 +212,7 @@ def test_page_locking_is_done_ahead_in_another_thread() -> None:
     assert (pool.slabs.mapped_bytes, pool.growing) == (SLAB, True)
     slots += [_acquire(pool, SLAB) for _ in range(2)]
     assert not pool.growing
-    assert reported == [1, 1, 1]
+    assert order == ["near", "page-lock", "grown"] * 3
     assert pool.acquire(1) is None
     pool.close()
 
@@ -245,23 +229,23 @@ def test_memory_beyond_the_capacity_is_not_page_locked_and_goes_at_once() -> Non
     pool.close()
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_has_no_page_locked_memory() -> None:
     """A device's pages would be copied for each child as soon as the parent writes to them."""
     (pins, pool), pageable = _pinned(is_done=lambda event: pytest.fail("asked")), _pool()
     slots = [_acquire(pool, SLAB), _acquire(pageable, SLAB)]
     slots[0].events.append("copy")
-    child = os.fork()
-    if child == 0:
+
+    def child() -> None:
         found = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
         mapped = [any(int(begin, 16) <= slot.address < int(end, 16) for begin, end in found) for slot in slots]
+        assert mapped == [False, True]
         pool.after_fork_in_child()
         slots.clear()
         pool.reclaim()
-        nothing = pool.acquire(1) is None
+        assert pool.acquire(1) is None
         pool.close(wait=True)
-        os._exit(0 if mapped == [False, True] and nothing else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    assert in_child(child) == 0
     pool.tensor(slots[0], 0, SLAB).fill_(1)
     slots[0].events.clear()
     slots.clear()
@@ -347,20 +331,6 @@ def test_memory_that_trimming_could_not_unpin_is_used_again() -> None:
     pool.close()
 
 
-def test_the_thread_that_takes_memory_is_near_the_device_first() -> None:
-    """Pages lie near the thread that writes them first."""
-    order: list[str] = []
-
-    def pin(address: int, nbytes: int) -> bool:
-        order.append("page-lock")
-        return True
-
-    pool = _pool(pin=pin, unpin=lambda address: True, stay_near=lambda: order.append("near"))
-    assert _acquire(pool, SLAB) is not None
-    assert order == ["near", "page-lock"]
-    pool.close()
-
-
 def test_a_finalizer_may_run_while_the_pool_is_locked() -> None:
     """The garbage collector runs finalizers anywhere, also inside ``acquire`` of the same thread."""
     pool = _pool()
@@ -379,6 +349,9 @@ def test_closing_works_where_an_interrupt_left_the_lock_held() -> None:
 
 
 def test_closing_unlocks_a_slab_that_an_interrupt_left_unlisted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(extents: ExtentAllocator) -> int:
+        raise KeyboardInterrupt
+
     pins, pool = _pinned()
     slots = [_acquire(pool, 4096) for _ in range(2)]
     with monkeypatch.context() as patch:

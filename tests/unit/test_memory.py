@@ -1,13 +1,13 @@
-"""The memory that the process may use: cgroup limits, ranks, and glibc's threshold."""
+"""The memory that the process may use: cgroup limits, ranks, and nodes of memory."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import os
-import sys
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +20,8 @@ from actoffload.storage.spool import Spool
 from actoffload.storage.transfers import crc32
 from actoffload.tiers import processes as ranks
 from tests.harness import run_in_threads, spool_statistics
-from tests.programs import run_program
 
 MIB = 1 << 20
-
-
 LAUNCHERS = (*ranks._LOCAL_SIZES, "WORLD_SIZE")
 
 
@@ -148,53 +145,30 @@ def test_cgroup_limits(monkeypatch: pytest.MonkeyPatch, files: dict[str, str], l
     assert memory.cgroup_limit_bytes() == limit
 
 
-_USED = {
-    "/sys/fs/cgroup/memory.max": str(100 * MIB),
-    "/sys/fs/cgroup/memory.current": str(90 * MIB),
-    "/sys/fs/cgroup/memory.stat": f"anon {10 * MIB}\ninactive_file {30 * MIB}\n",
-}
-
-
 def test_memory_of_other_processes_in_the_cgroup_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Small:
-        def memory_info(self) -> Any:
-            return type("Info", (), {"rss": MIB})()
-
-    monkeypatch.setattr(
-        "actoffload.memory.process_memory.psutil.virtual_memory", lambda: type("Memory", (), {"available": 1 << 40})()
+    machine, process = SimpleNamespace(available=1 << 40), SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=MIB))
+    monkeypatch.setattr("actoffload.memory.process_memory.psutil.virtual_memory", lambda: machine)
+    monkeypatch.setattr("actoffload.memory.process_memory.psutil.Process", lambda: process)
+    _fake_files(
+        monkeypatch,
+        {
+            "/sys/fs/cgroup/memory.max": str(100 * MIB),
+            "/sys/fs/cgroup/memory.current": str(90 * MIB),
+            "/sys/fs/cgroup/memory.stat": f"anon {10 * MIB}\ninactive_file {30 * MIB}\n",
+        },
     )
-    monkeypatch.setattr("actoffload.memory.process_memory.psutil.Process", Small)
-    _fake_files(monkeypatch, _USED)
     assert memory.available_bytes() == 40 * MIB
     _fake_files(monkeypatch, {"/sys/fs/cgroup/memory.max": str(100 * MIB)})
     assert memory.available_bytes() == 99 * MIB  # this cgroup does not count the other processes
-    old = {
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes": str(100 * MIB),
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes": str(95 * MIB),
-        "/sys/fs/cgroup/memory/memory.stat": f"cache 1\ntotal_inactive_file {5 * MIB}\n",
-    }
-    _fake_files(monkeypatch, old)
+    _fake_files(
+        monkeypatch,
+        {
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes": str(100 * MIB),
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes": str(95 * MIB),
+            "/sys/fs/cgroup/memory/memory.stat": f"cache 1\ntotal_inactive_file {5 * MIB}\n",
+        },
+    )
     assert memory.available_bytes() == 10 * MIB
-
-
-_GLIBC = """
-import torch
-from actoffload.memory.process_memory import fix_mmap_threshold
-def rss(): return 1024 * int(open("/proc/self/status").read().split("RssAnon:")[1].split()[0])  # without code
-assert fix_mmap_threshold()
-first = rss()
-for _ in range(3):
-    pairs = [(torch.full((2 << 20,), 1, dtype=torch.uint8), torch.empty(20_000)) for _ in range(32)]
-    assert rss() - first > 48 << 20
-    pairs = [small for _, small in pairs]  # between them the heap would have holes of 2 MiB
-    assert rss() - first < 16 << 20, rss() - first
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
-def test_freed_blocks_leave_the_process() -> None:
-    run = run_program(_GLIBC)
-    assert run.returncode == 0, run.stderr
 
 
 def test_a_checksum_of_memory_that_is_gone_is_an_error_and_no_crash() -> None:
@@ -218,12 +192,6 @@ def test_a_checksum_of_memory_that_is_gone_is_an_error_and_no_crash() -> None:
 ADDRESS = "0000:3b:00.0"
 
 
-def _write(folder: Path, **files: str) -> None:
-    folder.mkdir(parents=True)
-    for name, text in files.items():
-        (folder / name).write_text(f"{text}\n")
-
-
 @pytest.fixture
 def mine() -> set[int]:
     """The CPUs on which this thread may run."""
@@ -232,7 +200,8 @@ def mine() -> set[int]:
 
 def _stayed(cpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str = ADDRESS) -> set[int]:
     """The CPUs of a thread that stays near a device to which ``cpus`` are local."""
-    _write(tmp_path / ADDRESS, local_cpulist=cpus)
+    (tmp_path / ADDRESS).mkdir()
+    (tmp_path / ADDRESS / "local_cpulist").write_text(f"{cpus}\n")
     monkeypatch.setattr(numa, "PCI_DEVICES", tmp_path)
     found: list[set[int]] = []
 

@@ -6,7 +6,6 @@ import ctypes
 import os
 import resource
 import shutil
-import signal
 import sys
 import sysconfig
 import tempfile
@@ -24,6 +23,7 @@ from actoffload.errors import ActOffloadError
 from actoffload.memory import cpu_allocator, native_build
 from actoffload.memory.native_build import Refused
 from tests.programs import run_program
+from tests.spools import in_child
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux") or shutil.which("c++") is None, reason="Linux and a C++ compiler"
@@ -37,27 +37,25 @@ class Elsewhere(Tensor):
 
 
 @pytest.fixture
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Nothing was loaded or refused yet, and the cache is empty; returns its folder."""
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was loaded or refused yet, and the cache is empty."""
     monkeypatch.setattr(native._Process, "module", None)
     monkeypatch.setattr(native._Process, "reason", None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(native_build.SWITCH, raising=False)
-    return tmp_path / "cache" / "actoffload"
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_does_not_wait_for_a_build_of_its_parent() -> None:
     module = native.load()
+
+    def child() -> None:
+        assert native.load() is module
+
     with native._Process.lock:
-        child = os.fork()
-        if not child:
-            signal.alarm(60)  # ends a child that waits
-            os._exit(0 if native.load() is module else 1)
-        _, status = os.waitpid(child, 0)
-    assert status == 0
+        assert in_child(child) == 0
 
 
+@pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize(
     ("why", "reported"),
     [
@@ -71,9 +69,7 @@ def test_a_forked_child_does_not_wait_for_a_build_of_its_parent() -> None:
         ("layout", "TypeError: this release of PyTorch lays out its objects otherwise"),
     ],
 )
-def test_a_refusal_has_its_reason(
-    why: str, reported: str, fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refusal_has_its_reason(why: str, reported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if why == "switch":
         monkeypatch.setenv(native_build.SWITCH, "0")
     elif why == "headers":
@@ -113,15 +109,16 @@ def test_a_damaged_module_is_made_anew(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 class Cached:
-    """A small library that is built into a cache of its own, and how often it was compiled."""
+    """A small library that is built into a cache of its own."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.home = folder / "home"
+        self.home, self.temporary = folder / "home", folder / "temporary"
         self._source = folder / "answer.cpp"
         self._source.write_text('extern "C" int answer() { return 42; }')
         monkeypatch.setenv("XDG_CACHE_HOME", str(self.home / ".cache"))
-        monkeypatch.setattr(tempfile, "tempdir", str(folder / "temporary"))
+        monkeypatch.setattr(tempfile, "tempdir", str(self.temporary))
         monkeypatch.delenv(native_build.SWITCH, raising=False)
+        monkeypatch.delenv("CXX", raising=False)
 
     def build(self) -> Path:
         return native_build.build(self._source, [], [])
@@ -133,6 +130,38 @@ class Cached:
 @pytest.fixture
 def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cached:
     return Cached(tmp_path, monkeypatch)
+
+
+def test_a_library_is_built_once_with_one_line(cached: Cached, capsys: pytest.CaptureFixture[str]) -> None:
+    library, folder = cached.build(), cached.home / ".cache" / "actoffload"
+    assert capsys.readouterr() == ("", f"actoffload: compiling answer.cpp once, about 10 s, into {folder}\n")
+    assert list(folder.iterdir()) == [library]
+    made = library.stat().st_mtime_ns
+    assert cached.build() == library
+    assert library.stat().st_mtime_ns == made
+    assert capsys.readouterr() == ("", "")
+
+
+def test_without_a_home_it_is_built_once_as_well(cached: Cached) -> None:
+    cached.home.touch()  # no directory can be made there
+    library = cached.build()
+    assert library.parent == cached.temporary / f"actoffload-{os.geteuid()}"
+    assert library.parent.stat().st_mode & 0o777 == 0o700
+    made = library.stat().st_mtime_ns
+    assert cached.build() == library
+    assert library.stat().st_mtime_ns == made
+    library.parent.chmod(0o777)
+    with pytest.raises(Refused, match="set XDG_CACHE_HOME"):
+        cached.build()
+
+
+def test_a_compiler_that_hangs_or_is_gone_is_a_reason(cached: Cached, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_build, "COMPILE_S", 0.01)
+    with pytest.raises(Refused, match="timed out"):
+        cached.build()
+    monkeypatch.setattr(shutil, "which", lambda name: "/nowhere/c++")
+    with pytest.raises(Refused, match="C\\+\\+ compiler failed"):
+        cached.build()
 
 
 @pytest.mark.parametrize("damage", ["empty", "zeros", "text", "header", "half"])
@@ -189,78 +218,34 @@ def test_a_cache_under_another_users_directory_is_not_trusted(cached: Cached) ->
     assert not cached.build().is_relative_to(cached.home)
 
 
-def test_a_build_needs_nobody_who_reads_its_line(
-    tmp_path: Path, fresh: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = tmp_path / "small.cpp"
-    source.write_text('extern "C" int seven() { return 7; }\n')
+def test_a_build_needs_nobody_who_reads_its_line(cached: Cached, monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     os.close(reader)  # as after `2>&1 | head`
     unread = os.fdopen(writer, "w")
     with monkeypatch.context() as patched:
         patched.setattr(sys, "stderr", unread)
-        library = native_build.build(source, [], ())
+        assert cached.answer() == 42
     with pytest.raises(BrokenPipeError):
         unread.close()
-    assert ctypes.CDLL(str(library)).seven() == 7
-    assert library.parent == fresh
-    assert capsys.readouterr().out == ""
 
 
 # -- the allocator of large CPU tensors; where it is refused, blocks go back one by one --------------------------------
 
 
 @pytest.fixture
-def quickly_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Builds an empty library, for tests of its place only."""
-    source = tmp_path / "cpu_allocator.cpp"
-    source.write_text("int nothing;")
-    monkeypatch.setattr(cpu_allocator, "SOURCE", source)
-
-
-@pytest.fixture
-def fresh_allocator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """No library is in use and the cache is empty, as far as `cpu_allocator` knows; returns its folder."""
+def no_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No library is in use or was refused, as far as `cpu_allocator` knows."""
     monkeypatch.setattr(cpu_allocator._Process, "library", None)
     monkeypatch.setattr(cpu_allocator._Process, "reason", None)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    monkeypatch.delenv("CXX", raising=False)
-    return tmp_path / "actoffload"
 
 
-@pytest.mark.usefixtures("quickly_compiled")
-def test_the_library_is_built_once_with_one_message(fresh_allocator: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    library = cpu_allocator.build()
-    assert library.parent == fresh_allocator
-    assert (
-        capsys.readouterr().err == f"actoffload: compiling cpu_allocator.cpp once, about 10 s, into {fresh_allocator}\n"
-    )
-    assert [file.name for file in fresh_allocator.iterdir()] == [library.name]
-    made = library.stat().st_mtime_ns
-    assert cpu_allocator.build() == library
+@pytest.mark.usefixtures("no_allocator")
+def test_nothing_is_installed_to_tell_that_nothing_refuses_it() -> None:
     assert cpu_allocator.refusal() == ""
     assert cpu_allocator.facts() is None
-    assert library.stat().st_mtime_ns == made
-    assert capsys.readouterr().err == ""
 
 
-@pytest.mark.usefixtures("quickly_compiled")
-def test_without_a_home_it_is_built_once_as_well(fresh_allocator: Path) -> None:
-    temporary = fresh_allocator.parent / "temporary"
-    fresh_allocator.touch()  # no directory can be made there
-    library = cpu_allocator.build()
-    assert library.parent == temporary / f"actoffload-{os.geteuid()}"
-    assert library.parent.stat().st_mode & 0o777 == 0o700
-    made = library.stat().st_mtime_ns
-    assert cpu_allocator.build() == library
-    assert library.stat().st_mtime_ns == made
-    library.parent.chmod(0o777)
-    assert "set XDG_CACHE_HOME" in cpu_allocator.refusal()
-    library.parent.chmod(0o700)
-    assert cpu_allocator.refusal() == ""
-
-
+@pytest.mark.usefixtures("no_allocator")
 @pytest.mark.parametrize(
     ("why", "reported"),
     [
@@ -272,9 +257,7 @@ def test_without_a_home_it_is_built_once_as_well(fresh_allocator: Path) -> None:
         ("platform", "only on Linux"),
     ],
 )
-def test_a_refusal_of_the_allocator_has_its_reason(
-    why: str, reported: str, fresh_allocator: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refusal_of_the_allocator_has_its_reason(why: str, reported: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if why == "compiler":
         monkeypatch.setattr(shutil, "which", lambda name: None)
     elif why == "preload":
@@ -296,15 +279,6 @@ def test_a_refusal_of_the_allocator_has_its_reason(
     torch.full((1 << 20,), 1.0)
 
 
-def test_a_compiler_that_hangs_or_is_gone_is_a_reason(fresh_allocator: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_build, "COMPILE_S", 0.01)
-    with pytest.raises(Refused, match="timed out"):
-        cpu_allocator.build()
-    monkeypatch.setattr(shutil, "which", lambda name: "/nowhere/c++")
-    with pytest.raises(Refused, match="C\\+\\+ compiler failed"):
-        cpu_allocator.build()
-
-
 def test_where_it_is_refused_blocks_go_back_one_by_one(tmp_path: Path) -> None:
     program = """
 import os, sys
@@ -314,11 +288,11 @@ offloader = actoffload.Offloader(actoffload.OffloadConfig(target="nvme", path=sy
 assert cpu_allocator.facts() is None and "jemalloc is preloaded" in cpu_allocator.install()
 assert "block by block, which costs time: jemalloc is preloaded" in offloader.report()
 def rss(): return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-held = [torch.full((2 << 20,), 1, dtype=torch.uint8) for _ in range(32)]
-guard = torch.full((1 << 20,), 1, dtype=torch.uint8)
-before = rss()
-del held
-assert rss() < before - (48 << 20)
+for _ in range(8):
+    pairs = [(torch.full((2 << 20,), 1, dtype=torch.uint8), torch.empty(20_000)) for _ in range(32)]
+    before = rss()
+    pairs = [small for _, small in pairs]  # between them the heap would have holes of 2 MiB
+    assert rss() < before - (48 << 20)
 """
     done = run_program(program, str(tmp_path), environment={"LD_PRELOAD": "/nowhere/libjemalloc.so"})
     assert done.returncode == 0, done.stderr

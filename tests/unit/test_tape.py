@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actoffload import Plan
+from actoffload import Offloader, Plan
 from actoffload.errors import StateError
 from actoffload.planning.plan import PlanEntry
 from actoffload.planning.profile import Link, Profile, Storage
@@ -38,55 +38,57 @@ from tests.unit.saving import ReadsTwice, take_gradient, weight
 
 
 @dataclass(eq=False)
-class _Sized:
+class _Record:
     nbytes: int
-    name: int = 0
-    data: None = None
+    away: bool = True
 
 
-def _tape(sizes: list[int]) -> Tape[_Sized]:
-    tape: Tape[_Sized] = Tape()
-    for name, nbytes in enumerate(sizes):
-        assert tape.append(_Sized(nbytes, name), nbytes) == name
+def _tape(records: list[_Record]) -> Tape[_Record]:
+    tape: Tape[_Record] = Tape()
+    for number, record in enumerate(records):
+        assert tape.append(record, record.nbytes) == number
     return tape
 
 
-def _names(tape: Tape[_Sized], window_bytes: int, near: tuple[int, ...] = ()) -> list[int]:
+def _fetched(tape: Tape[_Record], window_bytes: int) -> list[int]:
+    """Fetch all within the window that are away; returns their bytes."""
     fetched: list[int] = []
 
-    def fetch(record: _Sized, early: bool) -> int | None:
-        if early and record.name not in near:
+    def fetch(record: _Record, early: bool) -> int | None:
+        if not record.away:
+            return 0
+        if early:
             return None
-        fetched.append(record.name)
-        return 0 if record.name in near else record.nbytes
+        record.away = False
+        fetched.append(record.nbytes)
+        return record.nbytes
 
     tape.walk.fetch_ahead(tape.records, window_bytes, fetch)
     return fetched
 
 
 def test_released_records_are_passed_over_and_no_longer_counted() -> None:
-    tape = _tape([10] * 6)
+    tape = _tape([_Record(10 + number) for number in range(6)])
     tape.advance(5, LearnedOrders())
     tape.forget(3)
-    assert _names(tape, 30) == [4, 2]
+    assert _fetched(tape, 30) == [14, 12]
     tape.forget(4)
     tape.advance(4, LearnedOrders())
-    assert _names(tape, 30) == [1]
+    assert _fetched(tape, 30) == [11]
 
 
 def test_no_room_stops_and_the_next_time_goes_on_there() -> None:
-    tape = _tape([10] * 4)
+    tape = _tape([_Record(10 + number) for number in range(4)])
     tape.advance(3, LearnedOrders())
     asked: list[int] = []
 
-    def refuse(record: _Sized, early: bool) -> int | None:
-        asked.append(record.name)
-        return None
+    def refuse(record: _Record, early: bool) -> None:
+        asked.append(record.nbytes)
 
     tape.walk.fetch_ahead(tape.records, 100, refuse)
     tape.walk.fetch_ahead(tape.records, 100, refuse)
-    assert asked == [2, 2]
-    assert _names(tape, 100) == [2, 1, 0]
+    assert asked == [12, 12]
+    assert _fetched(tape, 100) == [12, 11, 10]
 
 
 def test_a_window_grows_when_backward_waits_up_to_a_limit() -> None:
@@ -134,12 +136,6 @@ FAST = Link(write_bytes_per_s=1e15, read_bytes_per_s=1e15)
 COUNT = 40
 
 
-@dataclass(eq=False)
-class _Record:
-    nbytes: int
-    away: bool
-
-
 def _profile(chance: random.Random, window: int) -> Profile:
     """Each storage has its own size, so that the bytes on the device identify it; some have no record."""
     storages, index = [], 0
@@ -174,30 +170,15 @@ def _simulated(profile: Profile, away: list[bool]) -> dict[int, list[int]]:
 
 def _real(profile: Profile, away: list[bool], window: int) -> dict[int, list[int]]:
     recorded = [s for s in profile.storages if s.index is not None]
-    tape: Tape[_Record] = Tape()
     records = [_Record(s.nbytes, gone) for s, gone in zip(recorded, away, strict=True)]
-    for record in records:
-        tape.append(record, record.nbytes)
+    tape, orders = _tape(records), LearnedOrders()
     came: dict[int, list[int]] = {}
-    orders = LearnedOrders()
-    for storage, record in sorted(zip(recorded, records, strict=True), key=lambda pair: pair[0].need_s or 0.0):
-        at = came.setdefault(round(storage.need_s or 0.0) - 100, [])
+    for storage, record in reversed(list(zip(recorded, records, strict=True))):  # the last one is needed first
         assert storage.index is not None
         tape.advance(storage.index, orders)
-        if record.away:
-            record.away = False
-            at.append(record.nbytes)
-
-        def fetch(other: _Record, early: bool, at: list[int] = at) -> int | None:
-            if not other.away:
-                return 0
-            if early:
-                return None
-            other.away = False
-            at.append(other.nbytes)
-            return other.nbytes
-
-        tape.walk.fetch_ahead(tape.records, window, fetch)
+        own = [record.nbytes] if record.away else []
+        record.away = False
+        came[round(storage.need_s or 0.0) - 100] = own + _fetched(tape, window)
     return {place: sizes for place, sizes in came.items() if sizes}
 
 
@@ -206,42 +187,26 @@ def test_the_same_is_fetched_at_the_same_need(seed: int) -> None:
     chance = random.Random(seed)
     window = chance.choice([2500, 5000, 12000, 60000])
     profile = _profile(chance, window)
-    records = sum(s.index is not None for s in profile.storages)
+    recorded = [s for s in profile.storages if s.index is not None]
     share = chance.choice([0.1, 0.4, 0.9])
-    away = [chance.random() < share for _ in range(records)]
-    sizes = [
-        s.nbytes for s, gone in zip((s for s in profile.storages if s.index is not None), away, strict=True) if gone
-    ]
-    window = max(window, 2 * max(sizes, default=0))
+    away = [chance.random() < share for _ in recorded]
+    window = max(window, 2 * max((s.nbytes for s, gone in zip(recorded, away, strict=True) if gone), default=0))
     assert _simulated(profile, away) == _real(profile, away, window)
 
 
 # -- the life of a record: one transition table, and nothing beside it -------------------------------------------------
 
 
-def _record(state: State = State.RESIDENT) -> Record:
+def test_every_transition_is_legal_or_raises_and_changes_nothing() -> None:
     storage = torch.arange(16, dtype=torch.uint8).untyped_storage()
     saved = Saved(StorageRef(storage), storage.data_ptr(), 4, torch.device("cpu"))
-    record = Record(saved, storage, 8, "cpu")
-    record.state = state
-    return record
-
-
-def _legal(before: State, after: State) -> bool:
-    if after is State.RELEASED:
-        return before is not State.RELEASED
-    return after in TRANSITIONS[before]
-
-
-@pytest.mark.parametrize(("before", "after"), list(itertools.product(State, State)), ids=lambda state: state.value)
-def test_every_transition_is_legal_or_raises_and_changes_nothing(before: State, after: State) -> None:
-    record = _record(before)
-    if _legal(before, after):
-        record.to(after)
-        assert record.state is after
-    else:
-        number = record.saved.number
-        with pytest.raises(StateError, match=f"record {number}: {before.value} -> {after.value} is not a legal"):
+    for before, after in itertools.product(State, State):
+        record = Record(saved, storage, 8, "cpu", before)
+        if after in TRANSITIONS[before] or (after is State.RELEASED and before is not State.RELEASED):
+            record.to(after)
+            assert record.state is after
+            continue
+        with pytest.raises(StateError, match=f"record {saved.number}: {before.value} -> {after.value} is not a legal"):
             record.to(after)
         assert record.state is before
 
@@ -388,52 +353,40 @@ def test_a_second_unpack_does_not_enlarge_the_window(make_offloader: MakeOffload
 # -- how far ahead -----------------------------------------------------------------------------------------------------
 
 
-def _away(records: list[Any]) -> int:
-    return sum(record is not None and record.state.value == "spilled" for record in records)
-
-
-def _sines(count: int, at_each: Any = None) -> Tensor:
-    h = torch.randn(ELEMENTS, requires_grad=True) * 1.0
-    for _ in range(count):
-        h = h.sin()
-        if at_each is not None:
-            h.register_hook(at_each)
-    return h
-
-
-@pytest.mark.parametrize("printed_by", ["user", "plan"])
-@pytest.mark.parametrize(("window", "early"), [(2 * NBYTES, False), (CHAIN * NBYTES, True)])
-def test_a_record_behind_records_in_memory(
-    make_offloader: MakeOffloader, window: int, early: bool, printed_by: str
-) -> None:
-    """The first storage moves, all others stay."""
-    entries = tuple(PlanEntry(index=n, nbytes=NBYTES, action="keep" if n else "offload") for n in range(CHAIN))
-    if printed_by == "user":
-        offloader = make_offloader(policy=Plan(entries), prefetch_bytes=window)
-    else:
-        offloader = make_offloader(policy=Plan(entries, prefetch_bytes=window))
+def _away_in_backward(offloader: Offloader, watched: int = CHAIN) -> list[int]:
+    """How many of the first records of a chain are on disk as backward comes to each of its nodes."""
     away: list[int] = []
     records: list[Any] = []
     with offloader:
-        h = _sines(CHAIN, lambda _: away.append(_away(records)))
-        records += tape_records(offloader)[:1]
+        h = torch.randn(ELEMENTS, requires_grad=True) * 1.0
+        for _ in range(CHAIN):
+            h = h.sin()
+            h.register_hook(lambda _: away.append(sum(record.state is State.SPILLED for record in records)))
+        records += tape_records(offloader)[:watched]
     offloader.synchronize()
-    assert _away(records) == 1
     h.sum().backward()
+    return away
+
+
+@pytest.mark.parametrize("chosen_by", ["user", "plan"])
+@pytest.mark.parametrize(("window", "early"), [(2 * NBYTES, False), (CHAIN * NBYTES, True)])
+def test_a_record_behind_records_in_memory(
+    make_offloader: MakeOffloader, window: int, early: bool, chosen_by: str
+) -> None:
+    """The first storage moves, all others stay."""
+    entries = tuple(PlanEntry(index=n, nbytes=NBYTES, action="keep" if n else "offload") for n in range(CHAIN))
+    if chosen_by == "user":
+        offloader = make_offloader(policy=Plan(entries), prefetch_bytes=window)
+    else:
+        offloader = make_offloader(policy=Plan(entries, prefetch_bytes=window))
+    away = _away_in_backward(offloader, watched=1)
     # Hooks run before their node's backward: no fetch has begun at the first, the last record's at the second.
     assert away[:2] == [1, 0 if early else 1]
     assert away[-1] == 0, "fetched before its own node unpacks it"
 
 
 def test_tensors_of_a_small_forward_do_not_come_back_all_at_once(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(policy="all", min_bytes=1)
-    away: list[int] = []
-    records: list[Any] = []
-    with offloader:
-        h = _sines(CHAIN, lambda _: away.append(_away(records)))
-        records += tape_records(offloader)
-    offloader.synchronize()
-    h.sum().backward()
+    away = _away_in_backward(make_offloader(policy="all", min_bytes=1))
     assert away[0] == CHAIN
     assert away[1] >= CHAIN // 2, "backward has reached the first of eight, and reads a quarter ahead"
 
