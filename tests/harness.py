@@ -404,17 +404,18 @@ def hinder(device: SimulatedDevice, accelerator: SimulatedAccelerator, adversary
 
 @contextlib.contextmanager
 def on_stream(stream: torch.Stream, *, ordered: bool = True) -> Iterator[None]:
-    """Make a stream current; if ordered, it waits for the previous stream first, and that one for it at the end."""
-    before = torch.accelerator.current_stream()
-    if ordered:
-        stream.wait_stream(before)
-    torch.accelerator.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(before)
+    """Make a stream current; if ordered, it and its device's current stream wait for each other at both ends."""
+    with torch.accelerator.device_index(stream.device_index):
+        before = torch.accelerator.current_stream()
         if ordered:
-            before.wait_stream(stream)
+            stream.wait_stream(before)
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+            if ordered:
+                before.wait_stream(stream)
 
 
 @contextlib.contextmanager

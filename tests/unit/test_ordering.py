@@ -11,7 +11,7 @@ import functools
 import gc
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,13 +56,6 @@ pytestmark = pytest.mark.simulated
 TARGETS = ("host", "nvme", "tiered")
 
 
-@contextlib.contextmanager
-def _ordered_on(stream: torch.Stream) -> Iterator[None]:
-    """Make a stream current, in order with the current stream of its own device: `on_stream` takes that of device 0."""
-    with torch.accelerator.device_index(stream.device_index), on_stream(stream):
-        yield
-
-
 def _loss(model: nn.Sequential, x: Tensor, other: torch.Stream | None = None) -> Tensor:
     """The loss of one forward; with ``other``, that stream computes every second block."""
     for number, block in enumerate(model):
@@ -71,7 +64,7 @@ def _loss(model: nn.Sequential, x: Tensor, other: torch.Stream | None = None) ->
         else:
             main = torch.accelerator.current_stream(x.device)
             x.record_stream(other)
-            with _ordered_on(other):
+            with on_stream(other):
                 x = block(x)
             x.record_stream(main)
     return x.square().sum()
@@ -132,7 +125,7 @@ def _run(
             del dead
             loss = sum(loss.to(losses[0].device) for loss in losses)
             assert isinstance(loss, Tensor)
-            with contextlib.nullcontext() if second is None else _ordered_on(second):
+            with contextlib.nullcontext() if second is None else on_stream(second):
                 loss.backward(retain_graph=True)
                 for model, _ in models.values():
                     model.zero_grad()
