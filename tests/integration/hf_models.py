@@ -35,8 +35,9 @@ from actoffload import Offloader
 from actoffload import attach as attach_module
 from tests.integration.evidence import Run, counting_owners
 
-# Accelerate reads DeepSpeed's file of metadata again and again, which takes a twentieth of a training.
+# Accelerate and Transformers read files of metadata again and again, which takes a tenth of a training.
 importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
+importlib.metadata.version = functools.cache(importlib.metadata.version)
 
 WORDS = 64
 LENGTH = 32

@@ -82,12 +82,14 @@ def launch(
 
 
 def prepare_to_fork() -> None:
-    """After the imports: spare children DeepSpeed's late import, and the collection of objects that they share.
+    """After the imports: spare children DeepSpeed's late imports, and the collection of objects that they share.
 
     Trainers call ``gc.collect()`` several times in a run. Each call takes a second if it visits a whole framework.
     """
     if "deepspeed" in sys.modules:
         torch.compile(abs)  # DeepSpeed calls it at its first optimizer, and the call imports the compiler
+        with contextlib.suppress(ImportError):
+            importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")  # also at the first optimizer
     gc.freeze()
 
 

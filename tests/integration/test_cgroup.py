@@ -11,22 +11,20 @@ import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from tests.programs import run_program
+
 ROOT = Path(__file__).resolve().parents[2]
-MIB = 1 << 20
 CGROUPS = Path("/sys/fs/cgroup")
 LIMIT_S = 300.0
-ROOM_BYTES = 96 * MIB
-"""Memory beyond the process's before its first step: half of the bytes that its forward saves."""
 
 
 @contextlib.contextmanager
-def cgroup(limit_bytes: int) -> Iterator[Path]:
-    """A cgroup below this process's own, or beside it, with a hard limit; it is removed with the context.
+def cgroup() -> Iterator[Path]:
+    """The file with the limit of a new cgroup below this process's own, or beside it, which ends with the context.
 
     ``RLIMIT_AS`` does not serve: it bounds the address space, and PyTorch maps many times the memory that it uses.
     """
@@ -47,7 +45,7 @@ def cgroup(limit_bytes: int) -> Iterator[Path]:
             why = f"no cgroup can be made: {error.strerror}"
             continue
         try:
-            (made / file).write_text(str(limit_bytes))
+            (made / file).write_text(str(1 << 40))
         except OSError as error:
             why = f"no limit of memory can be set: {error.strerror}"
             made.rmdir()
@@ -55,36 +53,35 @@ def cgroup(limit_bytes: int) -> Iterator[Path]:
         with contextlib.suppress(OSError):  # the kernel may have no swap, or not account for it
             (made / "memory.swap.max").write_text("0")
         try:
-            yield made
+            yield made / file
         finally:
             made.rmdir()
         return
     pytest.skip(why)
 
 
-def _train(group: Path | None, memory: str, keeps: bool, path: Path) -> tuple[int, dict[str, Any]]:
-    """The worker's exit status, and the facts that it printed."""
-    command = [sys.executable, "-m", "tests.integration.workers.limited", memory, str(int(keeps))]
-    if group is not None:  # a shell joins the group, so that this process does not
-        command = ["/bin/sh", "-c", f'echo $$ > "{group}/cgroup.procs" && exec "$@"', "sh", *command]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(path), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
-    assert done.returncode in (0, -signal.SIGKILL), done.stderr
-    return done.returncode, json.loads(done.stdout) if done.returncode == 0 else {}
+def train(memory: str, keeps: bool, path: Path) -> subprocess.CompletedProcess[str]:
+    """Run the worker in a cgroup of its own, which a shell joins, so that this process does not."""
+    with cgroup() as limit:
+        words = [sys.executable, "-m", "tests.integration.workers.limited", memory, str(int(keeps)), str(limit)]
+        command = ["/bin/sh", "-c", f'echo $$ > "{limit.parent}/cgroup.procs" && exec "$@"', "sh", *words]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(path), "PYTHONPATH": str(ROOT)}
+        return subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
 
 
-# `before` counts the pages of CUDA's libraries. The kernel can reclaim them, so that keeping all fits the limit.
+# The kernel can reclaim the pages of CUDA's libraries, which the worker counts, so that keeping all fits its limit.
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a build for CUDA maps more than this test's room")
 @pytest.mark.slow
 @pytest.mark.parametrize("keeps", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_a_hard_limit_kills_no_process_with_device_memory(keeps: bool, tmp_path: Path) -> None:
-    _, plain = _train(None, "", True, tmp_path)  # checkpoints change no bit, and import PyTorch's compiler
-    limit = plain["before"] + ROOM_BYTES
-    with cgroup(limit) as group:
-        assert _train(group, "", True, tmp_path)[0] == -signal.SIGKILL, "keeping all must exceed the limit"
-        status, found = _train(group, "auto", keeps, tmp_path)
-        assert status == 0, "the kernel killed it"
-        assert found["bits"] == plain["bits"]
-        assert found["moved"] > 0
+    killed = train("", True, tmp_path)
+    assert killed.returncode == -signal.SIGKILL, f"keeping all must exceed the limit; {killed.stderr}"
+    done = train("auto", keeps, tmp_path)
+    assert done.returncode == 0, done.stderr
+    # Checkpoints change no bit.
+    plain = run_program("from tests.integration.workers.limited import main; main('', '1')")
+    found, alone = json.loads(done.stdout), json.loads(plain.stdout)
+    assert found["bits"] == alone["bits"]
+    assert found["moved"] > 0

@@ -5,7 +5,6 @@ The models are not changed. Each framework calls PyTorch's checkpoint, in which 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import random
 import sys
@@ -22,8 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import actoffload
-from actoffload import OffloadConfig, Plan
-from actoffload.errors import ConfigError
+from actoffload import Plan
 from tests import pages
 from tests.blocks import MLP
 from tests.harness import assert_same_gradients
@@ -381,67 +379,3 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     exec(block.replace("range(10)", "range(4)"), names)  # the same calls
     names["attachment"].offloader.close()
     assert capsys.readouterr().out.startswith("8\n")
-
-
-# -- options, as each adapter takes them ------------------------------------------------------------------------------
-
-
-def by_transformers(options: dict[str, str]) -> dict[str, Any]:
-    from actoffload.integrations.hf import OffloadArguments
-    from transformers import HfArgumentParser
-
-    words = [word for name, value in options.items() for word in (f"--actoffload_{name}", value)]
-    (found,) = HfArgumentParser(OffloadArguments).parse_args_into_dataclasses(["--actoffload_target", "nvme", *words])
-    chosen: dict[str, Any] = found.options()
-    return chosen
-
-
-def by_megatron(options: dict[str, str]) -> dict[str, Any] | None:
-    from actoffload.integrations.megatron import arguments
-
-    words = [word for name, value in options.items() for word in (arguments.flag(name), value)]
-    parser = arguments.add_actoffload_args(argparse.ArgumentParser())
-    found: dict[str, Any] | None = arguments.options_of(parser.parse_args(["--actoffload-target", "nvme", *words]))
-    return found
-
-
-def by_torchtitan(options: dict[str, str]) -> dict[str, Any] | None:
-    pytest.importorskip("torchtitan")
-    sys.modules.setdefault("torchtitan.distributed.minimal_async_ep.kernels", MagicMock())  # needs Triton
-    from actoffload.integrations import torchtitan
-
-    found: dict[str, Any] | None = torchtitan._options(torchtitan.OffloadAC.Config(target="nvme", **options))
-    return found
-
-
-def by_environment(options: dict[str, str]) -> dict[str, Any]:
-    variables = {f"ACTOFFLOAD_{name.upper()}": value for name, value in options.items()}
-    return OffloadConfig.options_from_environment({"ACTOFFLOAD": "nvme", **variables})
-
-
-WAYS = {"Transformers": by_transformers, "Megatron": by_megatron, "torchtitan": by_torchtitan, "env": by_environment}
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    ("passed", "expected"),
-    [
-        (("leave", "24GB", "model.layers.*,lm_head"), ("leave", 24 * 10**9, ("model.layers.*", "lm_head"))),
-        (("plan", "auto", "1"), ("plan", "auto", True)),
-        (("plan", "auto", "0"), ("plan", "auto", False)),
-    ],
-    ids=["numbers and names", "1", "0"],
-)
-def test_every_way_takes_the_options_for_checkpoints(way: str, passed: Any, expected: Any) -> None:
-    options = WAYS[way](dict(zip(("checkpoints", "device_memory", "recompute"), passed, strict=True)))
-    assert options is not None
-    config = OffloadConfig(**options)
-    assert config.target == "nvme"
-    assert (config.checkpoints, config.device_memory, config.recompute) == expected
-
-
-@pytest.mark.parametrize("name", ["checkpoints", "device_memory"])
-@pytest.mark.parametrize("way", WAYS)
-def test_a_value_that_cannot_work_is_refused_by_its_name(way: str, name: str) -> None:
-    with pytest.raises((ConfigError, SystemExit)):
-        WAYS[way]({name: "much"})

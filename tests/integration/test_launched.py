@@ -36,6 +36,13 @@ CASES = [
     )
     for row in ROWS
 ]
+START = """
+import sys
+sys.modules["datasets"] = sys.modules["peft"] = None
+from tests.integration.workers.{0} import main
+main()
+"""
+"""Transformers would import these two, which takes seconds, and no program here uses them."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +58,7 @@ def ranks(chosen: Chosen, tmp_path_factory: pytest.TempPathFactory) -> list[dict
     with open(folder / "log.txt", "w+", encoding="utf-8") as log:
 
         def start(name: str, *arguments: Path) -> subprocess.Popen[bytes]:
-            command = [warm_python(), "-m", f"tests.integration.workers.{name}", *map(str, arguments)]
+            command = [warm_python(), "-c", START.format(name), *map(str, arguments)]
             env = os.environ | {name: str(value) for name, value in variables.items()}
             return subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
 

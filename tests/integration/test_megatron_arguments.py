@@ -131,7 +131,8 @@ def test_every_flag_reaches_the_offloader(wrap: Wrap, tmp_path: Path) -> None:
         "--actoffload-device-budget 3MiB --actoffload-host-budget 64MiB --actoffload-nvme-budget 1GiB "
         "--actoffload-min-bytes 5 --actoffload-modules a.* b.c --actoffload-exclude-modules c "
         f"--actoffload-policy {tmp_path}/plan.json --actoffload-engine posix "
-        f"--actoffload-verify --actoffload-trace {tmp_path}/trace.json --actoffload-announce all"
+        f"--actoffload-verify --actoffload-trace {tmp_path}/trace.json --actoffload-announce all "
+        "--actoffload-checkpoints leave --actoffload-recompute 0"
     ).offloader.config
     assert config == OffloadConfig(
         target="tiered",
@@ -148,6 +149,8 @@ def test_every_flag_reaches_the_offloader(wrap: Wrap, tmp_path: Path) -> None:
         verify=True,
         trace=str(tmp_path / "trace.json"),
         announce="all",
+        checkpoints="leave",
+        recompute=False,
     )
     assert not isinstance(config.policy, str)
 

@@ -60,7 +60,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runs(place: Path) -> Found:
     """The results of each (program, with checkpoints, way); the way ``none`` is the program alone."""
-    env = {"ACTOFFLOAD": "nvme", "ACTOFFLOAD_PATH": str(place)}
+    env = {"ACTOFFLOAD": "nvme", "ACTOFFLOAD_PATH": str(place), "ACTOFFLOAD_POLICY": "greedy"}
     found: Found = launch(WORKER, 1, place, env=env)[0]
     return found
 
@@ -71,7 +71,7 @@ def test_losses_and_weights_are_those_of_the_program_alone(
 ) -> None:
     found, alone = runs[name, checkpointed, way], runs[name, checkpointed, "none"]
     assert found["losses"] == alone["losses"]
-    assert len(alone["losses"]) >= 6  # of four steps, and of evaluations between them
+    assert len(alone["losses"]) >= 4  # of steps, and of evaluations between them
     assert found["weights"] == alone["weights"]
     (moved,) = found["moved"]
     assert moved > 0
@@ -90,7 +90,7 @@ def test_the_checkpoints_of_a_program_are_seen(runs: Found) -> None:
 def test_trainers_log_the_metrics_and_are_restored(runs: Found) -> None:
     for (name, checkpointed, way), found in runs.items():
         if name in ("trainer", "sft") and way != "none":
-            assert len(found["logs"]) == 4
+            assert len(found["logs"]) == 2
             assert all({f"actoffload/{metric}" for metric in METRICS} <= log.keys() for log in found["logs"])
             assert sum(log["actoffload/moved_bytes"] for log in found["logs"]) > 0
             assert not runs[name, checkpointed, "none"]["logs"]

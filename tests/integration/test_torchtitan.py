@@ -31,7 +31,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     pytest.importorskip("torchtitan")
     place = tmp_path_factory.mktemp("titan")
     env = {"ACTOFFLOAD": "auto", "ACTOFFLOAD_PATH": str(place), "ACTOFFLOAD_MIN_BYTES": "1KiB"}
-    env |= {"ACTOFFLOAD_DEVICE_BUDGET": "40%", "ACTOFFLOAD_DEBUG": "1", "HF_DATASETS_CACHE": str(place / "datasets")}
+    env |= {"ACTOFFLOAD_DEVICE_BUDGET": "40%", "ACTOFFLOAD_DEBUG": "1", "ACTOFFLOAD_POLICY": "greedy"}
+    env |= {"HF_DATASETS_CACHE": str(place / "datasets")}
     answer: Found = launch("tests.integration.workers.titan", 1, place, env=env)[0]
     return {**answer, "printed": (place / "log0.txt").read_text()}
 

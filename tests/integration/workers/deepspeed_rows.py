@@ -288,6 +288,21 @@ PIPELINES = {
 }
 
 
+ALIKE = {"once_zero1": "zero1", "once_zero2": "zero2", "once_zero3": "zero3", "checkpoint_zero3": "zero3"}
+ALIKE |= dict.fromkeys(("checkpoint_non_reentrant", "checkpoint_partitioned"), "checkpoint")
+ALIKE |= {"pipeline_checkpoint": "pipeline"}
+"""Rows that have the bits of another one, without offloading."""
+
+
+def run(name: str, offloaded: bool) -> Run:
+    return train_pipeline(*PIPELINES[name], offloaded) if name in PIPELINES else train(ROWS[name], offloaded)
+
+
+@functools.cache
+def plain(name: str) -> Run:
+    return run(name, False)
+
+
 def announced() -> str:
     """The output of the first steps without an ``announce`` option."""
     row = ROWS["optimizer_cpu"]
@@ -351,14 +366,9 @@ def work() -> dict[str, Any]:
         if name in ("announced", "forms"):
             found[name] = announced() if name == "announced" else forms()
             continue
+        alone = plain(ALIKE.get(name, name))
         LINES.clear()
-        one: Callable[[bool], Run]
-        if name in PIPELINES:
-            one = functools.partial(train_pipeline, *PIPELINES[name])
-        else:
-            one = functools.partial(train, ROWS[name])
-        plain = one(False)
-        found[name] = (one(True), plain, list(LINES))
+        found[name] = (run(name, True), alone, list(LINES))
     return found
 
 

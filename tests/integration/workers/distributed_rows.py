@@ -17,11 +17,15 @@ from tests.integration.workers import distributed_models, distributed_pipeline, 
 from tests.integration.workers.distributed_runs import compare
 
 ROWS = {**distributed_models.ROWS, **distributed_pipeline.ROWS}
+ALIKE = dict.fromkeys(("ddp_static", "ddp_once"), "ddp")
+ALIKE |= dict.fromkeys(("fsdp_blocks", "fsdp_prefetch", "fsdp_checkpoint", "fsdp_once"), "fsdp")
+"""Settings that have the bits of another one, without offloading."""
 
 
 def work() -> dict[str, Any]:
     """The two runs of each row, and the results with single tensors."""
-    found = {row: compare(ROWS[row.partition("/")[0]], row.partition("/")[2]) for row in sys.argv[1:]}
+    rows = [(row, *row.split("/")) for row in sys.argv[1:]]
+    found = {row: compare(ROWS[ALIKE.get(name, name)], ROWS[name], where) for row, name, where in rows}
     return found | distributed_tensors.work()
 
 

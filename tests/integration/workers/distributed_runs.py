@@ -129,9 +129,9 @@ def _alone(make: Callable[[], Setting]) -> Run:
     return train(make, "")
 
 
-def compare(make: Callable[[], Setting], where: str) -> Any:
+def compare(alone: Callable[[], Setting], make: Callable[[], Setting], where: str) -> Any:
     """The run without and the run with offloading, or the text of an error."""
     try:
-        return _alone(make), train(make, where)
+        return _alone(alone), train(make, where)
     except Exception:
         return traceback.format_exc()

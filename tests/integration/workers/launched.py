@@ -78,11 +78,12 @@ class Trained(Program):
     """A Trainer that saves a checkpoint, another that resumes from it, and ``save_model``."""
 
     def run(self) -> None:
-        reported = {**QUIET, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
-        reported |= {"gradient_checkpointing": self.by_hand, "use_cpu": False}
+        usual = {**QUIET, "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "use_cpu": False}
+        usual |= {"gradient_checkpointing": self.by_hand}
         data: Any = texts(16)
-        for steps, resume in ((1, None), (2, str(self.folder / "checkpoint-1"))):
-            arguments = transformers.TrainingArguments(str(self.folder), **{**reported, "max_steps": steps})
+        for steps, save, resume in ((1, "steps", None), (2, "no", str(self.folder / "checkpoint-1"))):
+            chosen = {**usual, "max_steps": steps, "save_strategy": save}
+            arguments = transformers.TrainingArguments(str(self.folder), **chosen)
             trainer: Any = transformers.Trainer(llama(), arguments, train_dataset=data, eval_dataset=data[:4])
             self.models.append(trainer.model)
             if self.way == "code":
@@ -162,6 +163,7 @@ def main() -> None:
     """Serve each rank in a child, until the test ends this process."""
     torch.set_num_threads(1)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo suffices; this op takes a minute to compile
+    transformers.conversion_mapping.get_checkpoint_conversion_mapping("llama")  # every save asks for this table
     prepare_to_fork()
     with Listener(str(scratch() / "socket")) as ranks:
         while True:

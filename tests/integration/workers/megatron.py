@@ -91,10 +91,10 @@ EXPERTS = {
 }
 TIGHT = "--actoffload-device-budget 160KiB"  # full recompute saves only layer inputs
 ROWS = {
-    "no pipeline": Row("--microbatches 3", DROPOUT, evaluate=True),
-    "1f1b": Row("--layers 4 --pp 2 --microbatches 6", DROPOUT, evaluate=True),
+    "no pipeline": Row("--microbatches 2", DROPOUT, evaluate=True),
+    "1f1b": Row("--layers 4 --pp 2 --microbatches 4", DROPOUT, evaluate=True),
     "1f1b, no calculator": Row(
-        "--layers 4 --pp 2 --microbatches 6", {"deallocate_pipeline_outputs": False}, calculator=False
+        "--layers 4 --pp 2 --microbatches 3", {"deallocate_pipeline_outputs": False}, calculator=False
     ),
     "1f1b, bf16": Row(
         "--layers 4 --pp 2 --microbatches 3", {"bf16": True, "pipeline_dtype": torch.bfloat16}, half=True
@@ -108,7 +108,7 @@ ROWS = {
         {**DROPOUT, **DISCARD},
         "--actoffload-device-budget 1MiB",
     ),
-    "full recompute": Row("--layers 8 --pp 2 --microbatches 4 --recompute full", DROPOUT, TIGHT, evaluate=True),
+    "full recompute": Row("--layers 8 --pp 2 --microbatches 4 --recompute full", DROPOUT, TIGHT),
     "full recompute, distributed": Row(
         "--layers 4 --tp 2 --microbatches 2 --recompute full",
         {**DROPOUT, "distribute_saved_activations": True},
@@ -120,9 +120,6 @@ ROWS = {
         forward_step=three_arguments,
     ),
     "distributed optimizer": Row("--microbatches 2", DROPOUT, distributed_optimizer=True),
-    "modules": Row(
-        "--microbatches 2", offload="--actoffload-modules decoder.layers.*.mlp --actoffload-device-budget 512KiB"
-    ),
     "experts": Row("--microbatches 2 --ep 2", EXPERTS, "--actoffload-device-budget 512KiB"),
 }
 

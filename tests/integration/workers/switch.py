@@ -1,7 +1,7 @@
 """Programs that train with transformers, TRL, Accelerate and DeepSpeed: alone, and offloaded in three ways.
 
 ``env``: the program is not changed, and ``ACTOFFLOAD`` is set; ``flag``: by the framework's command line or
-configuration; ``code``: by `attach`. Each takes four steps of two micro-batches, with an evaluation between them. One
+configuration; ``code``: by `attach`. Each takes two steps of two micro-batches, with an evaluation between them. One
 process runs all of them, with ``ACTOFFLOAD`` set: for all but ``env``, the functions that it patches are put back.
 """
 
@@ -33,7 +33,7 @@ from tests.integration.evidence import noting_offloaders, unpatched
 from tests.integration.hf_models import QUIET, llama, sentence, texts, tokenizer
 from tests.integration.processes import main, scratch
 
-STEPS = QUIET | {"gradient_accumulation_steps": 2, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
+STEPS = QUIET | {"gradient_accumulation_steps": 2, "max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
 Found = dict[str, Any]
 _sizes = count(1024)
 """A ``min_bytes`` for each program, so that each has an offloader of its own, which announces itself."""
@@ -41,7 +41,7 @@ _sizes = count(1024)
 
 def options() -> dict[str, Any]:
     """The values of ``ACTOFFLOAD`` and its variables, as options for the ways ``flag`` and ``code``."""
-    return {"target": "nvme", "path": str(scratch()), "min_bytes": next(_sizes)}
+    return {"target": "nvme", "path": str(scratch()), "min_bytes": next(_sizes), "policy": "greedy"}
 
 
 class Collector(transformers.TrainerCallback):
@@ -130,8 +130,8 @@ def loop(checkpointed: bool, way: str) -> Found:
     if way == "code":
         actoffload.attach(model, **options())
     losses = []
-    for number, batch in enumerate(batches(8)):
-        if number == 4:
+    for number, batch in enumerate(batches(4)):
+        if number == 2:
             losses.append(evaluated(model))
         with accelerator.accumulate(model):
             loss = model(**batch).loss
@@ -161,8 +161,8 @@ def engine(checkpointed: bool, way: str) -> Found:
     if way == "code":
         actoffload.attach(made, **options())
     losses = []
-    for number, batch in enumerate(batches(8)):
-        if number == 4:
+    for number, batch in enumerate(batches(4)):
+        if number == 2:
             losses.append(evaluated(made))
         loss = made(**batch).loss
         made.backward(loss)
