@@ -5,9 +5,11 @@ from __future__ import annotations
 import html
 import re
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -309,7 +311,9 @@ def test_top_shows_the_trace_so_far_and_ends_with_the_run(
     first_phase = next(number for number, line in enumerate(lines) if '"name":"forward"' in line)
     states: Iterator[str] = iter(["[" + "".join(lines[:first_phase]), "[" + "".join(lines[:-1]), whole])
     growing.write_text(next(states), encoding="utf-8")
-    monkeypatch.setattr("time.sleep", lambda _: growing.write_text(next(states), encoding="utf-8"))
+    # Only this module's: the thread of another trace sleeps as well.
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: growing.write_text(next(states)))
+    monkeypatch.setattr("actoffload.tools.report.time", clock)
     shown: list[int] = []
 
     def render(run: Run) -> str:
