@@ -62,19 +62,16 @@ LAUNCHES = {"host-bound": 0.9, "device-bound": 0.1}
 """The host's time to launch a kernel, as a share of the device's time for it."""
 SETTLED = 12
 """Steps after which the plan has been corrected."""
-SLOW = 1.1
-"""Times keep's step: a user notices it."""
 
 
 def run(
     device: SimulatedDevice,
     launch: float,
     *,
-    watched: bool = True,
     budget: int | None = None,
     host: Host = Host(),
     link: float = 1.0,
-    steps: int = SETTLED + 8,
+    steps: int,
     pauses: Collection[int] = (),
 ) -> dict[str, Any]:
     """Train, and compare the last steps with those of a run that keeps all. Seconds of virtual time.
@@ -82,7 +79,6 @@ def run(
     Args:
         device: the simulated device.
         launch: see `LAUNCHES`.
-        watched: whether the library measures the host's time that its hooks take.
         budget: ``device_budget``.
         host: the seconds that hooks take.
         link: the share of the link's bandwidth.
@@ -91,10 +87,10 @@ def run(
     """
     rates = {name: rate * (1.0 if name == "memory_bytes_per_s" else link) for name, rate in GPU.items()}
     device.model(flops=1e18, latency_s=0.0, launch_s=launch * KERNEL_S / 2, **rates)
-    return _train(device, _Sines(), host, watched, budget, steps, pauses)
+    return _train(device, _Sines(), host, budget, steps, pauses)
 
 
-def run_measured(device: SimulatedDevice, host_s: float = HOST_S, *, steps: int = 40) -> dict[str, Any]:
+def run_measured(device: SimulatedDevice, host_s: float = HOST_S, *, steps: int) -> dict[str, Any]:
     """As `run`, for the step that was measured; ``host_s``: the host's seconds with everything kept."""
     model, fast = _Sines(MOVABLE, NBYTES // 4, SMALL), {"flops": 1e18, "latency_s": 0.0}
     device.model(**fast, memory_bytes_per_s=1e18, launch_s=1.0)
@@ -104,14 +100,13 @@ def run_measured(device: SimulatedDevice, host_s: float = HOST_S, *, steps: int 
     link = 50e9 * MOVABLE * (NBYTES // 4) / (4.3 * (1 << 30))
     rates = {"memory_bytes_per_s": memory, "to_device_bytes_per_s": link, "to_host_bytes_per_s": link}
     device.model(**fast, launch_s=host_s / launches, **rates)
-    return _train(device, model, MEASURED, True, None, steps)
+    return _train(device, model, MEASURED, None, steps)
 
 
 def _train(
     device: SimulatedDevice,
     model: _Sines,
     host: Host,
-    watched: bool,
     budget: int | None,
     steps: int,
     pauses: Collection[int] = (),
@@ -120,8 +115,6 @@ def _train(
     with pytest.MonkeyPatch.context() as patch:
         use_virtual_time(device, patch)
         charge(device, patch, host)
-        if not watched:
-            patch.setattr(DeviceTier, "watched", super(DeviceTier, DeviceTier).watched)
         least = SMALL_BYTES + 1 if model.small else 1
         config = OffloadConfig(
             target="host", min_bytes=least, announce="none", host_budget=1 << 28, device_budget=budget
@@ -149,7 +142,6 @@ def _train(
         "keep_s": keep_s,
         "seconds": seconds,
         "late": max(seconds[SETTLED:], default=0.0) / keep_s,
-        "slow_steps": sum(one > SLOW * keep_s for one in seconds),
         "moved_share": moved / (model.count * model.nbytes),
         "history": history,
         "explained": explained,

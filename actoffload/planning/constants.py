@@ -20,7 +20,7 @@ step took 1.000 and not 0.976 of checkpointing's with an NVMe disk. A plan that 
 share moves nothing."""
 LEAST_GAIN_BYTES = 16 << 20
 """A plan that lowers keep's peak by fewer bytes moves nothing: a 2 × 128 GPT paid 9 to 29 % of a step to move 11 MiB,
-and its process became 5 MiB smaller (``test_nothing_moves_where_next_to_nothing_is_gained`` of the loop)."""
+and its process became 5 MiB smaller (``test_a_declined_plan_has_its_reason`` of `tests/unit/test_planners.py`)."""
 PREFETCH_BYTES = 64 << 20
 """How far ahead of backward an offloader reads by default: `OffloadConfig.prefetch_bytes`."""
 

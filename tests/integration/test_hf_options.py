@@ -140,14 +140,14 @@ def test_flags_are_options(tmp_path: Path) -> None:
         *("--actoffload_device_budget", "131072", "--actoffload_exclude", "lm_head", "model.norm"),
         *("--actoffload_exclude", "model.embed_tokens"),  # a repeated flag adds values
         *("--actoffload_verify", "--actoffload_announce", "first", "--actoffload_checkpoints", "leave"),
-        *("--actoffload_recompute", "0"),
+        *("--actoffload_recompute", "1"),
     )
     attachment = flags.attach(make_trainer(tmp_path), policy="all")
     excluded = ("lm_head", "model.norm", "model.embed_tokens")
     config = attachment.offloader.config
     assert (config.device_budget, config.min_bytes, config.policy) == (131072, 1024, "all")
     assert (config.exclude, config.verify, config.announce) == (excluded, True, "first")
-    assert (config.checkpoints, config.recompute) == ("leave", False)
+    assert (config.checkpoints, config.recompute) == ("leave", True)
     attachment.detach()
     attachment.offloader.close()
 

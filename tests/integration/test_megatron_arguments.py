@@ -132,7 +132,7 @@ def test_every_flag_reaches_the_offloader(wrap: Wrap, tmp_path: Path) -> None:
         "--actoffload-min-bytes 5 --actoffload-modules a.* b.c --actoffload-exclude-modules c "
         f"--actoffload-policy {tmp_path}/plan.json --actoffload-engine posix "
         f"--actoffload-verify --actoffload-trace {tmp_path}/trace.json --actoffload-announce all "
-        "--actoffload-checkpoints leave --actoffload-recompute 0"
+        "--actoffload-checkpoints leave --actoffload-recompute d.*,e"
     ).offloader.config
     assert config == OffloadConfig(
         target="tiered",
@@ -150,7 +150,7 @@ def test_every_flag_reaches_the_offloader(wrap: Wrap, tmp_path: Path) -> None:
         trace=str(tmp_path / "trace.json"),
         announce="all",
         checkpoints="leave",
-        recompute=False,
+        recompute=("d.*", "e"),
     )
     assert not isinstance(config.policy, str)
 

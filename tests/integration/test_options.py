@@ -71,8 +71,9 @@ def test_the_flags_of_torchtitan_are_the_options(monkeypatch: pytest.MonkeyPatch
     for name, kind in OffloadConfig.flags().items():
         assert name == "debug" or get_args(hints[name])[1].help == kind.help
     monkeypatch.setenv("ACTOFFLOAD_MIN_BYTES", "5")
-    chosen = torchtitan.OffloadAC.Config(target="nvme", io_threads=2)
-    assert torchtitan._options(chosen) == {"target": "nvme", "io_threads": 2, "min_bytes": "5"}
+    chosen = torchtitan.OffloadAC.Config(target="nvme", io_threads=2, recompute="a.*,b")
+    expected = {"target": "nvme", "io_threads": 2, "min_bytes": "5", "recompute": ["a.*", "b"]}
+    assert torchtitan._options(chosen) == expected
 
 
 def test_a_variable_takes_the_file_of_a_plan(tmp_path: Path) -> None:

@@ -226,10 +226,13 @@ def test_bad_options_are_refused_before_the_program_starts(
 def test_variables_are_options_and_one_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     read = OffloadConfig.options_from_environment
     variables = {"": "nvme", "_PATH": "/tmp:/var/tmp", "_INCLUDE": "layers.*,head", "_IO_THREADS": "3"}
+    variables |= {"_CHECKPOINTS": "leave", "_RECOMPUTE": "layers.*,head"}
     for name, value in variables.items():
         monkeypatch.setenv(f"ACTOFFLOAD{name}", value)
-    paths = ["/tmp", "/var/tmp"]
-    assert read() == {"target": "nvme", "path": paths, "include": ["layers.*", "head"], "io_threads": 3}
+    expected = {"target": "nvme", "path": ["/tmp", "/var/tmp"], "include": ["layers.*", "head"], "io_threads": 3}
+    assert read() == expected | {"checkpoints": "leave", "recompute": ["layers.*", "head"]}
+    assert read({"ACTOFFLOAD_RECOMPUTE": "1"}) == {"recompute": True}
+    assert read({"ACTOFFLOAD_RECOMPUTE": "0"}) == {"recompute": False}
     assert read({"ACTOFFLOAD": "auto"}) == {}, "the flags of a framework name the target"
     with pytest.raises(ConfigError, match="ACTOFFLOAD_MIN_BYTE='3': no such option; did you mean min_bytes"):
         read({"ACTOFFLOAD": "nvme", "ACTOFFLOAD_MIN_BYTE": "3"})

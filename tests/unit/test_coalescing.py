@@ -239,15 +239,20 @@ def test_synchronize_ends_while_another_thread_saves(make_offloader: MakeOffload
     done = threading.Event()
 
     def wait_over_and_over() -> None:
-        for _ in range(150):
-            offloader.synchronize()
-        done.set()
+        try:
+            for _ in range(150):
+                offloader.synchronize()
+        finally:  # also after an error, which would else look like a hang of the other thread
+            done.set()
 
     def save_meanwhile() -> None:
         while not done.is_set():
             Saved(offloader, tensors[: random.randrange(1, 4)]).check_rest()
 
-    run_in_threads(wait_over_and_over, save_meanwhile)
+    try:
+        run_in_threads(wait_over_and_over, save_meanwhile)
+    finally:  # after a hang, the other thread would save until the process ends
+        done.set()
     assert_empty(offloader)
 
 

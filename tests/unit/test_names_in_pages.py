@@ -182,6 +182,15 @@ def test_files() -> None:
     assert wrong == []
 
 
+def test_tests_that_sources_name() -> None:
+    """Each number of the planner, for example, names where it comes from."""
+    files = [*ROOT.glob("tests/**/*.py"), *SOURCES]
+    defines, names = re.compile(r"^ *def (test_\w+)", re.MULTILINE), re.compile(r"\btest_\w+")
+    known = {name for file in files for name in [file.stem, *defines.findall(file.read_text(encoding="utf-8"))]}
+    named = {name for file in SOURCES for name in names.findall(file.read_text(encoding="utf-8"))}
+    assert named - known == set()
+
+
 # -- docs/how-it-works.md ----------------------------------------------------------------------------------------------
 
 HOW_IT_WORKS = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")

@@ -15,7 +15,7 @@ from actoffload.errors import StateError
 from actoffload.memory import host_pool
 from actoffload.memory.host_pool import HostPool
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
-from tests.harness import assert_same_gradients, gradients, on_stream, pools_of, train_step, wait_until
+from tests.harness import assert_same_gradients, gradients, on_stream, pools_of, recorder_of, train_step, wait_until
 from tests.unit.simulated_programs import RECORD_BYTES, SIZE, _is_right, _model, _offloader
 
 pytestmark = pytest.mark.simulated
@@ -164,6 +164,18 @@ def test_a_capture_sees_no_copy_query_or_wait_of_ours(device: SimulatedDevice, t
         del moved
         forward().backward()
         assert offloader.statistics().live_records <= 1
+
+
+def test_a_capture_in_a_recorded_step_sees_no_event_of_ours(device: SimulatedDevice, tmp_path: Path) -> None:
+    """Events time the steps of ``policy="auto"``; one that is recorded now would become part of the graph."""
+    accelerator = _Capturing()
+    model, x = _model()
+    with _offloader(tmp_path, target="host", accelerator=accelerator, policy="auto") as offloader:
+        train_step(model, x, offloader)
+        recorder_of(offloader).begin()
+        with accelerator.capture():
+            train_step(model, x, offloader)
+        assert accelerator.asked == []
 
 
 def test_a_capture_on_one_device_sees_no_copy_or_wait_for_a_tensor_of_another(
