@@ -120,13 +120,10 @@ class DeviceStopwatch(Stopwatch):
         self.stamp()
 
     def stamp(self) -> Stamp:
-        if self._last is None:
-            index = self._current_index()
-            if index is None:
-                return None
-            self._index = index
-        elif self._device.capturing(self._index):
+        index = self._current_index() if self._last is None else self._index
+        if index is None or self._device.capturing(index):
             return self._last  # no event may be added to a graph that is being captured
+        self._index = index
         self._last = stamp = self._device.timestamp(self._device.current_stream(self._index))
         self._last_of[threading.get_ident()] = stamp
         self._origin = self._origin or stamp
