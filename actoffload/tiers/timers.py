@@ -345,11 +345,9 @@ class StreamWaits:
         self._open.setdefault(stream, deque()).append((why, index, begin, end, stands_for))
 
     def look(self) -> None:
-        """Time the waits that are over, for the next `take`. Not for several threads at once."""
+        """Time the waits that are over, for the next `take`. Not for several threads at once, nor during a capture."""
         try:
             for waits in () if self._refused else tuple(self._open.values()):
-                if waits and self._device.capturing(waits[0][1]):  # nor may an event be queried then
-                    continue
                 for _ in range(self._over(waits)):
                     why, index, begin, end, stands_for = waits.popleft()
                     of_device = self._found.get(index)  # mostly it is there: a new dict costs more than a wait
