@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from ..config import OffloadConfig
-from ..errors import OffloaderClosedError
+from ..errors import OffloaderClosedError, StateError
 from ..events import EventKind, now
 from ..planning.plan import Plan, decided
 from ..policy import KeepReason
 from ..tiers.accelerator import Accelerator
 from ..tiers.accounts import MANY_DEFERRED
 from ..tiers.cpu_tier import CpuTier
+from ..tiers.device_tier import CAPTURED
 from ..tiers.interrupts import aborts_when_interrupted, is_interrupt
 from ..tiers.record import Record, Saved, State
 from ..tiers.shared import Shared
@@ -396,8 +397,8 @@ class ActivationStore:
             if not record.on_device and (self.forked or (self.shared.stopped and not tier.recover(record))):
                 where = "in a forked process" if self.forked else "after abort()"
                 raise OffloaderClosedError(f"a saved tensor of {record.nbytes} bytes was asked for {where}")
-            if record.state is not State.RESIDENT:
-                tier.fetch(record, urgent=True)
+            if record.state is not State.RESIDENT and not tier.fetch(record, urgent=True) and tier.capturing():
+                raise StateError(CAPTURED)
             if (storage := tier.ready(record)) is not None:
                 return storage
             if self.forked:  # a thread of the parent reads it, so no thread here would end this wait

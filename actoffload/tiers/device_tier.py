@@ -458,8 +458,10 @@ class DeviceTier(Tier):
             self.window.release_due(self.shared.events)
 
     def release_dead(self) -> None:
+        if self.copies.capturing():
+            return
         self.copies.waits.look()  # now, as backward ends: the device has work left, and may have none at the next step
-        if (self.window.held_bytes or self._unused) and not self.copies.capturing():
+        if self.window.held_bytes or self._unused:
             self._drop_unused()
             self.window.release_if(self._is_dead)
 

@@ -12,13 +12,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..errors import StateError
 from ..events import EventKind, now
 from ..policy import KeepReason
 from ..storage.spool import Spool
 from ..storage.transfers import Transfer
 from .copy_streams import CopyStreams
-from .device_tier import CAPTURED
 from .record import Record, State
 from .shared import Shared
 from .tier import Tier
@@ -125,8 +123,6 @@ class DirectTier(Tier):
                     self.shared.reporter.event(EventKind.READ, record, since_s=since_s)
 
     def ready(self, record: Record) -> torch.UntypedStorage | None:
-        if record.data is None and self.capturing():
-            raise StateError(CAPTURED)
         if record.state is State.FETCHING:
             return None
         self._ahead.pop(record, None)

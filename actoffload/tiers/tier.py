@@ -70,6 +70,9 @@ class Tier(ABC):
     def fetch(self, record: Record, *, urgent: bool) -> bool:
         """Begin to bring a record back, if it is neither here nor on its way; return False when there is no room now.
 
+        It is False for each move that a graph capture forbids. The caller raises an error if backward waits for it, as
+        nothing would end that wait.
+
         Args:
             urgent: backward waits for it, so make room at any cost.
         """

@@ -120,13 +120,10 @@ class DeviceStopwatch(Stopwatch):
         self.stamp()
 
     def stamp(self) -> Stamp:
-        if self._last is None:
-            index = self._current_index()
-            if index is None:
-                return None
-            self._index = index
-        elif self._device.capturing(self._index):
+        index = self._current_index() if self._last is None else self._index
+        if index is None or self._device.capturing(index):
             return self._last  # no event may be added to a graph that is being captured
+        self._index = index
         self._last = stamp = self._device.timestamp(self._device.current_stream(self._index))
         self._last_of[threading.get_ident()] = stamp
         self._origin = self._origin or stamp
@@ -348,11 +345,9 @@ class StreamWaits:
         self._open.setdefault(stream, deque()).append((why, index, begin, end, stands_for))
 
     def look(self) -> None:
-        """Time the waits that are over, for the next `take`. Not for several threads at once."""
+        """Time the waits that are over, for the next `take`. Not for several threads at once, nor during a capture."""
         try:
             for waits in () if self._refused else tuple(self._open.values()):
-                if waits and self._device.capturing(waits[0][1]):  # nor may an event be queried then
-                    continue
                 for _ in range(self._over(waits)):
                     why, index, begin, end, stands_for = waits.popleft()
                     of_device = self._found.get(index)  # mostly it is there: a new dict costs more than a wait
