@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from actoffload.errors import StateError
 from actoffload.memory import host_pool
 from actoffload.memory.host_pool import HostPool
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
@@ -104,91 +101,6 @@ def test_memory_of_a_stream_that_was_never_seen_is_not_its_own_before_the_saving
         out.sum().backward()
         assert weight.grad is not None
         assert bool((weight.grad.cpu() == 7.0).all())
-
-
-class _Capturing(SimulatedAccelerator):
-    """Reports a graph capture, and notes the calls it gets meanwhile."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[str] = []
-        self._capturing = False
-
-    def is_capturing(self, index: int) -> bool:
-        return self._capturing
-
-    @contextlib.contextmanager
-    def capture(self) -> Iterator[None]:
-        self._capturing = True
-        try:
-            yield
-        finally:
-            self._capturing = False
-
-    def __getattribute__(self, name: str) -> Any:
-        watched = name in {"record", "timestamp", "wait", "done", "synchronize", "copy", "empty", "used_on"}
-        if watched and self._capturing:
-            self.asked.append(name)
-        return super().__getattribute__(name)
-
-
-@pytest.mark.parametrize("target", ["host", "nvme"])
-def test_a_capture_sees_no_copy_query_or_wait_of_ours(device: SimulatedDevice, tmp_path: Path, target: str) -> None:
-    accelerator = _Capturing()
-    model, x = _model()
-    with _offloader(tmp_path, target=target, accelerator=accelerator, pending_bytes=4 * RECORD_BYTES) as offloader:
-
-        def forward() -> Tensor:
-            with offloader:
-                loss: Tensor = model(x).square().sum()
-            return loss
-
-        used, died, moved = forward(), forward(), forward()
-        used.backward(retain_graph=True)
-        offloader.synchronize()
-        device.synchronize()
-        with device.paused(accelerator.side_stream(0, "out")):
-            on_its_way = x.detach().requires_grad_() * 2.0
-            with offloader:
-                square, dies = on_its_way.square(), (on_its_way * 3.0).square()
-            with accelerator.capture():
-                del dies, died, used  # until the capture ends, memory that is being copied has no new owner
-                forward().backward()
-                with pytest.raises(StateError, match="moved before the capture"):
-                    moved.backward()
-                torch.autograd.grad(square.sum(), on_its_way)
-                assert offloader.statistics().kept_bytes["graph capture"] > 0
-                offloader.synchronize()
-        assert accelerator.asked == []
-        model.zero_grad()
-        del moved
-        forward().backward()
-        assert offloader.statistics().live_records <= 1
-
-
-def test_a_capture_on_one_device_sees_no_copy_or_wait_for_a_tensor_of_another(
-    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To move it would have streams of the captured device wait for copies that began before the capture."""
-    accelerator = _Capturing()
-    monkeypatch.setattr(accelerator, "is_capturing", lambda index: accelerator._capturing and index == 0)
-    programs = [_model(index) for index in range(2)]
-    expected = [train_step(*program) for program in programs]
-
-    def forward(index: int) -> Tensor:
-        model, x = programs[index]
-        with offloader:
-            loss: Tensor = model(x).square().sum()
-        return loss
-
-    with _offloader(tmp_path, target="host", accelerator=accelerator, pending_bytes=4 * RECORD_BYTES) as offloader:
-        before = forward(0)
-        with accelerator.capture():
-            during = forward(1)
-        assert accelerator.asked == []
-        for loss, (model, _), gradient in zip((before, during), programs, expected, strict=True):
-            loss.backward()
-            assert_same_gradients(gradients(model), gradient)
 
 
 class _Saves(torch.autograd.Function):
