@@ -79,7 +79,7 @@ class _Capturing(SimulatedAccelerator):
 
     @contextlib.contextmanager
     def late_copies(self, device: SimulatedDevice) -> Iterator[None]:
-        """No copy to the host begins before this context ends or a call fails the test: to clean up waits for copies."""
+        """No copy to the host begins before this context ends or a call fails the test, as cleaning up may wait."""
         with self._paused:
             self._paused.enter_context(device.paused(self.side_stream(0, "out")))
             yield
