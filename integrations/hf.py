@@ -50,13 +50,10 @@ def attach(trainer: Trainer, **options: Any) -> TrainerAttachment:
         The attachment, also found as ``trainer.actoffload``: ``.report()``, ``.offloader`` and ``.detach()``.
 
     Raises:
-        ConfigError: ``trainer`` is not a trainer, is attached already, offloads activations in a way that cannot be
-            taken over, or runs on ``nn.DataParallel``; transformers is too old; an option or a flag cannot work; or the
-            section has ``"enabled": false``.
+        ConfigError: ``trainer`` is not a trainer, is attached already, or runs on ``nn.DataParallel``; an option or a
+            flag cannot work; or the section has ``"enabled": false``.
     """
-    version, kind = transformers.__version__, type(trainer).__name__
-    if [int(part) for part in version.split(".")[:2]] < [4, 46]:
-        raise ConfigError("transformers", version, "too old for this adapter, which needs 4.46 or newer")
+    kind = type(trainer).__name__
     if not isinstance(trainer, Trainer):
         raise ConfigError("trainer", kind, "give a transformers.Trainer; for a module take actoffload.attach(module)")
     if hasattr(trainer, "actoffload"):
@@ -152,11 +149,6 @@ class TrainerAttachment(TrainerCallback):
         self._take_over()
         _refuse_conflicts(self.trainer)
         self._began_at, self._runs = state.global_step, 0
-        if self.offloader.statistics().packed_tensors:  # its first line came in an earlier training
-            headline, announce = self.report().partition("\n")[0], self.offloader.config.announce
-            if announce != "none":
-                show = announce if callable(announce) else _print_once
-                show(f"{headline} so far; training begins again")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         _logger.info(self.offloader.report())

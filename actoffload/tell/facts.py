@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 CHANGED = 0.15
 """A step that takes another time by this share, waits apart, is another machine's: the median of steps varies less."""
-CAUSE_TOO = "page-locking"
-"""Advice that a report leaves out, because a cause has the same meaning and this run's figures."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +62,7 @@ class Facts:
         step: a step under the plan, else the mean of all steps but the first; None if the first one alone was seen.
         disk: the measured rates of the disk.
         engine: the storage engine; None without a disk.
-        host_bytes: the most host memory; ``pageable``: some of it could not be page-locked.
+        host_bytes: the most host memory.
         before_bytes: memory of the device or the process before the first forward; None if the peak was before that.
         notes: remarks and advice from the run.
         elapsed_s: seconds since the first forward began, which the wear of the drives is computed from.
@@ -78,7 +76,6 @@ class Facts:
     disk: Link | None = None
     engine: EngineCapabilities | None = None
     host_bytes: int = 0
-    pageable: bool = False
     before_bytes: int | None = None
     notes: Sequence[str] = ()
     elapsed_s: float = 0.0
@@ -172,8 +169,6 @@ def facts_of(store: ActivationStore, plans: PlanFacts | None) -> Facts:
         unit = profile.unit(counts.microbatches, counts.optimizer_steps)
         planned = Planned(profile=profile, plan=plan, limits=plans.limits, seen=plans.shape.seen, unit=unit)
     before, peak_before = store.run.memory_before
-    # Advice with a cause of the same meaning would tell the user twice, and once without this run's figures.
-    advice = (text for key, text in store.shared.reporter.advice.items() if key != CAUSE_TOO)
     return Facts(
         config=store.shared.config,
         counts=counts,
@@ -183,9 +178,8 @@ def facts_of(store: ActivationStore, plans: PlanFacts | None) -> Facts:
         disk=planned.profile.disk if planned is not None else _disk(spool),
         engine=None if spool is None else spool.capabilities,
         host_bytes=sum(pool.capacity_bytes for pool in pools),
-        pageable=any(pool.pin_failed for pool in pools),
         before_bytes=before if peak_before < (counts.device_peak_bytes or counts.process_peak_bytes) else None,
-        notes=[*store.tiers.remarks, *advice],
+        notes=[*store.tiers.remarks, *store.shared.reporter.advice.values()],
         elapsed_s=store.run.elapsed_s,
     )
 

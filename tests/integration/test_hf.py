@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import re
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -291,7 +290,7 @@ def test_the_history_of_logs_has_the_numbers_of_each_log(tmp_path: Path) -> None
         trainer.state.save_to_json(str(tmp_path / "state.json"))
 
 
-def test_each_training_has_a_first_line_and_a_report(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_first_training_has_a_line_and_each_a_report(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     options: dict[str, Any] = {"target": "nvme", "path": tmp_path, "min_bytes": 1024}
     trainer = make_trainer(tmp_path)
     other, quiet = (Trainer(trainer.model, trainer.args, train_dataset=trainer.train_dataset) for _ in range(2))
@@ -308,10 +307,8 @@ def test_each_training_has_a_first_line_and_a_report(tmp_path: Path, capfd: pyte
     quiet.train()
     silent.detach()
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("actoffload")]
-    again_line = r"actoffload \(target nvme\): \d+ steps: .* so far; training begins again"
-    assert len(lines) == 3
+    assert len(lines) == 1
     assert lines[0].startswith("actoffload: target nvme")
-    assert all(re.fullmatch(again_line, line) for line in lines[1:]), lines
     for one in {attachment.offloader, again.offloader, silent.offloader}:
         one.close()
 

@@ -185,7 +185,7 @@ def test_a_config_json_is_counted_with_the_batch_that_is_named(tmp_path: Path) -
     assert "llama, sequence 2048, micro-batch 1: 2 × " in run("--from-model", str(file))
 
 
-def test_the_documented_model_of_ones_own_is_counted_as_try(tmp_path: Path) -> None:
+def test_the_documented_model_is_counted_as_by_try(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "commands.md").read_text(encoding="utf-8")
     file = tmp_path / "mine.py"
     file.write_text(page.partition("```python\n")[2].partition("```")[0])
