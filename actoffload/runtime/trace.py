@@ -129,8 +129,7 @@ class Recorder:
 
     def _transfer(self, link: str, begin_s: float, end_s: float, tensors: list[Any], nbytes: int) -> None:
         name = (tensors[0][0] or "saved tensor") if tensors else "bytes"
-        args = {"bytes": nbytes, "tensors": [tensor[:2] for tensor in tensors]}
-        args |= {"records": [number for _, _, number, _ in tensors], "shapes": [shape for *_, shape in tensors]}
+        args = {"bytes": nbytes, "tensors": tensors}
         self._writer.span(f"{link}*", name + (f" +{len(tensors) - 1}" if tensors[1:] else ""), begin_s, end_s, args)
 
     # -- phases -------------------------------------------------------------------------------------------------------
@@ -249,7 +248,7 @@ class Recorder:
             elif isinstance(about, Mapping):
                 self._writer.span("device phases*", what, begin_s, end_s, about)
             else:
-                module, nbytes = about[0][:2] if about else (None, 0)
+                module, nbytes = about[0] if about else (None, 0)
                 self._writer.span("device waits*", what, begin_s, end_s, {"module": module or "", "bytes": nbytes})
 
     # -- counters -----------------------------------------------------------------------------------------------------
