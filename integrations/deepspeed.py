@@ -11,14 +11,12 @@ Train as ever; ``engine.actoffload.report()`` reports how much moved and why.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import inspect
 import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import fields
 from typing import Any, Literal
 
 import torch
@@ -136,14 +134,11 @@ def read_section(config: dict[str, Any], above: dict[str, Any] | None = None) ->
     section = config.get(SECTION, {})
     if not isinstance(section, dict):
         raise ConfigError(SECTION, section, "give an object with the fields of OffloadConfig and 'enabled'")
-    known = ["enabled", *(field.name for field in fields(OffloadConfig))]
-    for name in section.keys() - set(known):
-        near = difflib.get_close_matches(str(name), known, 1) or [f"one of {', '.join(known)}"]
-        raise ConfigError(f"{SECTION}.{name}", section[name], f"no such key; did you mean {near[0]}?")
     options = {"enabled": SECTION in config or above is not None, **section, **(above or {})}
     if not isinstance(enabled := options.pop("enabled"), bool):
         raise ConfigError(f"{SECTION}.enabled", enabled, "give true or false")
-    OffloadConfig(**options)  # a bad value raises before DeepSpeed builds anything
+    # A bad value raises before DeepSpeed builds anything.
+    options = OffloadConfig.options_from_flags(options, f"{SECTION}.{{}}".format)
     if not enabled:
         return None
     configured = {"deepspeed.checkpointing.configure": {"checkpoint_in_cpu": checkpointing.CPU_CHECKPOINT}}

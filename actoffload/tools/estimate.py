@@ -33,7 +33,6 @@ from .on_paper import (
     Hardware,
     ModelPreset,
     Parallelism,
-    check_positive,
     hardware_of,
     is_own,
     preset,
@@ -62,16 +61,12 @@ class Question:
     from_model: Annotated[str | None, option("Or FILE.py:FUNCTION, a config.json, or a type of Transformers.")] = None
     gpu: Annotated[str | None, option("Preset of the GPU. Default: the model's.")] = None
     drive: Annotated[str, option("Preset of the SSD.")] = "980pro-1tb"
-    step_s: Annotated[float | None, option("Seconds of a measured step. Default: from FLOPs.")] = None
     sequence: Annotated[int | None, option(min=1, panel=SPLIT)] = None
     micro_batch: Annotated[int, option(min=1, panel=SPLIT)] = 1
     adapters: Annotated[int | None, option("Rank of LoRA beside each linear layer; the rest is frozen.", min=1)] = None
     optimizer_bytes: Annotated[
         float | None, option("Per trained parameter. Default: AdamW's 12, 8 in float32.", min=0, panel=SPLIT)
     ] = None
-
-    def __post_init__(self) -> None:
-        check_positive(self, "step_s")
 
     @property
     def start(self) -> ModelPreset:
@@ -143,7 +138,6 @@ class Estimate:
         from .models import profiles_of
 
         _, step, watched = profiles_of(workload, micro_batch, self.hardware, ranks)
-        step = step if question.step_s is None else step.lasting(question.step_s)
         layers = dict.fromkeys(workload.blocks, 0)
         for storage in step.storages:
             if storage.movable and storage.module is not None:

@@ -113,8 +113,7 @@ def render(run: Run) -> RenderableType:
     parts += [f"\n[bold]{plain(run.name)}[/bold]: {plain(run.about())}\n", *map(plain, run.report.splitlines())]
     for section in sections(run):
         head, *rows = section.table
-        if rows:
-            parts += [f"\n[bold]{section.title}[/bold]: {plain(section.meaning)}", table_of(rows, *head)]
+        parts += [f"\n[bold]{section.title}[/bold]: {plain(section.meaning)}", table_of(rows, *head)]
     return Group(*parts)
 
 
@@ -122,11 +121,10 @@ def render(run: Run) -> RenderableType:
 
 
 class Section(NamedTuple):
-    """A table of the report under a heading, its meaning, and the reason (``nothing``) why there may be no rows."""
+    """A table of the report under a heading, and its meaning."""
 
     title: str
     meaning: str
-    nothing: str
     table: Rows
 
 
@@ -137,7 +135,7 @@ def numbers_of(run: Run) -> Rows:
 
 
 def sections(run: Run) -> list[Section]:
-    """Return the tables of a run, on the page and in a terminal."""
+    """Return the tables of a run that have rows, on the page and in a terminal."""
     links: Rows = [("link", "moved", "by others", "can do", "in use")]
     for link in run.links():
         rate = f"{link['can_do'] / 1e9:.3g} GB/s" if link["can_do"] else "-"
@@ -164,12 +162,13 @@ def sections(run: Run) -> list[Section]:
     for name, *both in run.predictions():
         planned.append((names[name], *(format_number(name, each) for each in both)))
     last = f"A step under the last plan; the median and the peak of the steps under it. {run.machine_changed}"
-    return [
-        Section("Phases", uses_are, "no phase ended", phases),
-        Section("Links", used_is, "nothing moved", links),
-        Section(f"The {MOST_WAITS} dearest waits", reasons, "nothing waited", waits),
-        Section("Predicted and seen", last, "nothing was planned", planned),
+    found = [
+        Section("Phases", uses_are, phases),
+        Section("Links", used_is, links),
+        Section(f"The {MOST_WAITS} dearest waits", reasons, waits),
+        Section("Predicted and seen", last, planned),
     ]
+    return [section for section in found if section.table[1:]]
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------

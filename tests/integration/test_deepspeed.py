@@ -126,13 +126,11 @@ def never_built(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"min_byte": 1}, r"actoffload\.min_byte=1: no such key; did you mean min_bytes\?"),
-        ({"enable": True}, r"actoffload\.enable=True: no such key; did you mean enabled\?"),
-        ({"zzz": 1}, r"actoffload\.zzz=1: no such key; did you mean one of enabled, target"),
+        ({"min_byte": 1}, r"actoffload\.min_byte=1: no such option; did you mean min_bytes\?"),
         ({"enabled": "yes"}, r"actoffload\.enabled='yes': give true or false"),
-        ({"enabled": False, "pth": "/"}, r"actoffload\.pth='/': no such key; did you mean path\?"),
-        ({"target": "disk"}, "target='disk': choose one of"),
-        ({"min_bytes": "lots"}, "min_bytes='lots': not a size"),
+        ({"enabled": False, "pth": "/"}, r"actoffload\.pth='/': no such option; did you mean path\?"),
+        ({"target": "disk"}, r"actoffload\.target='disk': choose one of"),
+        ({"min_bytes": "lots"}, r"actoffload\.min_bytes='lots': not a size"),
         (True, "actoffload=True: give an object"),
     ],
 )

@@ -90,7 +90,6 @@ def test_options_go_over_the_presets(two_layers: tuple[str, ...]) -> None:
     assert (hardware["flops_per_s"], hardware["drives"], hardware["disk_bytes_per_s"]) == (25e12, 3, 2e9)
     assert hardware["drive"]["rated_written_bytes"] == 292 * 10**15
     assert not any("line rate" in note for note in found["notes"])
-    assert answer(*two_layers, "--step-s", "7")["step_s"] == pytest.approx(7)
 
 
 def test_memory_follows_the_gpu_and_the_optimizer(two_layers: tuple[str, ...]) -> None:
