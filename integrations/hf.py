@@ -85,7 +85,7 @@ class TrainerAttachment(TrainerCallback):
         trainer.actoffload = self
         # First in the list: callbacks run in order, and `on_log` must add its numbers before others report them.
         trainer.callback_handler.callbacks.insert(0, self)
-        self._reported, self._plans = self.offloader.statistics(), self.offloader.plan_history
+        self._reported = self.offloader.statistics()
         self._undo = contextlib.ExitStack()
         self._take_over()
 
@@ -134,10 +134,8 @@ class TrainerAttachment(TrainerCallback):
         """Add the counts since the last log, for every logger (W&B, TensorBoard, ...) and to ``state.log_history``."""
         if logs is None or "loss" not in logs:
             return
-        before, now = self._reported, self.offloader.statistics()
-        self._reported = now
-        plans, self._plans = self._plans, self.offloader.plan_history
-        found = {**now.metrics(since=before), "actoffload/planned_anew": int(plans != self._plans)}
+        before, self._reported = self._reported, self.offloader.statistics()
+        found = self._reported.metrics(since=before)
         logs.update(found)
         # The trainer has put a copy of these logs there before it calls its callbacks.
         last = state.log_history[-1] if state.log_history else {}

@@ -140,7 +140,7 @@ class Recorder:
 
     def forward_begins(self) -> None:
         """Record that a context is entered."""
-        self._writer.forward_begins(now())
+        self._writer.forward_s = now()
         self._take_timeline()
         self._memory.count()
         self._memory.count_gradients()
@@ -198,7 +198,6 @@ class Recorder:
         phase = next((phase for phase in self._running.phases if (phase.optimizer, phase.teller) == ours), None)
         if phase is not None:
             self._end(phase.name)
-            self._writer.stepped_s = now()
 
     @contextlib.contextmanager
     def region(self, name: str, link: str, nbytes: int) -> Iterator[None]:
@@ -464,6 +463,8 @@ def _about_the_run(config: OffloadConfig) -> dict[str, Any]:
     rank, ranks = rank_and_ranks()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = "cpu" if accelerator is None else accelerator.type
+    plain = (str, int, float, bool, tuple, type(None))
+    options = ((field.name, getattr(config, field.name)) for field in fields(config))
     return {
         "actoffload": __version__,
         "torch": torch.__version__,
@@ -480,12 +481,8 @@ def _about_the_run(config: OffloadConfig) -> dict[str, Any]:
         "rank": rank,
         "ranks": ranks,
         "virtual_device_time": device == "sim",
-        "config": {field.name: _plain(getattr(config, field.name)) for field in fields(config)},
+        "config": {name: value if isinstance(value, plain) else repr(value)[:200] for name, value in options},
     }
-
-
-def _plain(value: object) -> object:
-    return value if isinstance(value, (str, int, float, bool, tuple, type(None))) else repr(value)[:200]
 
 
 def _look_often(recorder: weakref.ref[Recorder], closed: threading.Event) -> None:

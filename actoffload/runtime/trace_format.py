@@ -11,7 +11,6 @@ from typing import Any
 TRACK_IDS = 2_000_000_000
 """The first number of a track. No thread of the system has such a number, so that traces can be merged."""
 ORDER = (
-    "steps",
     "phases",
     "waits",
     "device phases",

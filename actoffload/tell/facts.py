@@ -21,7 +21,6 @@ from .parts import BudgetRow, budget_table
 
 if TYPE_CHECKING:
     from ..runtime.store import ActivationStore
-    from ..storage.spool import Spool
 
 CHANGED = 0.15
 """A step that takes another time by this share, waits apart, is another machine's: the median of steps varies less."""
@@ -168,6 +167,9 @@ def facts_of(store: ActivationStore, plans: PlanFacts | None) -> Facts:
     if plans is not None and (profile := plans.shape.profile) is not None and (plan := plans.shape.plan) is not None:
         unit = profile.unit(counts.microbatches, counts.optimizer_steps)
         planned = Planned(profile=profile, plan=plan, limits=plans.limits, seen=plans.shape.seen, unit=unit)
+    disk = None if planned is None else planned.profile.disk
+    if planned is None and spool is not None:
+        disk = Link.measured(*(spool.meters[way].bytes_per_s for way in (IoKind.WRITE, IoKind.READ)))
     before, peak_before = store.run.memory_before
     return Facts(
         config=store.shared.config,
@@ -175,7 +177,7 @@ def facts_of(store: ActivationStore, plans: PlanFacts | None) -> Facts:
         accounts=store.shared.accounts,
         planned=planned,
         step=planned.seen if planned is not None and planned.seen is not None else _step(store),
-        disk=planned.profile.disk if planned is not None else _disk(spool),
+        disk=disk,
         engine=None if spool is None else spool.capabilities,
         host_bytes=sum(pool.capacity_bytes for pool in pools),
         before_bytes=before if peak_before < (counts.device_peak_bytes or counts.process_peak_bytes) else None,
@@ -196,13 +198,4 @@ def _step(store: ActivationStore) -> Observed | None:
         step_s=max(1e-9, hooked * (now() - began_s)) / steps,
         forward_wait_s=(accounts.pack_wait_s - before.pack_wait_s) / steps,
         backward_wait_s=(accounts.unpack_wait_s - before.unpack_wait_s) / steps,
-    )
-
-
-def _disk(spool: Spool | None) -> Link | None:
-    """The measured rates of the disk."""
-    return (
-        None
-        if spool is None
-        else Link.measured(*(spool.meters[way].bytes_per_s for way in (IoKind.WRITE, IoKind.READ)))
     )

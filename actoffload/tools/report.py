@@ -74,25 +74,21 @@ def top(
     with Live(console=Console(), auto_refresh=False) as live:
         while True:
             began_s = time.monotonic()
-            found = _so_far(run)
-            live.update("waiting for the first step" if found is None else render(found), refresh=True)
-            if found is not None and not found.trace.truncated:
-                return  # the trace has its end, so the run is over
+            try:
+                with _sound(run):
+                    found = look_at(load(run, truncated_ok=True))
+            except TraceFileError as error:
+                if ": empty: " not in str(error):
+                    raise
+                live.update("waiting for the first step", refresh=True)
+            else:
+                live.update(render(found), refresh=True)
+                if not found.trace.truncated:
+                    return  # the trace has its end, so the run is over
             try:
                 time.sleep(max(every, (time.monotonic() - began_s) / READING_SHARE))
             except KeyboardInterrupt:
                 return
-
-
-def _so_far(path: Path) -> Run | None:
-    """Return the run so far; None before its first forward has ended."""
-    try:
-        with _sound(path):
-            return look_at(load(path, truncated_ok=True))
-    except TraceFileError as error:
-        if ": empty: " in str(error):
-            return None
-        raise
 
 
 @contextmanager

@@ -14,8 +14,6 @@ _NAMES = {"include": "modules", "exclude": "exclude-modules"}
 _MORE_HELP = {
     "target": "; none: actoffload is off",
     "include": "; or names as in Megatron's --offload-modules",
-    "policy": "; or a file with a plan's JSON",
-    "recompute": "; beside Megatron's own",
 }
 MODULES = {
     "layer_input": (["*.input_layernorm", "tensor:checkpoint_input"], []),

@@ -254,21 +254,6 @@ def test_the_end_of_training_is_logged(tmp_path: Path, transformers_log: pytest.
     assert "was never called" not in transformers_log.text
 
 
-def test_logs_say_when_it_was_planned_anew(tmp_path: Path) -> None:
-    """Every five steps the planner corrects its figures of a step; only a new plan counts."""
-    trainer, reported = make_trainer(tmp_path, max_steps=14), list[int]()
-
-    class Logs(TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-            reported.append(logs.get("actoffload/planned_anew", 0))
-
-    trainer.add_callback(Logs())
-    with attached(trainer, **spool(tmp_path, policy="auto")) as offloader:
-        trainer.train()
-        assert offloader.autopilot is not None
-        assert sum(reported) == len(offloader.autopilot.history) >= 1
-
-
 def test_the_history_of_logs_has_the_numbers_of_each_log(tmp_path: Path) -> None:
     trainer, sent = make_trainer(tmp_path, max_steps=4, eval_strategy="steps", eval_steps=2), list[dict[str, Any]]()
 

@@ -126,23 +126,14 @@ def test_bytes_and_processor_time_are_the_kernels(make_offloader: MakeOffloader,
     assert written["others_bytes"] > 0.95 * OTHERS_BYTES
 
 
-def test_a_viewer_gets_steps_and_rows_in_order(make_offloader: MakeOffloader, tmp_path: Path) -> None:
+def test_a_viewer_gets_rows_in_order(make_offloader: MakeOffloader, tmp_path: Path) -> None:
     _traced(make_offloader, tmp_path / "run.json")
     events = json.loads((tmp_path / "run.json").read_text(encoding="utf-8"))["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     places = {names[e["tid"]]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
     rows = sorted(places, key=lambda row: places[row])
     links = [row.partition(" #")[0] for row in rows if row.startswith("disk")]
-    assert [*rows[:2], *dict.fromkeys(links)] == ["steps", "phases, main thread", "disk write", "disk read"]
-    spans: dict[str, list[dict[str, Any]]] = {}
-    for event in events:
-        if event["ph"] == "X":
-            spans.setdefault(names[event["tid"]].partition(" #")[0], []).append(event)
-    assert [step["name"] for step in spans["steps"]] == ["step 1", "step 2"]
-    phases = spans["phases, main thread"]
-    for step, forward, optimizer in zip(spans["steps"], phases[::3], phases[2::3], strict=True):
-        assert step["ts"] <= forward["ts"]
-        assert optimizer["ts"] + optimizer["dur"] <= step["ts"] + step["dur"] + 0.001
+    assert [rows[0], *dict.fromkeys(links)] == ["phases, main thread", "disk write", "disk read"]
 
 
 def test_memory_is_sampled_while_nothing_is_saved(make_offloader: MakeOffloader, tmp_path: Path) -> None:
