@@ -128,13 +128,11 @@ $(VENV)/bin/uv:
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) uv
 
-# Stamps, so that a second run starts at once. torchvision lies apart, for its example alone: the package index has it for
-# CUDA, and Transformers, which imports it where it is installed, cannot do so beside a PyTorch for the CPU.
+# Stamps, so that a second run starts at once.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/uv
 	$(UV) -e .
 	touch $@
 
 $(VENV)/.installed-test: pyproject.toml constraints.txt | $(VENV)/bin/uv
 	$(UV) -e ".[test,docs]"
-	$(UV) --no-deps --upgrade --target $(VENV)/torchvision torchvision
 	touch $@ $(VENV)/.installed

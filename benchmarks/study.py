@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import psutil
 import torch
-from actoffload.integrations.deepspeed import block_io
 
 from actoffload.tools.report import COLOURS
 from actoffload.tools.trace_file import PHASES, load
@@ -89,7 +89,7 @@ def train(sizes: dict[str, int], checkpointed: bool, compiled: bool) -> None:
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=kind(model.parameters(), lr=1e-4), config=config, dist_init_required=False
     )
-    losses, before = [], block_io()
+    losses, before = [], psutil.Process().io_counters()
     for _ in range(sizes["steps"]):
         tokens = torch.randint(sizes["words"], (sizes["batch"], sizes["length"]))
         loss = engine(input_ids=tokens, labels=tokens).loss
@@ -97,7 +97,7 @@ def train(sizes: dict[str, int], checkpointed: bool, compiled: bool) -> None:
         engine.step()
         losses.append(loss.item().hex())
     engine.actoffload.offloader.synchronize()
-    after = block_io()
+    after = psutil.Process().io_counters()
     kernel = {way: getattr(after, f"{way}_bytes") - getattr(before, f"{way}_bytes") for way in ("write", "read")}
     print(json.dumps({"losses": losses, "kernel": kernel}))
 

@@ -50,13 +50,10 @@ def attach(trainer: Trainer, **options: Any) -> TrainerAttachment:
         The attachment, also found as ``trainer.actoffload``: ``.report()``, ``.offloader`` and ``.detach()``.
 
     Raises:
-        ConfigError: ``trainer`` is not a trainer, is attached already, offloads activations in a way that cannot be
-            taken over, or runs on ``nn.DataParallel``; transformers is too old; an option or a flag cannot work; or the
-            section has ``"enabled": false``.
+        ConfigError: ``trainer`` is not a trainer, is attached already, or runs on ``nn.DataParallel``; an option or a
+            flag cannot work; or the section has ``"enabled": false``.
     """
-    version, kind = transformers.__version__, type(trainer).__name__
-    if [int(part) for part in version.split(".")[:2]] < [4, 46]:
-        raise ConfigError("transformers", version, "too old for this adapter, which needs 4.46 or newer")
+    kind = type(trainer).__name__
     if not isinstance(trainer, Trainer):
         raise ConfigError("trainer", kind, "give a transformers.Trainer; for a module take actoffload.attach(module)")
     if hasattr(trainer, "actoffload"):
@@ -88,7 +85,7 @@ class TrainerAttachment(TrainerCallback):
         trainer.actoffload = self
         # First in the list: callbacks run in order, and `on_log` must add its numbers before others report them.
         trainer.callback_handler.callbacks.insert(0, self)
-        self._reported, self._plans = self.offloader.statistics(), self.offloader.plan_history
+        self._reported = self.offloader.statistics()
         self._undo = contextlib.ExitStack()
         self._take_over()
 
@@ -137,10 +134,8 @@ class TrainerAttachment(TrainerCallback):
         """Add the counts since the last log, for every logger (W&B, TensorBoard, ...) and to ``state.log_history``."""
         if logs is None or "loss" not in logs:
             return
-        before, now = self._reported, self.offloader.statistics()
-        self._reported = now
-        plans, self._plans = self._plans, self.offloader.plan_history
-        found = {**now.metrics(since=before), "actoffload/planned_anew": int(plans != self._plans)}
+        before, self._reported = self._reported, self.offloader.statistics()
+        found = self._reported.metrics(since=before)
         logs.update(found)
         # The trainer has put a copy of these logs there before it calls its callbacks.
         last = state.log_history[-1] if state.log_history else {}
@@ -152,11 +147,6 @@ class TrainerAttachment(TrainerCallback):
         self._take_over()
         _refuse_conflicts(self.trainer)
         self._began_at, self._runs = state.global_step, 0
-        if self.offloader.statistics().packed_tensors:  # its first line came in an earlier training
-            headline, announce = self.report().partition("\n")[0], self.offloader.config.announce
-            if announce != "none":
-                show = announce if callable(announce) else _print_once
-                show(f"{headline} so far; training begins again")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         _logger.info(self.offloader.report())

@@ -30,7 +30,6 @@ except ImportError as error:
     raise ImportError(f"needs torchtitan, tested with 0.3.0 (pip install {package}): {error}") from error
 
 _CHECKPOINTINGS: dict[str, type[ActivationCheckpointing]] = {"full": FullAC, "selective": SelectiveAC}
-_NO_CUDA_GRAPHS = "a captured step moves nothing: set --training.disable_cuda_graphs"
 _ONE_GRAPH = "graph_trainer traces forward, loss and backward as one graph, which saves nothing that could be moved"
 _SAME_TENSORS = "torchtitan would move the same activations: switch one of the two off"
 
@@ -119,7 +118,8 @@ def _refuse_conflicts(config: Any) -> None:
     if getattr(config.compile, "mode", None) is not None:
         raise ConfigError("compile.mode", config.compile.mode, _ONE_GRAPH)
     if not config.training.disable_cuda_graphs:
-        raise ConfigError("training.disable_cuda_graphs", False, _NO_CUDA_GRAPHS)
+        remedy = "a captured step moves nothing: set --training.disable_cuda_graphs"
+        raise ConfigError("training.disable_cuda_graphs", False, remedy)
 
 
 def main() -> None:

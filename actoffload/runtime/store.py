@@ -144,7 +144,7 @@ class ActivationStore:
                 if names[1] is not None and record.saved.name is None:
                     self.decision.names.named_late(record, names[1])
                 return record
-            saved = Saved(StorageRef(storage), storage.data_ptr(), begin, device, tensor.shape if self.trace else ())
+            saved = Saved(StorageRef(storage), storage.data_ptr(), begin, device)
             saved.module, saved.name = names
             saved.has_gaps = tensor.nbytes < end - begin
             record = Record(saved, storage, end - begin, device.type)

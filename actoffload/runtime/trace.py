@@ -129,8 +129,7 @@ class Recorder:
 
     def _transfer(self, link: str, begin_s: float, end_s: float, tensors: list[Any], nbytes: int) -> None:
         name = (tensors[0][0] or "saved tensor") if tensors else "bytes"
-        args = {"bytes": nbytes, "tensors": [tensor[:2] for tensor in tensors]}
-        args |= {"records": [number for _, _, number, _ in tensors], "shapes": [shape for *_, shape in tensors]}
+        args = {"bytes": nbytes, "tensors": tensors}
         self._writer.span(f"{link}*", name + (f" +{len(tensors) - 1}" if tensors[1:] else ""), begin_s, end_s, args)
 
     # -- phases -------------------------------------------------------------------------------------------------------
@@ -141,7 +140,7 @@ class Recorder:
 
     def forward_begins(self) -> None:
         """Record that a context is entered."""
-        self._writer.forward_begins(now())
+        self._writer.forward_s = now()
         self._take_timeline()
         self._memory.count()
         self._memory.count_gradients()
@@ -199,7 +198,6 @@ class Recorder:
         phase = next((phase for phase in self._running.phases if (phase.optimizer, phase.teller) == ours), None)
         if phase is not None:
             self._end(phase.name)
-            self._writer.stepped_s = now()
 
     @contextlib.contextmanager
     def region(self, name: str, link: str, nbytes: int) -> Iterator[None]:
@@ -249,7 +247,7 @@ class Recorder:
             elif isinstance(about, Mapping):
                 self._writer.span("device phases*", what, begin_s, end_s, about)
             else:
-                module, nbytes = about[0][:2] if about else (None, 0)
+                module, nbytes = about[0] if about else (None, 0)
                 self._writer.span("device waits*", what, begin_s, end_s, {"module": module or "", "bytes": nbytes})
 
     # -- counters -----------------------------------------------------------------------------------------------------
@@ -465,6 +463,8 @@ def _about_the_run(config: OffloadConfig) -> dict[str, Any]:
     rank, ranks = rank_and_ranks()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = "cpu" if accelerator is None else accelerator.type
+    plain = (str, int, float, bool, tuple, type(None))
+    options = ((field.name, getattr(config, field.name)) for field in fields(config))
     return {
         "actoffload": __version__,
         "torch": torch.__version__,
@@ -481,12 +481,8 @@ def _about_the_run(config: OffloadConfig) -> dict[str, Any]:
         "rank": rank,
         "ranks": ranks,
         "virtual_device_time": device == "sim",
-        "config": {field.name: _plain(getattr(config, field.name)) for field in fields(config)},
+        "config": {name: value if isinstance(value, plain) else repr(value)[:200] for name, value in options},
     }
-
-
-def _plain(value: object) -> object:
-    return value if isinstance(value, (str, int, float, bool, tuple, type(None))) else repr(value)[:200]
 
 
 def _look_often(recorder: weakref.ref[Recorder], closed: threading.Event) -> None:

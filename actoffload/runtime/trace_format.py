@@ -1,4 +1,4 @@
-"""The events of a trace in Chrome's trace event format: times, tracks, and the arrows from writes to reads."""
+"""The events of a trace in Chrome's trace event format, with times and tracks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 TRACK_IDS = 2_000_000_000
 """The first number of a track. No thread of the system has such a number, so that traces can be merged."""
 ORDER = (
-    "steps",
     "phases",
     "waits",
     "device phases",
@@ -65,15 +64,7 @@ class Events:
             event["cat"], event["s"] = "note", "p"
         if args:
             event["args"] = args
-        return before + to_json(event) + self._flow(event)
-
-    def _flow(self, event: dict[str, Any]) -> bytes:
-        """Return the events that join the write of each tensor with its reads: a viewer draws them as arrows."""
-        link, _, way = event.get("cat", "").partition(" ")
-        bound = {"ph": "s"} if way == "write" else {"ph": "f", "bp": "e"}
-        common = {**bound, "name": "saved tensor", "cat": link, "pid": self._pid, "tid": event.get("tid")}
-        numbers = event.get("args", {}).get("records", ())
-        return b"".join(b",\n" + to_json({**common, "ts": event["ts"], "id": number}) for number in numbers)
+        return before + to_json(event)
 
     def _lane(self, track: str, begin_s: float, duration_s: float) -> str:
         ends = self._lanes.setdefault(track, [])

@@ -49,9 +49,6 @@ class TraceWriter:
         self.failed = ""  # why nothing is written any more
         self.running = Running()  # for all users of the file: spans of one thread must nest
         self.forward_s = 0.0  # when the last forward began
-        self.stepped_s: float | None = None  # when an optimizer has stepped since then
-        self._steps = 0
-        self._step_begin_s: float | None = None
         self._rows: deque[Row] = deque()
         self._writing = threading.Lock()  # guards the events and the file
         self._events = Events()
@@ -68,19 +65,6 @@ class TraceWriter:
     def span(self, track: str, name: str, begin_s: float, end_s: float, args: Mapping[str, Any] | None = None) -> None:
         """Add an event with a duration. Two spans of a track must be apart, or nest."""
         self._add(("X", track, name, begin_s, max(0.0, end_s - begin_s), args))
-
-    def forward_begins(self, begin_s: float) -> None:
-        """Count a forward. The first one after an optimizer's step ends the span of a step, and begins the next."""
-        self.forward_s = begin_s
-        self._end_step(begin_s)
-        if self._step_begin_s is None:
-            self._step_begin_s = begin_s
-
-    def _end_step(self, end_s: float | None) -> None:
-        if self.stepped_s is not None and self._step_begin_s is not None:
-            self._steps += 1
-            self.span("steps", f"step {self._steps}", self._step_begin_s, self.stepped_s if end_s is None else end_s)
-            self._step_begin_s = self.stepped_s = None
 
     def instant(self, track: str, name: str, time_s: float, args: Mapping[str, Any] | None = None) -> None:
         """Add an event without a duration."""
@@ -116,7 +100,6 @@ class TraceWriter:
 
         After an error of the system the file stays without an end, as that of a killed run.
         """
-        self._end_step(None)
         self.flush()  # before the lock, which it takes
         other = {**self._about, **known, "dropped_events": self.dropped, "offloaders": self.opened}
         end = {"displayTimeUnit": "ms", "baseTimeNanoseconds": self._events.base_ns, "otherData": other}
@@ -198,5 +181,4 @@ def _at_exit() -> None:
 
 
 atexit.register(_at_exit)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_in_child)

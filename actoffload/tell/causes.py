@@ -108,20 +108,6 @@ def host_bound(f: Facts) -> Cause | None:
     return Cause(f.step.idle_s, evidence, [*(_faster(f.planned) if f.planned else []), remedy])
 
 
-def pageable_copies(f: Facts) -> Cause | None:
-    """Copies go through host memory that is not page-locked, so the host waits for each."""
-    if not f.pageable or not f.counts.host_written_bytes:
-        return None
-    written, read = f.counts.host_written_bytes / f.steps, f.counts.host_read_bytes / f.steps
-    link = None if f.planned is None else f.planned.profile.host
-    seconds = 0.0 if link is None else written / link.write_bytes_per_s + read / link.read_bytes_per_s
-    size = format_size(int(written + read))
-    evidence = f"host memory could not be page-locked: the host waits for each copy, of {size} a step"
-    return Cause(
-        seconds, evidence, ["lower host_budget (ulimit -l has no say; under WSL 2 the driver locks little memory)"]
-    )
-
-
 # -- why did memory not fall ------------------------------------------------------------------------------------------
 
 
@@ -216,15 +202,6 @@ def compiled_whole(f: Facts) -> Cause | None:
     return Cause(nbytes, evidence, [remedy]) if nbytes else None
 
 
-def page_cache(f: Facts) -> Cause | None:
-    """Bytes on disk stay in the machine's memory, because the engine writes through the page cache."""
-    nbytes, engine = f.counts.nvme_peak_bytes, f.engine
-    if not nbytes or engine is None or engine.direct or not engine.needs_file:
-        return None
-    evidence = f"up to {format_size(nbytes)} on disk are in the machine's memory too: {engine.name} uses the page cache"
-    return Cause(nbytes, evidence, ["give path= on a file system with direct I/O (ext4, XFS), and leave engine= out"])
-
-
 def host_memory_full(f: Facts) -> Cause | None:
     """Host memory was used up, so tensors stayed on the device."""
     nbytes, size = f.accounts.refused_bytes // f.steps, format_size(f.host_bytes)
@@ -258,7 +235,7 @@ def _peak(f: Facts) -> tuple[int, str]:
     return (s.device_peak_bytes, "device") if s.device_peak_bytes else (s.process_peak_bytes, "process")
 
 
-SLOWER = (slow_link, host_bound, pageable_copies)
+SLOWER = (slow_link, host_bound)
 MEMORY = (
     nothing_reached,
     stays,
@@ -266,7 +243,6 @@ MEMORY = (
     degraded,
     held_elsewhere,
     compiled_whole,
-    page_cache,
     host_memory_full,
     peak_of_others,
 )

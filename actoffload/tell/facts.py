@@ -21,12 +21,9 @@ from .parts import BudgetRow, budget_table
 
 if TYPE_CHECKING:
     from ..runtime.store import ActivationStore
-    from ..storage.spool import Spool
 
 CHANGED = 0.15
 """A step that takes another time by this share, waits apart, is another machine's: the median of steps varies less."""
-CAUSE_TOO = "page-locking"
-"""Advice that a report leaves out, because a cause has the same meaning and this run's figures."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +61,7 @@ class Facts:
         step: a step under the plan, else the mean of all steps but the first; None if the first one alone was seen.
         disk: the measured rates of the disk.
         engine: the storage engine; None without a disk.
-        host_bytes: the most host memory; ``pageable``: some of it could not be page-locked.
+        host_bytes: the most host memory.
         before_bytes: memory of the device or the process before the first forward; None if the peak was before that.
         notes: remarks and advice from the run.
         elapsed_s: seconds since the first forward began, which the wear of the drives is computed from.
@@ -78,7 +75,6 @@ class Facts:
     disk: Link | None = None
     engine: EngineCapabilities | None = None
     host_bytes: int = 0
-    pageable: bool = False
     before_bytes: int | None = None
     notes: Sequence[str] = ()
     elapsed_s: float = 0.0
@@ -171,21 +167,21 @@ def facts_of(store: ActivationStore, plans: PlanFacts | None) -> Facts:
     if plans is not None and (profile := plans.shape.profile) is not None and (plan := plans.shape.plan) is not None:
         unit = profile.unit(counts.microbatches, counts.optimizer_steps)
         planned = Planned(profile=profile, plan=plan, limits=plans.limits, seen=plans.shape.seen, unit=unit)
+    disk = None if planned is None else planned.profile.disk
+    if planned is None and spool is not None:
+        disk = Link.measured(*(spool.meters[way].bytes_per_s for way in (IoKind.WRITE, IoKind.READ)))
     before, peak_before = store.run.memory_before
-    # Advice with a cause of the same meaning would tell the user twice, and once without this run's figures.
-    advice = (text for key, text in store.shared.reporter.advice.items() if key != CAUSE_TOO)
     return Facts(
         config=store.shared.config,
         counts=counts,
         accounts=store.shared.accounts,
         planned=planned,
         step=planned.seen if planned is not None and planned.seen is not None else _step(store),
-        disk=planned.profile.disk if planned is not None else _disk(spool),
+        disk=disk,
         engine=None if spool is None else spool.capabilities,
         host_bytes=sum(pool.capacity_bytes for pool in pools),
-        pageable=any(pool.pin_failed for pool in pools),
         before_bytes=before if peak_before < (counts.device_peak_bytes or counts.process_peak_bytes) else None,
-        notes=[*store.tiers.remarks, *advice],
+        notes=[*store.tiers.remarks, *store.shared.reporter.advice.values()],
         elapsed_s=store.run.elapsed_s,
     )
 
@@ -202,13 +198,4 @@ def _step(store: ActivationStore) -> Observed | None:
         step_s=max(1e-9, hooked * (now() - began_s)) / steps,
         forward_wait_s=(accounts.pack_wait_s - before.pack_wait_s) / steps,
         backward_wait_s=(accounts.unpack_wait_s - before.unpack_wait_s) / steps,
-    )
-
-
-def _disk(spool: Spool | None) -> Link | None:
-    """The measured rates of the disk."""
-    return (
-        None
-        if spool is None
-        else Link.measured(*(spool.meters[way].bytes_per_s for way in (IoKind.WRITE, IoKind.READ)))
     )

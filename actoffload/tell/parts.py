@@ -123,17 +123,16 @@ def budget_table(profile: Profile, limits: Limits) -> list[BudgetRow]:
     unit = MIB if profile.baseline_peak_bytes >= 64 * MIB else KIB
     budgets = {-(-int(share * profile.baseline_peak_bytes) // unit) * unit for share in BUDGET_SHARES}
     budgets |= {limits.device_budget or 0}
-    return [_with_budget(profile, limits, budget) for budget in sorted(budgets - {0}, reverse=True)]
-
-
-def _with_budget(profile: Profile, limits: Limits, budget: int) -> BudgetRow:
-    """The best step with a budget in place of the limits' own."""
-    try:
-        _, plan = best(profile, replace(limits, device_budget=budget))
-    except BudgetError:
-        return BudgetRow(device_budget=budget, step_s=None, peak_bytes=None)
-    step_s, peak_bytes = plan.predicted_step_s, plan.predicted_peak_bytes
-    return BudgetRow(device_budget=budget, step_s=step_s, peak_bytes=peak_bytes, once=len(plan.once))
+    rows = []
+    for budget in sorted(budgets - {0}, reverse=True):
+        try:
+            _, plan = best(profile, replace(limits, device_budget=budget))
+        except BudgetError:
+            rows.append(BudgetRow(device_budget=budget, step_s=None, peak_bytes=None))
+            continue
+        step_s, peak_bytes = plan.predicted_step_s, plan.predicted_peak_bytes
+        rows.append(BudgetRow(device_budget=budget, step_s=step_s, peak_bytes=peak_bytes, once=len(plan.once)))
+    return rows
 
 
 class _Parts:

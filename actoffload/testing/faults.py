@@ -22,7 +22,6 @@ class SlowEngine(PosixEngine):
 
     Args:
         bandwidth_bytes_per_s: Bytes per second, reads and writes together.
-        duplex: Whether reads and writes each have the full bandwidth instead.
         latency_s: Seconds that every system call takes in addition.
     """
 
@@ -33,22 +32,19 @@ class SlowEngine(PosixEngine):
         threads: int | None = None,
         bandwidth_bytes_per_s: float = float("inf"),
         latency_s: float = 0.0,
-        duplex: bool = False,
     ) -> None:
         self._bandwidth = bandwidth_bytes_per_s
         self._latency_s = latency_s
-        self._duplex = duplex
         self._bus_lock = threading.Lock()
-        self._bus_free_at_s = dict.fromkeys(IoKind, 0.0)
+        self._bus_free_at_s = 0.0
         # Last, here and in the other engines: it starts the threads, which use the fields above.
         super().__init__(file, threads=threads)
 
     def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
         with self._bus_lock:  # one bus: a transfer begins as the previous one ends. The sleep itself holds no lock.
             now = time.monotonic()
-            bus = kind if self._duplex else IoKind.WRITE
-            self._bus_free_at_s[bus] = max(now, self._bus_free_at_s[bus]) + sum(map(len, views)) / self._bandwidth
-            wait_s = self._bus_free_at_s[bus] - now + self._latency_s
+            self._bus_free_at_s = max(now, self._bus_free_at_s) + sum(map(len, views)) / self._bandwidth
+            wait_s = self._bus_free_at_s - now + self._latency_s
         time.sleep(wait_s)
         return super()._transfer_once(kind, views, offset)
 

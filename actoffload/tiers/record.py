@@ -63,8 +63,7 @@ class Saved:
     address: int  # where the storage lay when it was saved
     begin: int  # its first byte that a view needs
     device: torch.device
-    shape: tuple[int, ...] = ()  # of the view that was saved first, for traces
-    has_gaps: bool = False  # that view does not need all bytes of the span, so that some may change
+    has_gaps: bool = False  # the view that was saved first does not need all bytes of the span, so that some may change
     module: str | None = None  # that saved it, if names are known
     name: str | None = None  # from the user
     planned: PlanEntry | None = None  # of the plan that is followed

@@ -30,8 +30,8 @@ SAMPLE = 7
 GOLDEN = 0.6180339887498949
 """Its multiples are spread evenly, so that a sample by them follows no period of the step's, as every seventh may."""
 
-Traced = tuple[str | None, int, int, tuple[int, ...]]
-"""A tensor of a transfer, for a trace: its module, its bytes, the number of its record and its shape."""
+Traced = tuple[str | None, int]
+"""A tensor of a transfer, for a trace: its module and its bytes."""
 
 
 class Stopwatch:
@@ -388,4 +388,4 @@ class StreamWaits:
 def traced(owner: object, nbytes: int) -> Traced:
     """Return a tensor for a trace. ``owner``: its record, a record and the first byte, or another library's object."""
     saved = getattr(owner[0] if isinstance(owner, tuple) else owner, "saved", None)
-    return (None, nbytes, 0, ()) if saved is None else (saved.module, nbytes, saved.number, tuple(saved.shape))
+    return (None if saved is None else saved.module), nbytes

@@ -183,8 +183,7 @@ class Rig(AbstractContextManager["Rig"]):
         files = [file.fd for file in self.spool.files] if cached else []
         for fd in files:
             os.fdatasync(fd)  # dirty pages cannot be dropped
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         begin_s = time.perf_counter()
         blocks = self._move(direction, begin_s + seconds, one_pass=cached or seconds == math.inf)
         for fd in files:

@@ -153,14 +153,6 @@ def _link(kind: str) -> dict[str, float]:
 
 def show(findings: dict[str, Any]) -> None:
     """Print a table for the machine and one for each path, and the verdicts."""
-    print_rows(_machine_rows(findings), title="machine")
-    for path in findings["paths"]:
-        print_rows(_path_rows(path), title=path["path"])
-    for line in findings["verdict"]:
-        typer.echo(line)
-
-
-def _machine_rows(findings: dict[str, Any]) -> list[tuple[str, str]]:
     device, memory = findings["device"], findings["memory"]
     pinned = "not needed: there is no accelerator" if device["type"] == "cpu" else "failed"
     limit = memory["cgroup_limit_bytes"]
@@ -174,16 +166,16 @@ def _machine_rows(findings: dict[str, Any]) -> list[tuple[str, str]]:
     names = {"CPU allocator": "cpu_allocator", "hooks in C": "native_hooks", "io_uring": "io_uring"}
     for name, key in (names | {"GPUDirect Storage": "gds"}).items():
         rows.append((name, f"{'yes' if findings[key]['available'] else 'no'}: {findings[key]['reason']}"))
-    return rows
-
-
-def _path_rows(path: dict[str, Any]) -> list[tuple[str, str]]:
-    system = path["file_system"]
-    rows = [("file system", f"{system['type']}, {format_size(system['free_bytes'])} free")]
-    if "engine" in path:
-        rows.append(("direct I/O", f"yes, alignment {path['alignment']} B" if path["direct"] else "no: buffered"))
-        rows.append(("engine", path["engine_reason"]))
-    return rows + _rate_rows(path, *DIRECTIONS)
+    print_rows(rows, title="machine")
+    for path in findings["paths"]:
+        system = path["file_system"]
+        rows = [("file system", f"{system['type']}, {format_size(system['free_bytes'])} free")]
+        if "engine" in path:
+            rows.append(("direct I/O", f"yes, alignment {path['alignment']} B" if path["direct"] else "no: buffered"))
+            rows.append(("engine", path["engine_reason"]))
+        print_rows(rows + _rate_rows(path, *DIRECTIONS), title=path["path"])
+    for line in findings["verdict"]:
+        typer.echo(line)
 
 
 def _rate_rows(facts: dict[str, Any], *ways: str) -> list[tuple[str, str]]:

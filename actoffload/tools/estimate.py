@@ -33,7 +33,6 @@ from .on_paper import (
     Hardware,
     ModelPreset,
     Parallelism,
-    check_positive,
     hardware_of,
     is_own,
     preset,
@@ -62,16 +61,12 @@ class Question:
     from_model: Annotated[str | None, option("Or FILE.py:FUNCTION, a config.json, or a type of Transformers.")] = None
     gpu: Annotated[str | None, option("Preset of the GPU. Default: the model's.")] = None
     drive: Annotated[str, option("Preset of the SSD.")] = "980pro-1tb"
-    step_s: Annotated[float | None, option("Seconds of a measured step. Default: from FLOPs.")] = None
     sequence: Annotated[int | None, option(min=1, panel=SPLIT)] = None
     micro_batch: Annotated[int, option(min=1, panel=SPLIT)] = 1
     adapters: Annotated[int | None, option("Rank of LoRA beside each linear layer; the rest is frozen.", min=1)] = None
     optimizer_bytes: Annotated[
         float | None, option("Per trained parameter. Default: AdamW's 12, 8 in float32.", min=0, panel=SPLIT)
     ] = None
-
-    def __post_init__(self) -> None:
-        check_positive(self, "step_s")
 
     @property
     def start(self) -> ModelPreset:
@@ -143,7 +138,6 @@ class Estimate:
         from .models import profiles_of
 
         _, step, watched = profiles_of(workload, micro_batch, self.hardware, ranks)
-        step = step if question.step_s is None else step.lasting(question.step_s)
         layers = dict.fromkeys(workload.blocks, 0)
         for storage in step.storages:
             if storage.movable and storage.module is not None:
@@ -266,12 +260,44 @@ def predict_variant(base: Profile, plain: Profile, series: str, budget: int | No
 
 def show(name: str, found: Estimate) -> None:
     """Print what to do, the activations, the memory, the bandwidth, the SSDs, and notes for a reader."""
+    split, hardware = found.split, found.hardware
     warnings = [note for note in found.notes if note.startswith("WEAR")]
     for line in (advice(found), *warnings):
         Console().print(escape(line), style="bold")
-    print_rows(_activation_rows(found), title=f"{name}, per GPU of {found.split.tensor * found.split.data}")
-    print_rows(_memory_rows(found), title="memory of a GPU at its peak")
-    print_rows(_machine_rows(found), title="links and where bytes go")
+    small = f", and {format_size(found.small_bytes)} in tensors too small to move" if found.small_bytes else ""
+    activations = [
+        ("model", found.label),
+        ("split", f"tensor {split.tensor}, data {split.data}, ZeRO {split.zero}"),
+        ("activations of a step", f"{format_size(found.activation_bytes_per_step)} (S){small}"),
+        ("outside of layers", f"{format_size(found.ends_bytes)} of them: embedding, last norm and loss"),
+        ("step time", f"{found.step_s:.3g} s ({found.step_flops / found.step_s / 1e12:.0f} TFLOP/s)"),
+    ]
+    print_rows(activations, title=f"{name}, per GPU of {split.tensor * split.data}")
+    states_bytes = sum(found.states.values())
+    states = ", ".join(f"{format_size(nbytes)} {name}" for name, nbytes in found.states.items())
+    memory = [
+        ("there is", f"{format_size(hardware.tensor_bytes)} for tensors"),
+        ("model states", f"{format_size(states_bytes)}: {states}"),
+    ]
+    for label, fit in zip(("all kept", "what hides moves", "the least"), found.fits.values(), strict=True):
+        needed = states_bytes + fit.saved_bytes
+        fits = "fits" if needed <= hardware.tensor_bytes else "does NOT fit"
+        memory.append((label, f"{format_size(needed)}, {format_size(fit.saved_bytes)} of it saved: {fits}"))
+        text = f"a step of {fit.step_s:.3g} s; the largest micro-batch that fits: {fit.micro_batch or 'none'}"
+        memory.append(("", text))
+    print_rows(memory, title="memory of a GPU at its peak")
+    rates = f"{hardware.write_bytes_per_s / 1e9:.1f} GB/s to write, {hardware.read_bytes_per_s / 1e9:.1f} to read"
+    links = [
+        ("needed, each way", f"{found.required_bytes_per_s / 1e9:.1f} GB/s (S / (t/2))"),
+        ("there is", rates),
+        ("share that hides", f"{found.share_hidden:.0%}, {format_size(found.moved_bytes_per_step)} a step"),
+    ]
+    if hardware.target == "nvme":
+        rated = format_decimal(hardware.drive.rated_written_bytes * hardware.drives)
+        links.append(("drives", f"{hardware.drives} × {hardware.drive.name}, rated {rated} written"))
+        links.append(("written", f"{format_decimal(found.written_bytes_per_day)} a day"))
+        links.append(("life on rated TBW", format_duration(found.rated_life_s)))
+    print_rows(links, title="links and where bytes go")
     for note in (note for note in found.notes if note not in warnings):
         Console().print(f"- {escape(note)}")
 
@@ -300,53 +326,6 @@ def advice(found: Estimate) -> str:
     needed = states_bytes + least.saved_bytes + RESERVED_BYTES
     ways += [f"--gpu {name}" for name, gpu in GPUS.items() if gpu["memory_bytes"] >= needed][:1]
     return f"It does NOT fit, whatever moves: {format_size(needed)} are needed. Try {'; or '.join(ways)}."
-
-
-def _activation_rows(found: Estimate) -> list[tuple[str, str]]:
-    split = found.split
-    small = f", and {format_size(found.small_bytes)} in tensors too small to move" if found.small_bytes else ""
-    return [
-        ("model", found.label),
-        ("split", f"tensor {split.tensor}, data {split.data}, ZeRO {split.zero}"),
-        ("activations of a step", f"{format_size(found.activation_bytes_per_step)} (S){small}"),
-        ("outside of layers", f"{format_size(found.ends_bytes)} of them: embedding, last norm and loss"),
-        ("step time", f"{found.step_s:.3g} s ({found.step_flops / found.step_s / 1e12:.0f} TFLOP/s)"),
-    ]
-
-
-def _memory_rows(found: Estimate) -> list[tuple[str, str]]:
-    states_bytes, capacity_bytes = sum(found.states.values()), found.hardware.tensor_bytes
-    states = ", ".join(f"{format_size(nbytes)} {name}" for name, nbytes in found.states.items())
-    rows = [
-        ("there is", f"{format_size(capacity_bytes)} for tensors"),
-        ("model states", f"{format_size(states_bytes)}: {states}"),
-    ]
-    for name, fit in zip(("all kept", "what hides moves", "the least"), found.fits.values(), strict=True):
-        needed = states_bytes + fit.saved_bytes
-        fits = "fits" if needed <= capacity_bytes else "does NOT fit"
-        rows.append((name, f"{format_size(needed)}, {format_size(fit.saved_bytes)} of it saved: {fits}"))
-        text = f"a step of {fit.step_s:.3g} s; the largest micro-batch that fits: {fit.micro_batch or 'none'}"
-        rows.append(("", text))
-    return rows
-
-
-def _machine_rows(found: Estimate) -> list[tuple[str, str]]:
-    hardware = found.hardware
-    rated = hardware.drive.rated_written_bytes * hardware.drives
-    rates = f"{hardware.write_bytes_per_s / 1e9:.1f} GB/s to write, {hardware.read_bytes_per_s / 1e9:.1f} to read"
-    rows = [
-        ("needed, each way", f"{found.required_bytes_per_s / 1e9:.1f} GB/s (S / (t/2))"),
-        ("there is", rates),
-        ("share that hides", f"{found.share_hidden:.0%}, {format_size(found.moved_bytes_per_step)} a step"),
-    ]
-    if hardware.target == "host":
-        return rows
-    return [
-        *rows,
-        ("drives", f"{hardware.drives} × {hardware.drive.name}, rated {format_decimal(rated)} written"),
-        ("written", f"{format_decimal(found.written_bytes_per_day)} a day"),
-        ("life on rated TBW", format_duration(found.rated_life_s)),
-    ]
 
 
 def list_presets() -> list[dict[str, Any]]:

@@ -118,9 +118,6 @@ class Hardware:
         return min(self.link_bytes_per_s, drives if self.target == "nvme" else math.inf)
 
 
-# -- presets -
-
-
 def is_own(source: str) -> bool:
     """Return whether this names a function in a user's file, rather than a preset or a configuration."""
     return ".py:" in source

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from ..config import OffloadConfig
 from ..errors import ConfigError
-from ..planning.plan import Plan
 from ..planning.profile import Profile
 from ..planning.search import Limits, best, bounded, tiers_of
-from ..tell.parts import Analysis, BudgetRow, analyse, budget_table
+from ..tell.parts import analyse, budget_table
 from ..tell.plans import render_budgets, render_plan
 from .console import JsonOption, grouped, option, print_json
 
@@ -59,7 +57,10 @@ def command(
     if plan_out is not None:
         plan_out.write_text(plan.to_json() + "\n", encoding="utf-8")
     if as_json:
-        print_json(as_dict(step, plan, analysis, budgets))
+        names = ("device", "saved_bytes", "movable_bytes", "baseline_peak_bytes", "step_s")
+        about = {name: getattr(step, name) for name in names} | {"storages": len(step.storages)}
+        rows = [asdict(row) for row in budgets]
+        print_json({"profile": about, **analysis.as_dict(), "budgets": rows, "plan": json.loads(plan.to_json())})
     else:
         typer.echo(f"{render_plan(step, plan, limits, analysis=analysis)}\n\n{render_budgets(budgets)}")
 
@@ -72,14 +73,3 @@ def read_profile(path: Path) -> Profile:
         problem = getattr(error, "strerror", None) or getattr(error, "remedy", "").partition(";")[0]
         remedy = "`actoffload demo --profile FILE` writes one, and so does offloader.profile.save(FILE) after 3 steps"
         raise ConfigError("profile", str(path), f"{problem}; give a recorded step: {remedy}") from error
-
-
-def as_dict(profile: Profile, plan: Plan, analysis: Analysis, budgets: Sequence[BudgetRow]) -> dict[str, Any]:
-    """Return everything, ready for JSON; ``plan`` is for `Plan.from_json`."""
-    names = ("device", "saved_bytes", "movable_bytes", "baseline_peak_bytes", "step_s")
-    return {
-        "profile": {name: getattr(profile, name) for name in names} | {"storages": len(profile.storages)},
-        **analysis.as_dict(),
-        "budgets": [asdict(row) for row in budgets],
-        "plan": json.loads(plan.to_json()),
-    }

@@ -74,25 +74,21 @@ def top(
     with Live(console=Console(), auto_refresh=False) as live:
         while True:
             began_s = time.monotonic()
-            found = _so_far(run)
-            live.update("waiting for the first step" if found is None else render(found), refresh=True)
-            if found is not None and not found.trace.truncated:
-                return  # the trace has its end, so the run is over
+            try:
+                with _sound(run):
+                    found = look_at(load(run, truncated_ok=True))
+            except TraceFileError as error:
+                if ": empty: " not in str(error):
+                    raise
+                live.update("waiting for the first step", refresh=True)
+            else:
+                live.update(render(found), refresh=True)
+                if not found.trace.truncated:
+                    return  # the trace has its end, so the run is over
             try:
                 time.sleep(max(every, (time.monotonic() - began_s) / READING_SHARE))
             except KeyboardInterrupt:
                 return
-
-
-def _so_far(path: Path) -> Run | None:
-    """Return the run so far; None before its first forward has ended."""
-    try:
-        with _sound(path):
-            return look_at(load(path, truncated_ok=True))
-    except TraceFileError as error:
-        if ": empty: " in str(error):
-            return None
-        raise
 
 
 @contextmanager
@@ -113,8 +109,7 @@ def render(run: Run) -> RenderableType:
     parts += [f"\n[bold]{plain(run.name)}[/bold]: {plain(run.about())}\n", *map(plain, run.report.splitlines())]
     for section in sections(run):
         head, *rows = section.table
-        if rows:
-            parts += [f"\n[bold]{section.title}[/bold]: {plain(section.meaning)}", table_of(rows, *head)]
+        parts += [f"\n[bold]{section.title}[/bold]: {plain(section.meaning)}", table_of(rows, *head)]
     return Group(*parts)
 
 
@@ -122,11 +117,10 @@ def render(run: Run) -> RenderableType:
 
 
 class Section(NamedTuple):
-    """A table of the report under a heading, its meaning, and the reason (``nothing``) why there may be no rows."""
+    """A table of the report under a heading, and its meaning."""
 
     title: str
     meaning: str
-    nothing: str
     table: Rows
 
 
@@ -137,7 +131,7 @@ def numbers_of(run: Run) -> Rows:
 
 
 def sections(run: Run) -> list[Section]:
-    """Return the tables of a run, on the page and in a terminal."""
+    """Return the tables of a run that have rows, on the page and in a terminal."""
     links: Rows = [("link", "moved", "by others", "can do", "in use")]
     for link in run.links():
         rate = f"{link['can_do'] / 1e9:.3g} GB/s" if link["can_do"] else "-"
@@ -164,12 +158,13 @@ def sections(run: Run) -> list[Section]:
     for name, *both in run.predictions():
         planned.append((names[name], *(format_number(name, each) for each in both)))
     last = f"A step under the last plan; the median and the peak of the steps under it. {run.machine_changed}"
-    return [
-        Section("Phases", uses_are, "no phase ended", phases),
-        Section("Links", used_is, "nothing moved", links),
-        Section(f"The {MOST_WAITS} dearest waits", reasons, "nothing waited", waits),
-        Section("Predicted and seen", last, "nothing was planned", planned),
+    found = [
+        Section("Phases", uses_are, phases),
+        Section("Links", used_is, links),
+        Section(f"The {MOST_WAITS} dearest waits", reasons, waits),
+        Section("Predicted and seen", last, planned),
     ]
+    return [section for section in found if section.table[1:]]
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from rich.progress import TimeElapsedColumn
 
 from ..errors import ActOffloadError, ConfigError
 from ..sizes import format_size
-from .console import JsonOption, PathOption, grouped, option, print_json, print_rows, progress_bar
+from .console import JsonOption, PathOption, grouped, option, print_busy, print_json, print_rows, progress_bar
 from .environment import BUSY_SHARE, describe_environment, find_device, write_json
 from .estimate import predict_variant
 from .on_paper import TABLES, Case, hardware_of, is_own, preset
@@ -178,15 +178,14 @@ def points_of(samples: Sequence[Sample]) -> list[Point]:
     """Return the points of a results file, whose samples are each another variant or case."""
     points = [_point(sample) for sample in samples]
     keeps = {point.case: point for point in points if point.variant.series == "keep"}
-    return [_against(keeps.get(point.case), point) for point in points]
-
-
-def _against(keep: Point | None, point: Point) -> Point:
-    """Return a point with its verdict, and with the throughput that its turns show: keep's, over the ratio."""
-    if keep is None or keep.ratio is None or keep.tflops is None or point.ratio is None:
-        return point
-    said = "A/A noise" if point.variant.series == "keep" else verdict(point.ratio, keep.ratio)
-    return replace(point, tflops=_over(keep.tflops.median, point.ratio), verdict=said)
+    for place, point in enumerate(points):
+        keep = keeps.get(point.case)
+        if keep is None or keep.ratio is None or keep.tflops is None or point.ratio is None:
+            continue
+        said = "A/A noise" if point is keep else verdict(point.ratio, keep.ratio)
+        # The throughput that its turns show: keep's, over the ratio.
+        points[place] = replace(point, tflops=_over(keep.tflops.median, point.ratio), verdict=said)
+    return points
 
 
 def _over(top: float, times: Spread) -> Spread:
@@ -379,25 +378,25 @@ def finish(run: RokRun, as_json: bool) -> int:
     title = f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}"
     if run.payload["measured_with"]["device"] == PREDICTED:
         title = f"PREDICTED from shapes, nothing was run\n{machine['gpu']}"
-    share, busy = max(sample["others_cpu_share"] or 0.0 for sample in run.payload["samples"]), ""
-    if share > BUSY_SHARE:
-        busy = f"the machine was busy: others took up to {share:.0%} of the processors"
+    share = max(sample["others_cpu_share"] or 0.0 for sample in run.payload["samples"])
     pictures = [run.file.with_suffix(ending) for ending in (".png", ".svg")]
     drawn = f"written beside {run.file.name}: {', '.join(picture.name for picture in pictures)}"
     try:
-        draw_rok(points, pictures, "\n".join(filter(None, (title, busy))))
+        draw_rok(points, pictures, title)
     except ImportError:
         drawn = "a picture needs matplotlib: pip install actoffload[plots]"
     if as_json:
-        print_json({"points": [point.as_dict() for point in points], "busy_share": share if busy else 0.0})
+        busy_share = share if share > BUSY_SHARE else 0.0
+        print_json({"points": [point.as_dict() for point in points], "busy_share": busy_share})
     else:
-        show(points, busy)
+        show(points)
+        print_busy(share)
         typer.echo(drawn)
     return 1 if any((p.error and not p.oom) or p.identical is False for p in points) else 0
 
 
-def show(points: Sequence[Point], busy: str) -> None:
-    """Print a table for each case, in 80 columns, and the warnings."""
+def show(points: Sequence[Point]) -> None:
+    """Print a table for each case, in 80 columns, and whether bits differ."""
     console = Console()
     for case in dict.fromkeys(point.case for point in points):
         mine = [point for point in points if point.case == case]
@@ -405,8 +404,6 @@ def show(points: Sequence[Point], busy: str) -> None:
         rows = [(point.variant.label, *_cells(point)) for point in mine]
         print_rows(rows, "series", "peak", "step", "× keep", "verdict", title=case.name)
     console.print("peak: saved activations; × keep: within the same turn (middle half)", style="dim", markup=False)
-    if busy:
-        console.print(f"WARNING: {busy}; trust verdicts, not single figures.", style="bold yellow", markup=False)
     different = [point.label for point in points if point.identical is False]
     if different:
         console.print(f"BITS DIFFER: {'; '.join(different)}", style="bold red", markup=False)

@@ -249,8 +249,6 @@ def _sorted(events: Sequence[_Event]) -> dict[str, Any]:
     # A run writes a span as it ends, so the file is in no order of begins.
     for ts, event in sorted(timed, key=lambda each: each[0]):
         begin_s = (ts - origin) / 1e6
-        if event.ph in "sf":  # an arrow of a viewer, from the write of a tensor to its read
-            continue
         if event.ph == "C":  # before the typed arguments, as a counter names its own series there
             counters.setdefault(event.name, CounterValues()).add(begin_s, convert(event.args, dict[str, float]))
             continue

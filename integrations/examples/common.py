@@ -1,4 +1,4 @@
-"""The examples' common parts: the command line, and pieces of a text or pictures to learn from."""
+"""The examples' common parts: the command line, and pieces of a text to learn from."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-KINDS = 10
-"""The number of directions in which the waves of `waves` run."""
 
 
 def make_parser(description: str | None, **sizes: int) -> argparse.ArgumentParser:
@@ -35,14 +32,3 @@ def batch(seed: int, rows: int, seq: int, device: torch.device) -> Tensor:
     text = torch.frombuffer(bytearray(Path(torch.__file__).read_bytes()), dtype=torch.uint8).long()
     starts = torch.randint(len(text) - seq - 1, (rows,), generator=torch.Generator().manual_seed(seed))
     return torch.stack([text[start : start + seq + 1] for start in starts.tolist()]).to(device)
-
-
-def waves(seed: int, rows: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Pictures of waves and their direction of `KINDS`: (rows, 3, size, size) float32 in -1 to 1, (rows,) int64."""
-    generator = torch.Generator().manual_seed(seed)
-    kinds = torch.randint(KINDS, (rows,), generator=generator)
-    phases = torch.rand(rows, 3, 1, 1, generator=generator) * torch.pi
-    places = torch.linspace(0, 6 * torch.pi, size)
-    turned = (kinds * torch.pi / KINDS).view(-1, 1, 1, 1)
-    along = places.view(1, 1, 1, -1) * turned.cos() + places.view(1, 1, -1, 1) * turned.sin()
-    return (along + phases).sin().to(device), kinds.to(device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import re
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -255,21 +254,6 @@ def test_the_end_of_training_is_logged(tmp_path: Path, transformers_log: pytest.
     assert "was never called" not in transformers_log.text
 
 
-def test_logs_say_when_it_was_planned_anew(tmp_path: Path) -> None:
-    """Every five steps the planner corrects its figures of a step; only a new plan counts."""
-    trainer, reported = make_trainer(tmp_path, max_steps=14), list[int]()
-
-    class Logs(TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-            reported.append(logs.get("actoffload/planned_anew", 0))
-
-    trainer.add_callback(Logs())
-    with attached(trainer, **spool(tmp_path, policy="auto")) as offloader:
-        trainer.train()
-        assert offloader.autopilot is not None
-        assert sum(reported) == len(offloader.autopilot.history) >= 1
-
-
 def test_the_history_of_logs_has_the_numbers_of_each_log(tmp_path: Path) -> None:
     trainer, sent = make_trainer(tmp_path, max_steps=4, eval_strategy="steps", eval_steps=2), list[dict[str, Any]]()
 
@@ -291,7 +275,7 @@ def test_the_history_of_logs_has_the_numbers_of_each_log(tmp_path: Path) -> None
         trainer.state.save_to_json(str(tmp_path / "state.json"))
 
 
-def test_each_training_has_a_first_line_and_a_report(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_first_training_has_a_line_and_each_a_report(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     options: dict[str, Any] = {"target": "nvme", "path": tmp_path, "min_bytes": 1024}
     trainer = make_trainer(tmp_path)
     other, quiet = (Trainer(trainer.model, trainer.args, train_dataset=trainer.train_dataset) for _ in range(2))
@@ -308,10 +292,8 @@ def test_each_training_has_a_first_line_and_a_report(tmp_path: Path, capfd: pyte
     quiet.train()
     silent.detach()
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("actoffload")]
-    again_line = r"actoffload \(target nvme\): \d+ steps: .* so far; training begins again"
-    assert len(lines) == 3
+    assert len(lines) == 1
     assert lines[0].startswith("actoffload: target nvme")
-    assert all(re.fullmatch(again_line, line) for line in lines[1:]), lines
     for one in {attachment.offloader, again.offloader, silent.offloader}:
         one.close()
 

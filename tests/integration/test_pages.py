@@ -47,8 +47,7 @@ ELSEWHERE = {
     r"docs/checkpointing\.md, Switch .*": "integration/test_framework_checkpoints.py::test_the_page_runs",
     r"docs/schedules\.md, .*": "unit/test_schedules.py::test_the_page_runs",
     r"docs/hooks\.md, .*": "unit/test_hook_stack.py::test_the_page_runs",
-    r"docs/commands\.md, A model of .*": "unit/test_cli_estimate.py::test_the_documented_model_of_ones_"
-    "own_is_counted_as_try_counts_it",
+    r"docs/commands\.md, A model of .*": "unit/test_cli_estimate.py::test_the_documented_model_is_counted_as_by_try",
     r"docs/frameworks/megatron\.md, .*": "integration/test_megatron_arguments.py::documented_lines",
     r"docs/upstream/torchtitan\.md, .*": "integration/test_torchtitan.py::found",
     r"docs/upstream/(?!torchtitan).*": "integration/test_upstream.py::test_the_shim_moves_and_changes_no_loss",
@@ -64,7 +63,7 @@ SMALLER = {
     "actoffload try": "--no-measure",
 }
 """Arguments to add, by how a command begins."""
-INSTEAD = {"/mnt/nvme0": ".", "DIR": ".", "COMMAND": "demo", "NAME": "plain_loop", "FILE.py:FUNCTION": "mine.py:build"}
+INSTEAD = {"/mnt/nvme0": ".", "DIR": ".", "COMMAND": "demo", "FILE.py:FUNCTION": "mine.py:build"}
 INSTEAD["try MODEL"] = "try mine.py:build"
 VENV = sys.prefix
 SHELL = f"""

@@ -37,7 +37,7 @@ for _package in ("accelerate", "datasets", "deepspeed", "tensorboard", "trackio"
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
 
 WORKER = "tests.integration.workers.switch"
-METRICS = ["moved_bytes", "wait_s", "host_written_bytes", "nvme_written_bytes", "resident_peak_bytes", "planned_anew"]
+METRICS = ["moved_bytes", "wait_s", "host_written_bytes", "nvme_written_bytes", "resident_peak_bytes"]
 PROGRAMS = {"trainer": "Transformers", "sft": "TRL", "loop": "Accelerate", "engine": "DeepSpeed"}
 WAYS = [
     (name, way) for way in matrix.WAYS for name in PROGRAMS if way not in matrix.NOT_OFFERED.get(PROGRAMS[name], ())

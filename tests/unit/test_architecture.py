@@ -41,7 +41,7 @@ OPTIONAL = {
     "aiofiles": "storage.engines.aiofiles",
     "cupy": "storage.engines.gds",
     "deepspeed": "integrations.deepspeed benchmarks.study",
-    "diffusers": "integrations.examples.diffusers_loop benchmarks.workloads",
+    "diffusers": "benchmarks.workloads",
     "jinja2": "tools.report",
     "kvikio": "storage.engines.gds tools.doctor",
     "matplotlib": "tools.rok benchmarks.study",
@@ -49,9 +49,7 @@ OPTIONAL = {
     "rich": "tools.*",
     "torch_remat": "integrations.remat",
     "torchtitan": "integrations.torchtitan",
-    "torchvision": "integrations.examples.torchvision_loop",
-    "transformers": "integrations.hf integrations.examples.hf_loop integrations.examples.layer_major_loop tools.models "
-    "benchmarks.*",
+    "transformers": "integrations.hf integrations.examples.layer_major_loop tools.models benchmarks.*",
     "typer": "tools.*",
     "tyro": "integrations.torchtitan",
 }

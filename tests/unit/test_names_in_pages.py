@@ -34,7 +34,8 @@ THEIRS = {
     "make_fx no_sync param_dtype preserve_rng_state reduce_dtype respect_saved_tensors_hooks retain_graph "
     "saved_tensors_hooks TORCH_DEVICE_BACKEND_AUTOLOAD unsafe_chunk",
     "transformers and accelerate": "Accelerator.prepare activation_checkpointing_kwargs auto_find_batch_size log_level "
-    "gradient_checkpointing gradient_checkpointing_kwargs load_state model_init save_model save_state use_reentrant",
+    "gradient_checkpointing gradient_checkpointing_kwargs load_state model_init report_to save_model save_state "
+    "use_reentrant",
     "lightning": "activation_checkpointing_policy",
     "diffusers and timm": "enable_gradient_checkpointing set_grad_checkpointing",
     "axolotl and ms-swift": "activation_cpu_offload fsdp_config layer_offloading legacy hidden_states",

@@ -145,7 +145,6 @@ def test_memory_that_cannot_be_registered_is_page_locked_by_pytorch(
         assert pool.tensor(slot, 0, NBYTES).is_pinned() == offered
         assert pool.pin_failed != offered
         assert ("could not be page-locked" in offloader.report()) != offered
-        assert ("lower host_budget" in offloader.explain()) != offered
         assert pool.slabs.mapped_bytes <= pool.capacity_bytes
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import signal
 import subprocess
@@ -127,33 +126,14 @@ def test_bytes_and_processor_time_are_the_kernels(make_offloader: MakeOffloader,
     assert written["others_bytes"] > 0.95 * OTHERS_BYTES
 
 
-def test_a_viewer_gets_steps_rows_in_order_and_an_arrow_from_each_write_to_its_read(
-    make_offloader: MakeOffloader, tmp_path: Path
-) -> None:
+def test_a_viewer_gets_rows_in_order(make_offloader: MakeOffloader, tmp_path: Path) -> None:
     _traced(make_offloader, tmp_path / "run.json")
     events = json.loads((tmp_path / "run.json").read_text(encoding="utf-8"))["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     places = {names[e["tid"]]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
     rows = sorted(places, key=lambda row: places[row])
     links = [row.partition(" #")[0] for row in rows if row.startswith("disk")]
-    assert [*rows[:2], *dict.fromkeys(links)] == ["steps", "phases, main thread", "disk write", "disk read"]
-    spans: dict[str, list[dict[str, Any]]] = {}
-    for event in events:
-        if event["ph"] == "X":
-            spans.setdefault(names[event["tid"]].partition(" #")[0], []).append(event)
-    assert [step["name"] for step in spans["steps"]] == ["step 1", "step 2"]
-    phases = spans["phases, main thread"]
-    for step, forward, optimizer in zip(spans["steps"], phases[::3], phases[2::3], strict=True):
-        assert step["ts"] <= forward["ts"]
-        assert optimizer["ts"] + optimizer["dur"] <= step["ts"] + step["dur"] + 0.001
-    moved = {way: [e["args"] for e in spans[f"disk {way}"]] for way in ("write", "read")}
-    arrows = {letter: sorted(e["id"] for e in events if e["ph"] == letter) for letter in "sf"}
-    assert arrows["s"] == sorted(number for args in moved["write"] for number in args["records"])
-    assert arrows["f"] == sorted(number for args in moved["read"] for number in args["records"])
-    assert set(arrows["f"]) <= set(arrows["s"])
-    for args in (*moved["write"], *moved["read"]):
-        for (_, nbytes), shape in zip(args["tensors"], args["shapes"], strict=True):
-            assert 4 * math.prod(shape) == nbytes
+    assert [rows[0], *dict.fromkeys(links)] == ["phases, main thread", "disk write", "disk read"]
 
 
 def test_memory_is_sampled_while_nothing_is_saved(make_offloader: MakeOffloader, tmp_path: Path) -> None:
@@ -516,7 +496,7 @@ def test_the_trace_of_a_program_is_valid_and_adds_up(make_offloader: MakeOffload
         del loss
     offloader.close()
     events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
-    for event in (each for each in events if each["ph"] not in "sf"):  # the package knows no arrows
+    for event in events:
         read = chrometrace.TraceEvent.from_dict(event)
         letter = {"i": "I"}.get(read.event_type, read.event_type)  # the package knows an older letter for instants
         assert chrometrace.TraceEventType(letter)

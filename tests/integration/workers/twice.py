@@ -5,29 +5,15 @@ The first run has the flags before ``--`` and ``--target none``, the second all 
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import runpy
 import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed
 
 SECOND = "===== the second run"
-
-
-def define_operators() -> None:
-    """Make torchvision importable if its build is for another PyTorch (for CUDA beside one for the CPU)."""
-    found = importlib.util.find_spec("torchvision")
-    if found is None or found.origin is None:
-        return
-    try:
-        torch.ops.load_library(os.path.join(os.path.dirname(found.origin), "_C.so"))
-    except OSError:
-        for name in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 def keep_group() -> Callable[[], None]:
@@ -47,7 +33,6 @@ def main() -> None:
     end = keep_group()
     name, *flags = sys.argv[1:]
     both, more = flags[: flags.index("--")], flags[flags.index("--") + 1 :]
-    define_operators()
     sys.argv = [name, *both, "--target", "none"]
     runpy.run_module(name, run_name="__main__")
     for stream in (sys.stdout, sys.stderr) if os.environ.get("RANK", "0") == "0" else ():  # it prints the losses

@@ -118,7 +118,7 @@ def passed() -> dict[str, dict[str, Any]]:
         },
         "docs/frameworks/compile.md, torch.compile": {"model": compiled},
         "docs/frameworks/lightning.md, Lightning": lightning,
-        "docs/frameworks/loops.md, diffusers, torchvision, and your own loop": {"model": layers()},
+        "docs/frameworks/loops.md, diffusers, and your own loop": {"model": layers()},
         "docs/remat.md, torch_remat": {"model": checkpointed},
     }
 
