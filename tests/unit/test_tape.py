@@ -77,6 +77,16 @@ def test_released_records_are_passed_over_and_no_longer_counted() -> None:
     assert _fetched(tape, 30) == [11]
 
 
+def test_a_record_that_was_fetched_ahead_and_dies_unused_takes_no_room_in_the_window() -> None:
+    """Backward passes over a branch that nobody needs. Nothing reaches its record any more, so only its death tells."""
+    tape = _tape([_Record(10 + number) for number in range(6)])
+    tape.advance(5, LearnedOrders())
+    assert _fetched(tape, 27) == [14, 13]
+    tape.forget(4)
+    tape.advance(3, LearnedOrders())
+    assert _fetched(tape, 27) == [12, 11, 10]
+
+
 def test_no_room_stops_and_the_next_time_goes_on_there() -> None:
     tape = _tape([_Record(10 + number) for number in range(4)])
     tape.advance(3, LearnedOrders())
