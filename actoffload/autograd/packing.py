@@ -274,7 +274,7 @@ class Packer:
         store, alias, counters = self._store, tensor.detach(), counters or own_counter(tensor)
         if not counters:
             # First: a storage that is kept without a record is neither coded nor counted a second time.
-            place = store.identities.find_kept(storage, alias, span[1]) if store.identities.kept else None
+            place = store.identities.find_kept(storage, alias) if store.identities.kept else None
             if place is not None:
                 store.shared.accounts.deferred.append(("", span[1] - span[0], False))
                 return Planned(place, alias)
