@@ -207,15 +207,16 @@ def test_a_context_that_stays_open_after_an_interrupt_sees_swapped_contents(
 
     def run(offloader: Offloader | None) -> Tensor | None:
         model, x = torch.nn.Module(), X.clone().requires_grad_()
-        model.weight = kind(X[:64, :64].clone())
+        weight: Tensor = kind(X[:64, :64].clone())
+        model.weight = weight
         with offloader.use(model) if offloader else contextlib.nullcontext():
             if offloader is not None:
                 _ctrl_c_once(monkeypatch, offloader.store, "_place")
                 with pytest.raises(KeyboardInterrupt):
                     x.sin().sin()
                 assert offloader.store.shared.interrupted
-            loss = (x.sin() @ model.weight).sum()
-        model.weight.data = X[64:128, :64].exp()
+            loss = (x.sin() @ weight).sum()
+        weight.data = X[64:128, :64].exp()
         loss.backward()
         return x.grad
 
