@@ -17,7 +17,7 @@ from ..policy import STATIC, KeepReason
 from ..runtime.untraced import untraced
 from .hook_stack import THREAD, enter_region, leave_region
 from .owners import StorageSet, live_modules, modules_of
-from .tensors import is_parameter
+from .tensors import is_parameter, storages
 
 MARKED = StorageSet()
 """Storages that the user marked with ``keep()``."""
@@ -170,6 +170,11 @@ class Exclusions:
         if known is None and self.sharded and self._note_gathered():
             known = self.static.by_number.get(number)
         return None if known is None else _REASONS[known[1]]
+
+    def is_of_module(self, tensor: Tensor) -> bool:
+        """Return whether a tensor of any layout is known to be a parameter or a buffer, or a view of one."""
+        noted = (self.static.by_number.get(storage._cdata) for storage in storages(tensor))
+        return any(known is not None and known[1] in ("parameter", "buffer") for known in noted)
 
     def why_stays(self, tensor: Tensor, storage: torch.UntypedStorage) -> KeepReason | None:
         """Return why this saved tensor stays, or None."""

@@ -156,7 +156,7 @@ class Packer:
         try:
             store, kind = self._store, "cpu" if tensor.is_cpu else tensor.device.type
             if store.shared.interrupted:
-                return Kept(tensor.detach())
+                return Kept(tensor.detach())  # no parameter and no buffer: the compiled hooks keep those themselves
             with store.tiers.hook:  # one query per device for a graph capture serves the whole hook
                 if store.tiers.by_device[kind].is_of_a_graph(tensor):
                     return self._keep(tensor, KeepReason.CAPTURE, nbytes)
@@ -172,7 +172,7 @@ class Packer:
         # An aborted store takes nothing, yet contexts entered before the interrupt are still open. Under `make_fx`
         # tensors have no bytes to move.
         if self._store.shared.interrupted or torch._C._get_dispatch_mode(_PROXY) is not None:
-            return Kept(tensor.detach())
+            return self._keep_uncounted(tensor)
         if type(tensor) not in PLAIN_TYPES:
             return self._pack_subclass(tensor, counters)
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
@@ -274,7 +274,7 @@ class Packer:
         store, alias, counters = self._store, tensor.detach(), counters or own_counter(tensor)
         if not counters:
             # First: a storage that is kept without a record is neither coded nor counted a second time.
-            place = store.identities.find_kept(storage, alias, span[1]) if store.identities.kept else None
+            place = store.identities.find_kept(storage, alias) if store.identities.kept else None
             if place is not None:
                 store.shared.accounts.deferred.append(("", span[1] - span[0], False))
                 return Planned(place, alias)
@@ -317,6 +317,12 @@ class Packer:
         tape = stack[-1].tape if stack else None
         handle.entry = self._store.keep_activation(nbytes, reason, tensor.device.type, tape)
         return handle
+
+    def _keep_uncounted(self, tensor: Tensor) -> Kept:
+        """Return the handle of a tensor that stays, of any layout. The store counts nothing for it."""
+        # As in `_keep`: with an alias, backward would read the contents from before a swap of the parameter's `.data`.
+        itself = tensor.is_leaf and (is_parameter(tensor) or self._exclusions.is_of_module(tensor))
+        return Kept(tensor if itself else tensor.detach(), itself=itself)
 
     def _pack_subclass(self, tensor: Tensor, outer: tuple[Counter, ...]) -> Any:
         if is_parameter(tensor):

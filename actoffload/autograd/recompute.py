@@ -113,6 +113,8 @@ class Checkpointed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # A checkpoint would be part of the graph of an export or a trace.
         recorded = torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None
+        # Without gradients PyTorch's checkpoint runs the function alone, so the test for them saves time alone: an
+        # evaluation of 12 small blocks took 1.5 ms without the test, 0.3 ms with it (by hand).
         if not self.active or not torch.is_grad_enabled() or recorded:
             return self.forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # the compiler runs it again in its own graph, and would guard on each `id`

@@ -74,15 +74,15 @@ class IdentityMap:
                 return record
         return None
 
-    def find_kept(self, storage: torch.UntypedStorage, tensor: Tensor, end: int) -> KeptPlace | None:
-        """Return the place of a storage that a plan keeps at the tensor's version and to the byte ``end``, or None."""
+    def find_kept(self, storage: torch.UntypedStorage, tensor: Tensor) -> KeptPlace | None:
+        """Return the place of a storage that a plan keeps at the tensor's version, or None."""
         known = self.kept.get(storage._cdata)
         place = None if known is None else known()
-        # The same comparisons as in `find`, for the same reasons.
+        # The same comparisons as in `find`, for the same reasons. A place stands for a whole storage, so that each span
+        # is within it: a storage that has grown has moved as well.
         if (
             place is not None
             and place.version == tensor._version
-            and end <= place.nbytes
             and place.address == storage.data_ptr()
             and place.thread == threading.get_ident()
             and same_counter(place.alias, tensor)

@@ -181,8 +181,7 @@ class ActivationStore:
         shared, index = self.shared, len(tape.records)  # without the lock: only this thread appends to the tape
         if index >= len(tape.planned) or tape.planned[index] != nbytes or shared.stopped or self.closed:
             return None
-        # A recorded step needs records, and so does backward, whose saves are not the plan's.
-        if self.profiler.running or torch._C._current_graph_task_id() != -1:
+        if self.profiler.running:  # a recorded step needs records
             return None
         self.speak()
         accounts, reason = shared.accounts, self.decision.why_planned

@@ -24,7 +24,7 @@ RESERVE_BYTES = 256 << 20  # left free on the file system for other programs
 
 _SECTOR_BYTES = 512  # the kernel's unit, whatever the drive's sector is
 _REFUSED = re.compile(
-    r"(dev)?tmpfs|ramfs|nfs\d*|cifs|smb.*|9p|fuse\..*|lustre|gpfs|beegfs.*|ceph|virtiofs|afs|coda|glusterfs|pvfs2|panfs"
+    r"tmpfs|ramfs|nfs\d*|cifs|smb.*|9p|fuse\..*|lustre|gpfs|beegfs.*|ceph|virtiofs|afs|coda|glusterfs|pvfs2|panfs"
 )
 _ON_NO_DEVICE_BUT_LOCAL = frozenset({"overlay", "zfs", "aufs", "ubifs"})
 _BUFFERED_ONLY = frozenset({"overlay"})

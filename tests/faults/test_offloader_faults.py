@@ -93,6 +93,26 @@ def test_writes_that_fail(make_offloader: MakeOffloader, first: int, count: int 
     assert (offloader.statistics().nvme_read_bytes > 0) == (count is not None)
 
 
+def test_the_room_of_a_failed_write_is_free_while_its_tensor_lives(make_offloader: MakeOffloader) -> None:
+    engine = partial(FailingEngine, kind=IoKind.WRITE, first=1, count=1)
+    offloader = make_offloader(engine=engine, nvme_budget=ROW_BYTES * 3 // 2)
+    x = batch().requires_grad_()
+    losses: list[Tensor] = []
+
+    def forward() -> None:
+        for factor in (2.0, 3.0):  # the budget has room for one at a time
+            with offloader:
+                losses.append((x * factor).sin().sum())
+            offloader.synchronize()
+
+    with pytest.warns(RuntimeWarning, match="write failed"):
+        forward()
+    assert offloader.statistics().degraded == {"write failed": 1}
+    assert offloader.statistics().nvme_written_bytes > 0
+    for factor, loss in zip((2.0, 3.0), losses, strict=True):
+        assert_same_bits(torch.autograd.grad(loss, x), torch.autograd.grad((x * factor).sin().sum(), x))
+
+
 def test_a_failed_write_under_warnings_as_errors_harms_nothing(make_offloader: MakeOffloader) -> None:
     """The warning is raised where the user's filter applies, and nothing hangs or leaks."""
     offloader = make_offloader(engine=FullEngine)

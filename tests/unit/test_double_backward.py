@@ -17,6 +17,7 @@ from actoffload import Offloader
 from actoffload.testing.faults import SlowEngine
 from actoffload.testing.simulated_device import NAME, SimulatedDevice
 from tests.harness import MakeOffloader, accounts_of, assert_empty, assert_same_bits, same_bits, simulated
+from tests.unit.saved_tensors import KeepsByIndex
 from tests.unit.saving import Doubled
 
 KIB = 1 << 10
@@ -131,6 +132,21 @@ def test_plans_hold_for_it(options: dict[str, Any], make_offloader: MakeOffloade
     if options:  # the graph that is built is not fetched ahead while it grows: its own backward has not begun
         assert offloader.plan.offloaded_bytes > 0
         assert offloader.statistics().plan_peak_bytes <= 0.6 * offloader.statistics().baseline_peak_bytes
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_plan_keeps_what_backward_saves_as_well(name: str, make_offloader: MakeOffloader) -> None:
+    """By place and size, as it keeps what a forward saves. Such a tensor has a place on the tape and no record."""
+    policy = make_offloader(policy=KeepsByIndex((True,) * 6), min_bytes=1)
+    with policy:
+        network("layers")(torch.ones(ROWS, WIDTH).requires_grad_())
+    plan = policy.plan
+    assert len(plan.entries) == 6
+    offloader = make_offloader(policy=plan, min_bytes=1)
+    assert_same_bits(run(STEPS[name], "layers", offloader, steps=3), run(STEPS[name], "layers", None, steps=3))
+    kept = offloader.statistics().kept_bytes["policy"]
+    assert kept > 3 * 6 * TENSOR_BYTES, "more than the forwards alone save"
+    assert_empty(offloader)
 
 
 @pytest.mark.parametrize("share", [0.36, 0.44, 0.5])

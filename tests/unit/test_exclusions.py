@@ -357,6 +357,18 @@ def test_small_tensors_are_counted_as_kept_and_their_peaks_do_not_grow(make_offl
         assert_empty(offloader)
 
 
+@pytest.mark.usefixtures("both_hooks")
+def test_a_tensor_without_memory_counts_no_bytes(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy="all")
+    x = torch.empty(1000, device="meta").requires_grad_()
+    with offloader:
+        loss = (x * 2.0).sin().sum()
+    statistics = offloader.statistics()
+    assert loss.requires_grad
+    assert statistics.kept_bytes == {"not strided": 0}
+    assert statistics.baseline_peak_bytes == 0
+
+
 def test_noise_that_is_filled_after_it_was_saved_stays(make_offloader: MakeOffloader) -> None:
     """`rrelu` saves its random slopes before it draws them, without a new version."""
 

@@ -309,6 +309,27 @@ def test_a_failed_forward_is_not_counted_amid_a_change(make_offloader: MakeOfflo
     _assert_released(offloader)
 
 
+def test_statistics_of_a_closed_offloader_shut_it_if_they_count_the_last_death(
+    make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collector may free the last graph in a thread that reads the counts. Nothing is noted after that."""
+    before = set(threading.enumerate())
+    offloader = make_offloader()
+    with offloader:
+        graph = [_saved_once()]
+    offloader.close()
+    count = offloader.store._count_dropped
+
+    def collect_and_count() -> None:
+        graph.clear()
+        count()
+
+    monkeypatch.setattr(offloader.store, "_count_dropped", collect_and_count)
+    assert offloader.statistics().live_records == 0
+    assert offloader.store.shared.stopped
+    wait_until(lambda: set(threading.enumerate()) <= before, "threads are left")
+
+
 def test_regions_abort_their_store_and_do_not_keep_it_alive(tmp_path: Path) -> None:
     for interrupted in (True, False):
         offloader = Offloader(OffloadConfig(path=str(tmp_path), announce="none"))

@@ -34,6 +34,7 @@ from actoffload.autograd.hook_stack import Hooks
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator
 from tests.harness import (
     ON_EACH_DEVICE,
+    assert_same_bits,
     assert_same_gradients,
     files_in,
     forget_failed_backward,
@@ -195,6 +196,31 @@ def test_a_context_that_stays_open_after_an_interrupt_keeps_plainly(
     _step(model, offloader)
     assert_same_gradients(gradients(model), expected)
     assert offloader.statistics().moved_bytes > 0
+
+
+@pytest.mark.usefixtures("both_hooks")
+@pytest.mark.parametrize("kind", [torch.nn.Parameter, torch.nn.Buffer])
+def test_a_context_that_stays_open_after_an_interrupt_sees_swapped_contents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    """As plain PyTorch does: FSDP gives a parameter other memory between forward and backward."""
+
+    def run(offloader: Offloader | None) -> Tensor | None:
+        model, x = torch.nn.Module(), X.clone().requires_grad_()
+        weight: Tensor = kind(X[:64, :64].clone())
+        model.weight = weight
+        with offloader.use(model) if offloader else contextlib.nullcontext():
+            if offloader is not None:
+                _ctrl_c_once(monkeypatch, offloader.store, "_place")
+                with pytest.raises(KeyboardInterrupt):
+                    x.sin().sin()
+                assert offloader.store.shared.interrupted
+            loss = (x.sin() @ weight).sum()
+        weight.data = X[64:128, :64].exp()
+        loss.backward()
+        return x.grad
+
+    assert_same_bits([run(_offloader(tmp_path))], [run(None)])
 
 
 @pytest.mark.simulated

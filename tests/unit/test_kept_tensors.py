@@ -33,6 +33,7 @@ from tests.harness import (
     no_garbage_collection,
     profile_of,
     recorder_of,
+    run_in_threads,
     same_bits,
     simulated,
 )
@@ -301,8 +302,20 @@ def test_tensors_stay_and_move_side_by_side_on_a_device(device: SimulatedDevice,
         assert statistics.live_records == 0
 
 
+def _saved_by_another_thread(offloader: Offloader, x: Tensor, saved: Tensor) -> Tensor:
+    """The output of a forward in a thread of its own, which saves a tensor that this thread has saved."""
+    outputs: list[Tensor] = []
+
+    def forward() -> None:
+        with offloader:
+            outputs.append((x * 3.0).sin().sum() + saved.cos().sum())
+
+    run_in_threads(forward)
+    return outputs.pop()
+
+
 def _saves_in_many_ways(offloader: Offloader) -> tuple[list[Tensor], list[Plan]]:
-    """Steps that save storages again: whole, as views, changed, with other counters, and never unpacked.
+    """Steps that save storages again: whole, as views, changed, with other counters, moved, and never unpacked.
 
     Returns:
         The gradients, and the decisions on each forward.
@@ -324,7 +337,12 @@ def _saves_in_many_ways(offloader: Offloader) -> tuple[list[Tensor], list[Plan]]
             out = out + first[: ELEMENTS // 4].exp().sum()
             parts = x * 1.0
             out = out + parts[512:515].sin().sum() + parts[:3].cos().sum()
+            moved, beside = x * 1.0, x * 1.0
+            out = out + moved.sin().sum() + beside.sin().sum()
+            moved.untyped_storage().resize_(3 * NBYTES)  # to another address, and no version counter shows that
+            out = out + moved.cos().sum()
         plans.append(offloader.plan)
+        found += torch.autograd.grad(_saved_by_another_thread(offloader, x, beside), x, retain_graph=True)
         offloader.synchronize()  # else chance decides whether backward forwards a storage from its write
         with contextlib.suppress(SavedTensorModifiedError):
             found += torch.autograd.grad(out.sum(), x, retain_graph=True)
@@ -338,7 +356,7 @@ def _saves_in_many_ways(offloader: Offloader) -> tuple[list[Tensor], list[Plan]]
         offloader.synchronize()
         for retain in (True, False):
             found += torch.autograd.grad(out, x, retain_graph=retain)
-        del first, second, third, turned, out, chunks, parts
+        del first, second, third, turned, out, chunks, parts, moved, beside
     return found, plans
 
 

@@ -374,6 +374,7 @@ def test_the_time_between_backward_and_the_next_forward_changes_no_plan(
     [
         (NOTHING_RECOMPUTED, 3, False, "cpu"),
         (SOME_RUN_ONCE, 3, False, "cuda"),
+        (NOTHING_RECOMPUTED, 3, True, "cuda"),
         ({"bytes_per_s": 3 * SLOW, "recompute": True}, 7, True, "cpu"),
         pytest.param(NOTHING_RECOMPUTED, 3, False, "cuda", marks=pytest.mark.thorough),
         pytest.param(SOME_RUN_ONCE, 3, False, "cpu", marks=pytest.mark.thorough),

@@ -456,7 +456,7 @@ KNOWN = [line.split() for line in HERE.read_text().splitlines()] if HERE.exists(
 ON_NO_DEVICE = [line[1] for line in KNOWN if line[0] == "nodev" and line[1] not in ("overlay", "zfs", "aufs", "ubifs")]
 
 
-@pytest.mark.parametrize("kind", sorted({"tmpfs", "ramfs", "devtmpfs", *ON_NO_DEVICE} | NETWORKS))
+@pytest.mark.parametrize("kind", sorted({"tmpfs", "ramfs", *ON_NO_DEVICE} | NETWORKS))
 def test_memory_and_network_file_systems_are_refused_by_default(
     make_spool: MakeSpool, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

@@ -20,7 +20,7 @@ from actoffload.planning.profile import Link, Profile, Storage
 from actoffload.planning.simulator import simulate
 from actoffload.runtime.tape import GROWTH, GROWTH_LIMIT, LearnedOrders, Tape, Window
 from actoffload.storage.meters import ENOUGH_BYTES, RateMeter
-from actoffload.testing.faults import GateEngine
+from actoffload.testing.faults import GateEngine, SlowEngine
 from actoffload.tiers.record import TRANSITIONS, Record, Saved, State
 from actoffload.tiers.storage_ref import StorageRef
 from tests.harness import (
@@ -32,6 +32,7 @@ from tests.harness import (
     same_bits,
     tape_records,
     wait_until,
+    window_bytes,
 )
 from tests.profiles import bytes_over_time
 from tests.unit.saving import ReadsTwice, take_gradient, weight
@@ -75,6 +76,16 @@ def test_released_records_are_passed_over_and_no_longer_counted() -> None:
     tape.forget(4)
     tape.advance(4, LearnedOrders())
     assert _fetched(tape, 30) == [11]
+
+
+def test_a_record_that_was_fetched_ahead_and_dies_unused_takes_no_room_in_the_window() -> None:
+    """Backward passes over a branch that nobody needs. Nothing reaches its record any more, so only its death tells."""
+    tape = _tape([_Record(10 + number) for number in range(6)])
+    tape.advance(5, LearnedOrders())
+    assert _fetched(tape, 27) == [14, 13]
+    tape.forget(4)
+    tape.advance(3, LearnedOrders())
+    assert _fetched(tape, 27) == [12, 11, 10]
 
 
 def test_no_room_stops_and_the_next_time_goes_on_there() -> None:
@@ -383,6 +394,18 @@ def test_a_record_behind_records_in_memory(
     # Hooks run before their node's backward: no fetch has begun at the first, the last record's at the second.
     assert away[:2] == [1, 0 if early else 1]
     assert away[-1] == 0, "fetched before its own node unpacks it"
+
+
+def test_a_read_that_backward_waits_for_counts_and_widens_the_window(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(engine=partial(SlowEngine, latency_s=0.02), policy="all")
+    x, before = torch.randn(ELEMENTS, requires_grad=True), window_bytes(offloader)
+    with offloader:
+        loss = (x * 1.0).sin().sum()
+    offloader.synchronize()
+    assert offloader.statistics().unpack_wait_s == 0
+    loss.backward()
+    assert offloader.statistics().unpack_wait_s >= 0.02
+    assert window_bytes(offloader) > before
 
 
 def test_tensors_of_a_small_forward_do_not_come_back_all_at_once(make_offloader: MakeOffloader) -> None:

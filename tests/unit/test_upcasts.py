@@ -151,7 +151,7 @@ def test_gradients(where: str, times: int, checkpointed: bool, options: dict[str
 def test_only_what_was_cast_from_bfloat16_is_halved(where: str, offloader: Offloader) -> None:
     x = torch.randn(1000).to(where).requires_grad_()
     cast = [x * 2, x.half().float(), x.double().float(), x.bfloat16().double(), x.bfloat16().float() * 3]
-    cast += [x.bfloat16().float().detach(), x.bfloat16().float().add_(1)]
+    cast += [x.bfloat16().float().detach(), x.bfloat16().float().add_(1), x.bfloat16().double().float()]
     cast += [x.bfloat16().float()._neg_view(), x.bfloat16().float()]
     with torch.no_grad():
         cast[-1].mul_(1.1)
