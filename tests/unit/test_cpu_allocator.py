@@ -212,7 +212,9 @@ def step(path=None):
     else:
         options = {"policy": "all", "min_bytes": 0, "keep_last_bytes": 0}
         with actoffload.offload_activations(target="nvme", path=path, model=model, **options) as offloader:
-            model(x).square().mean().backward()
+            loss = model(x).square().mean()
+            offloader.synchronize()  # else backward may come before the writes, and take the tensors as they are
+            loss.backward()
         assert offloader.statistics().moved_bytes > 4 << 20
         offloader.close()
     return [p.grad.clone() for p in model.parameters()]
