@@ -11,14 +11,17 @@ Train as ever; ``engine.actoffload.report()`` reports how much moved and why.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import inspect
 import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
+from dataclasses import fields
 from typing import Any, Literal
 
+import psutil
 import torch
 
 from actoffload import Attachment, OffloadConfig, Offloader, keep, offload_activations
@@ -103,6 +106,7 @@ class EngineAttachment(Attachment):
         pipelined = isinstance(engine.module, PipelineModule)
         super().__init__(engine.module if pipelined else engine, offloader)
         self._note, self._undo = note, contextlib.ExitStack()
+        self._io, self._before = block_io(), offloader.statistics()
         _save_checkpoint_inputs()
         _attached.add(self)
         # ZeRO-3 gathers parameters into new storages in a hook before each forward. Hooks run in the order of their
@@ -116,8 +120,24 @@ class EngineAttachment(Attachment):
             _trace_optimizer(engine.optimizer, offloader, self._undo)
 
     def report(self) -> str:
-        """The offloader's report, and a note if DeepSpeed moves bytes over the same links."""
-        return "\n".join(filter(None, (self.offloader.report(), self._note)))
+        """The offloader's report, and DeepSpeed's own traffic over the same links."""
+        return "\n".join(filter(None, (self.offloader.report(), self._note, self._on_disk())))
+
+    def _on_disk(self) -> str:
+        """The bytes on disk since the attachment: ours, and those of all else in this process by the kernel's count."""
+        io = block_io()
+        if "nvme" not in self._note or io is None:
+            return ""
+        now, before, profile = self.offloader.statistics(), self._before, self.offloader.profile
+        wrote, read = now.nvme_written_bytes - before.nvme_written_bytes, now.nvme_read_bytes - before.nvme_read_bytes
+        others = io.write_bytes - self._io.write_bytes - wrote, io.read_bytes - self._io.read_bytes - read
+        shown = [f"{max(0, nbytes) / 2**20:.1f} MiB" for nbytes in (wrote, read, *others)]
+        others_are = "DeepSpeed, and all else in this process,"
+        text = f"on disk: actoffload wrote {shown[0]} and read {shown[1]}; {others_are} {shown[2]} and {shown[3]}"
+        if profile is None or profile.disk is None:
+            return text
+        rates = [rate / 2**20 for rate in (profile.disk.write_bytes_per_s, profile.disk.read_bytes_per_s)]
+        return f"{text}; plans are for the remaining rates: {rates[0]:.1f} and {rates[1]:.1f} MiB/s"
 
     def detach(self) -> None:
         super().detach()
@@ -134,11 +154,14 @@ def read_section(config: dict[str, Any], above: dict[str, Any] | None = None) ->
     section = config.get(SECTION, {})
     if not isinstance(section, dict):
         raise ConfigError(SECTION, section, "give an object with the fields of OffloadConfig and 'enabled'")
+    known = ["enabled", *(field.name for field in fields(OffloadConfig))]
+    for name in section.keys() - set(known):
+        near = difflib.get_close_matches(str(name), known, 1) or [f"one of {', '.join(known)}"]
+        raise ConfigError(f"{SECTION}.{name}", section[name], f"no such key; did you mean {near[0]}?")
     options = {"enabled": SECTION in config or above is not None, **section, **(above or {})}
     if not isinstance(enabled := options.pop("enabled"), bool):
         raise ConfigError(f"{SECTION}.enabled", enabled, "give true or false")
-    # A bad value raises before DeepSpeed builds anything.
-    options = OffloadConfig.options_from_flags(options, f"{SECTION}.{{}}".format)
+    OffloadConfig(**options)  # a bad value raises before DeepSpeed builds anything
     if not enabled:
         return None
     configured = {"deepspeed.checkpointing.configure": {"checkpoint_in_cpu": checkpointing.CPU_CHECKPOINT}}
@@ -259,3 +282,15 @@ def _trace_optimizer(zero: Any, offloader: Offloader, undo: contextlib.ExitStack
     for name, traced in zip(_COPYING, (step, update, release, gradient), strict=True):
         setattr(zero, name, traced)
         undo.callback(delattr, zero, name)
+
+
+def block_io() -> Any:
+    """Return the kernel's count of ``read_bytes`` and ``write_bytes`` to storage; None if it keeps none.
+
+    Direct I/O is counted when it reaches the device. Buffered writes are counted when a page becomes dirty, and
+    buffered reads that the page cache answers are not counted.
+    """
+    try:
+        return psutil.Process().io_counters()
+    except (AttributeError, NotImplementedError, OSError, psutil.Error):
+        return None

@@ -78,8 +78,8 @@ class IdentityMap:
         """Return the place of a storage that a plan keeps at the tensor's version, or None."""
         known = self.kept.get(storage._cdata)
         place = None if known is None else known()
-        # The same comparisons as in `find`, for the same reasons. A place stands for a whole storage, so that each span
-        # is within it: a storage that has grown has moved as well.
+        # The same comparisons as in `find`, for the same reasons. A place stands for a whole storage, so each span lies
+        # in it. A storage that was freed and has grown at its old address counts as a duplicate; no bit depends on it.
         if (
             place is not None
             and place.version == tensor._version

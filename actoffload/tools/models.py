@@ -6,8 +6,8 @@ A user's own is named ``FILE.py:FUNCTION``; the page of the commands says what t
 from __future__ import annotations
 
 import copy
+import importlib.util
 import itertools
-import runpy
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -74,9 +74,15 @@ def import_function(field: str, source: str) -> Callable[[], Any]:
     path = Path(file)
     if not path.is_file():
         raise ConfigError(field, source, f"there is no file {file}; give FILE.py:FUNCTION")
+    spec = importlib.util.spec_from_file_location(f"actoffload_own_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look up the names in their annotations there
     if (folder := str(path.resolve().parent)) not in sys.path:
         sys.path.insert(0, folder)
-    function = runpy.run_path(file).get(name)
+    spec.loader.exec_module(module)
+    function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(field, source, f"{file} has no function {name!r}; give FILE.py:FUNCTION")
     found: Callable[[], Any] = function

@@ -248,6 +248,8 @@ def _sorted(events: Sequence[_Event]) -> dict[str, Any]:
     counters: dict[str, CounterValues] = {}
     # A run writes a span as it ends, so the file is in no order of begins.
     for ts, event in sorted(timed, key=lambda each: each[0]):
+        if event.ph in ("s", "f"):  # an arrow, in a trace of an earlier version
+            continue
         begin_s = (ts - origin) / 1e6
         if event.ph == "C":  # before the typed arguments, as a counter names its own series there
             counters.setdefault(event.name, CounterValues()).add(begin_s, convert(event.args, dict[str, float]))

@@ -14,6 +14,8 @@ _NAMES = {"include": "modules", "exclude": "exclude-modules"}
 _MORE_HELP = {
     "target": "; none: actoffload is off",
     "include": "; or names as in Megatron's --offload-modules",
+    "policy": "; or a file with a plan's JSON",
+    "recompute": "; beside Megatron's own",
 }
 MODULES = {
     "layer_input": (["*.input_layernorm", "tensor:checkpoint_input"], []),
@@ -84,6 +86,9 @@ def _select(options: dict[str, Any]) -> None:
     if unknown:
         remedy = f"no such name; choose from {', '.join(MODULES)}, or give a glob such as 'decoder.*'"
         raise ConfigError(flag("include"), unknown[0], remedy)
+    if "attn_proj" in names and "core_attn" not in names:
+        remedy = "attn_proj alone moves nothing: its input is saved by core_attn before, so name core_attn as well"
+        raise ConfigError(flag("include"), words, remedy)
     # Names and globs mix. A glob that the user names as well stays included: `exclude` would win over it.
     options["include"] = [word for word in words if word not in names]
     options["include"] += [glob for name in names for glob in MODULES[name][0]]

@@ -53,6 +53,7 @@ class OffloadedForwardStep:
         self.offloader: Offloader | None = None
         self._forward_step = forward_step
         self._began = False
+        self._names_mlp_act = False
         self._numbers = MicroBatches()
         if args is not None:
             self._begin(args)
@@ -66,6 +67,9 @@ class OffloadedForwardStep:
         offloader, model = self.offloader, _unwrap(args, kwargs)
         # The parsed arguments were checked, but a program may build its model's configuration without them.
         _refuse_conflicts(model.config, offloader.config.target)
+        if self._names_mlp_act and getattr(model.config, "num_moe_experts", None):
+            remedy = "the model has experts: name moe_act and expert_fc1, or give globs of module names"
+            raise ConfigError(flag("include"), "mlp_act", remedy)
         try:
             offloader.use(model)
         except ConfigError as error:
@@ -96,6 +100,7 @@ class OffloadedForwardStep:
                 self.offloader = offload_activations(**options).offloader
             except SpoolPathError as error:
                 raise ConfigError("--actoffload-path", options.get("path"), str(error)) from error
+            self._names_mlp_act = "mlp_act" in (getattr(args, "actoffload_modules", None) or ())
             self.offloader.sum_up(at_end=True)
         self._began = True  # last: a call after an error raises the same error again
 

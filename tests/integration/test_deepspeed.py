@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from actoffload.errors import ConfigError
 from actoffload.tools.trace_file import load
@@ -86,6 +90,42 @@ def test_every_form_of_configuration(two: Found) -> None:
         assert len(found) == 5
 
 
+class Engine(nn.Linear):
+    """The part of a DeepSpeed engine that an attachment uses."""
+
+    def __init__(self) -> None:
+        super().__init__(1024, 1024)
+        self.module = nn.Identity()
+
+    def zero_optimization_stage(self) -> int:
+        return 0
+
+
+def test_the_report_separates_other_writes_from_ours(tmp_path: Path) -> None:
+    """A file written beside the spool stands for DeepSpeed's swapping, which needs libaio."""
+    note = adapter._shared_bandwidth({"zero_optimization": {"offload_param": {"device": "nvme"}}})
+    engine = Engine()
+    attachment = adapter.EngineAttachment(engine, {"target": "nvme", "path": tmp_path, "announce": "none"}, note)
+    for _ in range(5):
+        engine(torch.ones(1024, 1024)).exp().sum().backward()
+    before = adapter.block_io()
+    with open(tmp_path / "swapped", "wb") as file:
+        file.write(bytes(24 << 20))
+        os.fsync(file.fileno())
+    after = adapter.block_io()
+    if before is None or after.write_bytes - before.write_bytes < 24 << 20:
+        pytest.skip("the kernel does not count what is written here")
+    found = re.search(
+        r"on disk: actoffload wrote ([\d.]+) MiB .*all else in this process, ([\d.]+) MiB", attachment.report()
+    )
+    assert found is not None
+    ours = attachment.offloader.statistics().nvme_written_bytes
+    assert float(found[1]) == pytest.approx(ours / 2**20, abs=0.1)
+    assert 24 <= float(found[2]) < 32
+    attachment.detach()
+    attachment.offloader.close()
+
+
 def test_a_trace_shows_the_offloaded_optimizer(two: Found, directory: Path) -> None:
     """Each rank's file has the optimizer's steps, its copies of gradients and parameters, and its memory."""
     for rank in range(len(two)):
@@ -126,11 +166,13 @@ def never_built(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"min_byte": 1}, r"actoffload\.min_byte=1: no such option; did you mean min_bytes\?"),
+        ({"min_byte": 1}, r"actoffload\.min_byte=1: no such key; did you mean min_bytes\?"),
+        ({"enable": True}, r"actoffload\.enable=True: no such key; did you mean enabled\?"),
+        ({"zzz": 1}, r"actoffload\.zzz=1: no such key; did you mean one of enabled, target"),
         ({"enabled": "yes"}, r"actoffload\.enabled='yes': give true or false"),
-        ({"enabled": False, "pth": "/"}, r"actoffload\.pth='/': no such option; did you mean path\?"),
-        ({"target": "disk"}, r"actoffload\.target='disk': choose one of"),
-        ({"min_bytes": "lots"}, r"actoffload\.min_bytes='lots': not a size"),
+        ({"enabled": False, "pth": "/"}, r"actoffload\.pth='/': no such key; did you mean path\?"),
+        ({"target": "disk"}, "target='disk': choose one of"),
+        ({"min_bytes": "lots"}, "min_bytes='lots': not a size"),
         (True, "actoffload=True: give an object"),
     ],
 )

@@ -185,6 +185,7 @@ def test_a_bad_value_names_its_flag(flag: str, value: str, capsys: pytest.Captur
             {"actoffload_target": "nvme", "actoffload_modules": ["core_att"]},
             "no such name; choose from layer_input, .*",
         ),
+        ({"actoffload_target": "nvme", "actoffload_modules": ["attn_proj"]}, "name core_attn as well"),
     ],
 )
 def test_a_bad_value_that_no_parser_saw_names_its_flag(values: dict[str, Any], flag: str) -> None:
@@ -212,9 +213,12 @@ def test_a_switch_that_is_none_is_off(wrap: Wrap) -> None:
 
 
 def test_names_of_modules_that_the_model_has_not_are_refused(wrap: Wrap) -> None:
-    message = r"--actoffload-modules=.*'\*.core_attention' matches no module of the model"
-    with pytest.raises(ConfigError, match=message):
-        wrap("--actoffload-modules core_attn")(None, chunk_with())
+    for name, chunk, message in (
+        ("mlp_act", chunk_with(num_moe_experts=2), "--actoffload-modules='mlp_act': the model has experts"),
+        ("core_attn", chunk_with(), r"--actoffload-modules=.*'\*.core_attention' matches no module of the model"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            wrap(f"--actoffload-modules {name}")(None, chunk)
 
 
 def test_a_plan_that_is_none_names_its_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -168,12 +168,14 @@ def pair() -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
     return Tensor.clone, Tensor.clone
 
 
-@pytest.mark.filterwarnings("ignore:actoffload. saved tensor hooks of the program's own:RuntimeWarning")
-def test_hooks_of_its_own_take_the_tensors_in_place_of_ours(attached: Callable[..., Any]) -> None:
+def test_hooks_of_its_own_are_refused(attached: Callable[..., Any]) -> None:
     on_checkpoint, in_body = Model(options={"saved_tensors_hooks": pair()}), Model()
     in_body.blocks[1].pair = pair()
     for model in (on_checkpoint, in_body):
-        trained(attached, model)
+        gradients(model)  # without offloading this works
+        attached(model)
+        with pytest.raises(ConfigError, match="saved_tensors_hooks"):
+            gradients(model)
 
 
 def test_hooks_around_ours_are_shadowed_as_those_of_pytorch_are(attached: Callable[..., Any]) -> None:

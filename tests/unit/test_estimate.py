@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from actoffload.errors import ConfigError
 from actoffload.storage.endurance import DAY_S, YEAR_S, render_wear, written_per_day
+from actoffload.tools.models import import_function
 from actoffload.tools.on_paper import DRIVES, Hardware, Parallelism
 
 GIB = 1 << 30
@@ -69,3 +71,13 @@ def test_wear_of_a_measured_run() -> None:
     assert "50.0 days" in render_wear(10**12, 3600, drive, drives=2)[0]
     assert "1.2 PB of 2 × the drive" in render_wear(10**12, 3600, drive, drives=2)[0]
     assert "set drive_tbw=" in render_wear(10**12, 3600, None)[0]
+
+
+def test_the_file_of_ones_own_model_is_a_module(tmp_path: Path) -> None:
+    """Annotations, pickle and PyTorch's compiler look up the names of a file's classes in its module."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from __future__ import annotations\nimport typing\nclass Own:\n    size: typing.Any\n"
+        "def build(): return typing.get_type_hints(Own)\n"
+    )
+    assert import_function("model", f"{file}:build")() == {"size": Any}

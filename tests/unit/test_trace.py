@@ -313,6 +313,19 @@ def test_the_wrong_file_is_refused(text: str | None, reported: str, tmp_path: Pa
         load(file)
 
 
+def test_arrows_of_an_earlier_version_are_left_out(make_offloader: MakeOffloader, tmp_path: Path) -> None:
+    file, offloader = tmp_path / "run.json", make_offloader(trace=tmp_path / "run.json")
+    train_step(Chain(), batch(), offloader)
+    offloader.close()
+    before = load(file)
+    *events, last = file.read_text(encoding="utf-8").partition("\n],")[0].splitlines()
+    arrows = [json.dumps({**json.loads(last), "ph": kind, "id": 1, "dur": None}) for kind in "sf"]
+    rest = file.read_text(encoding="utf-8").partition("\n],")[2]
+    file.write_text("\n".join([*events, f"{last},", ",\n".join(arrows)]) + "\n]," + rest, encoding="utf-8")
+    after = load(file)
+    assert (after.phases, after.transfers) == (before.phases, before.transfers)
+
+
 def test_a_run_without_a_step_is_refused(make_offloader: MakeOffloader, tmp_path: Path) -> None:
     make_offloader(trace=tmp_path / "run.json").close()
     with pytest.raises(TraceFileError, match="empty: no forward ran"):
