@@ -164,7 +164,8 @@ class ActivationStore:
                 self._dropped.append((record, record.round))
                 raise
             # After `_place`: the size of the first storage may select the plan. Budgets and sinks must see every save.
-            if not record.index and shared.budget.limit_bytes is None and shared.reporter.sink is None:
+            # A tape that backward has built may get saves of later steps, which have another plan, or a budget.
+            if not (record.index or tape.built or shared.budget.limit_bytes is not None or shared.reporter.sink):
                 tape.planned = self.decision.planned_sizes()
             self._saved_by_node(tape, record.nbytes)
         return record

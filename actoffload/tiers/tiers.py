@@ -212,7 +212,7 @@ class Tiers:
         copies = self._copies
         if copies is None:
             return None
-        copies.timeline = Timeline(copies.device, copies.current_index)
+        copies.timeline = Timeline(copies.device, copies.current_index, copies.capturing)
         return copies.timeline
 
     def begin_step(self) -> None:

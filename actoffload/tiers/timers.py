@@ -246,19 +246,23 @@ class Timeline:
     """The work of a device with its times, on the host's clock, while tracing is on. It never blocks the host or fails.
 
     On the simulated device times are virtual: they begin at a moment of the host's clock and go on by the model.
-    The arguments are as for `DeviceStopwatch`.
+    The first arguments are as for `DeviceStopwatch`.
+
+    Args:
+        capturing: whether a stream of any device is being captured.
     """
 
-    def __init__(self, device: Accelerator, index: Callable[[], int | None]) -> None:
+    def __init__(self, device: Accelerator, index: Callable[[], int | None], capturing: Callable[[], bool]) -> None:
         self._device = device
         self.current_index = index
+        self._capturing = capturing
         self._open: deque[tuple[str, int, Event, Event, Any]] = deque()
         self._origins: dict[int, tuple[float, Event]] = {}
         """By device, a moment of the host's clock and of the device's."""
 
     def moment(self, index: int, stream: Stream | None = None) -> Event | None:
         """A moment of a stream of device ``index``, the current one by default; None while nothing can be timed."""
-        if self._device.capturing(index):
+        if self._capturing():
             return None
         try:
             if index not in self._origins:  # on a stream with no work, so that it happens at once
@@ -279,7 +283,8 @@ class Timeline:
         """
         found: list[tuple[str, float, float, Any]] = []
         try:
-            for _ in range(0 if any(map(self._device.capturing, tuple(self._origins))) else len(self._open)):
+            # Any device: a capture may be of one that has no work here, and no event of another is queried then.
+            for _ in range(0 if self._capturing() else len(self._open)):
                 try:
                     what, index, begin, end, about = entry = self._open.popleft()
                 except IndexError:  # another thread takes as well

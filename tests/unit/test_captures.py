@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actoffload import Offloader
+from actoffload import Decision, Offloader, TensorFacts
 from actoffload.errors import StateError
 from actoffload.memory import host_pool
 from actoffload.planning.plan import Plan, PlanEntry
@@ -264,3 +264,22 @@ def test_a_capture_on_one_device_sees_no_call_for_a_tensor_of_another(device: Si
             programs[index][0].zero_grad()
             loss.backward()
             assert_same_gradients(gradients(programs[index][0]), expected[index])
+
+
+class _OnlyOnDevice1:
+    def decide(self, facts: TensorFacts) -> Decision:
+        return Decision.OFFLOAD if facts.device.endswith("1") else Decision.KEEP
+
+
+def test_a_capture_on_a_device_without_copies_queries_no_event_of_a_trace(
+    device: SimulatedDevice, tmp_path: Path
+) -> None:
+    accelerator, (model, x), held = _Capturing(), _model(1), leaf() * 2.0
+    options: dict[str, Any] = {"target": "host", "accelerator": accelerator, "policy": _OnlyOnDevice1()}
+    with torch.accelerator.device_index(1), _offloader(tmp_path, **options, trace=tmp_path / "run.json") as offloader:
+        with offloader:
+            square, loss = held.square(), model(x).square().sum()
+        with accelerator.capture(0):
+            train_step(model, x, offloader)
+        assert offloader.statistics().moved_bytes > 0
+        del square, loss

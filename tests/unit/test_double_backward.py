@@ -136,7 +136,7 @@ def test_plans_hold_for_it(options: dict[str, Any], make_offloader: MakeOffloade
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_plan_keeps_what_backward_saves_as_well(name: str, make_offloader: MakeOffloader) -> None:
-    """By place and size, as it keeps what a forward saves. Such a tensor has a place on the tape and no record."""
+    """By place and size, as it keeps what a forward saves."""
     policy = make_offloader(policy=KeepsByIndex((True,) * 6), min_bytes=1)
     with policy:
         network("layers")(torch.ones(ROWS, WIDTH).requires_grad_())
@@ -147,6 +147,15 @@ def test_a_plan_keeps_what_backward_saves_as_well(name: str, make_offloader: Mak
     kept = offloader.statistics().kept_bytes["policy"]
     assert kept > 3 * 6 * TENSOR_BYTES, "more than the forwards alone save"
     assert_empty(offloader)
+    x = torch.ones(ROWS, WIDTH).requires_grad_()
+    with offloader:
+        out = network("layers")(x).sum()
+        forwards, places = offloader.statistics().live_records, dict(offloader.store.identities.kept)
+        (force,) = torch.autograd.grad(out, x, create_graph=True)
+        assert offloader.statistics().live_records > forwards
+        assert places
+        assert offloader.store.identities.kept == places, "a tape of backward may outlive its plan"
+    del out, force
 
 
 @pytest.mark.parametrize("share", [0.36, 0.44, 0.5])
