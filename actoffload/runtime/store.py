@@ -163,8 +163,7 @@ class ActivationStore:
             except BaseException:  # of a policy, say: no handle will own the record, so its death is noted here
                 self._dropped.append((record, record.round))
                 raise
-            # After `_place`: the size of the first storage may select the plan. Budgets and sinks must see every save.
-            # A tape that backward has built may get saves of later steps, which have another plan, or a budget.
+            # After `_place` selects a plan. Budgets and sinks see every save; a tape of backward may outlive a plan.
             if not (record.index or tape.built or shared.budget.limit_bytes is not None or shared.reporter.sink):
                 tape.planned = self.decision.planned_sizes()
             self._saved_by_node(tape, record.nbytes)
